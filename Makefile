@@ -25,6 +25,11 @@ help: ## List the targets
 demo: $(STAMP) ## Search a plan, carry it out, lay prediction and reality over each other (out/demo/report.html)
 	$(BIN)/python -m protwin.calibration.commands.demo
 
+.PHONY: demo-ranks
+demo-ranks: $(STAMP) ## The same on two processes: a plan for both, trained by both, beside DDP (out/demo-ranks/report.html)
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 \
+		-m protwin.calibration.commands.demo_ranks
+
 .PHONY: test
 test: $(STAMP) ## Run the tests (ARGS="-k name" for some of them)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 20 --durations-min 2 $(ARGS)
@@ -54,7 +59,7 @@ bench: bench-fidelity bench-search bench-commands bench-overhead bench-peers ben
 
 .PHONY: bench-fidelity
 bench-fidelity: $(STAMP) ## Predicted against measured time and memory, over plans and models not fitted to
-	$(BIN)/python benchmarks/fidelity.py
+	$(BIN)/python -m benchmarks.fidelity $(ARGS)
 
 .PHONY: bench-search
 bench-search: $(STAMP) ## Seconds of searches, beside brute force and a vectorised evaluation of all plans

@@ -5,6 +5,7 @@ embedding and head hold more than its blocks.  Two have links throttled to 2 GB/
 Plans that keep half of the chunks have the embedding on the device, and those that keep none have it on the host.
 Plans with chunks on a disk are among them: one that reads 1 GB/s and writes 0.5 GB/s, emulated in memory, so that
 neither the page cache nor the disk's other users are measured; with --disk-folder the disk of that folder.
+Two ranks train a model too, in every mode (``fidelity_ranks.py``).
 ``make bench-fidelity`` runs it; results are kept in benchmarks/results/ with date and machine.
 """
 
@@ -15,7 +16,7 @@ import datetime
 import json
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,6 +38,9 @@ from protwin.runtime.tracing.tracing import trace
 from protwin.shared.basics.documents import write_atomically
 from protwin.shared.basics.progress import progress_bar
 from protwin.shared.basics.units import format_bytes, format_seconds
+from protwin.shared.schema.record import Record
+
+from .fidelity_ranks import fidelity_of_ranks
 
 GPT2 = {
     "model_type": "gpt2",
@@ -54,6 +58,8 @@ GPT2 = {
 WIDE_ENDS = CONFIGURATION | {"num_hidden_layers": 4, "vocab_size": 12_000}
 """Of 12.6 million parameters, 7.7 million are outside the blocks."""
 SLOW_LINKS = {"host_to_device_bytes_per_s": 2e9, "device_to_host_bytes_per_s": 1e9}
+MODELS = ("llama", "gpt2", "llama-wide-ends")
+RANKS = "two-ranks"
 DISK = {"disk_read_bytes_per_s": 1e9, "disk_write_bytes_per_s": 0.5e9}
 MEMORY_FOLDER = Path("/dev/shm")
 """What lies here is in memory, where the system has it; another folder's disk may be slower than the emulated one."""
@@ -65,10 +71,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10, help="times that every plan has its turn (10)")
     parser.add_argument("--records", type=Path, help="leave the measured Records in this folder")
     parser.add_argument("--keep", action="store_true", help="keep the result in benchmarks/results/")
-    parser.add_argument("--only", choices=["llama", "gpt2", "llama-wide-ends"], help="one model instead of all")
+    parser.add_argument("--only", choices=[*MODELS, RANKS], help="one model instead of all")
     parser.add_argument("--disk-folder", type=Path, help="measure the disk of this folder, not an emulated one")
     options = parser.parse_args()
     console = Console(highlight=False, width=170)
+    if options.only in (None, RANKS):
+        # Before this process has threads of its own: ranks measure the machine without it.
+        found, records = fidelity_of_ranks("llama", CONFIGURATION, 2, 128, options.rounds)
+        show(found, console)
+        _save(records, options.records, RANKS)
+        if options.keep:
+            _keep([found], "fidelity_ranks", console)
+    if options.only == RANKS:
+        return
     leave_a_core_for_lanes()
     results = []
     disk = DISK if options.disk_folder is None else {}
@@ -85,14 +100,21 @@ def main() -> None:
                     result, records = measure_fidelity(subject, rounds=options.rounds, on_progress=report)
             results.append(result)
             show(result, console)
-            if options.records is not None:
-                for number, record in enumerate(records):
-                    record.save(options.records / f"{name}-{number:03}.json")
+            _save(records, options.records, name)
     if options.keep:
-        today = datetime.date.today().isoformat()
-        path = Path(__file__).parent / "results" / f"fidelity-{today}.json"
-        write_atomically(path, json.dumps([r.model_dump(mode="json") for r in results], indent=1) + "\n")
-        console.print(f"kept in {path}")
+        _keep(results, "fidelity", console)
+
+
+def _save(records: Sequence[Record], folder: Path | None, name: str) -> None:
+    for number, record in enumerate(records if folder is not None else ()):
+        assert folder is not None
+        record.save(folder / f"{name}-{number:03}.json")
+
+
+def _keep(results: Sequence[Fidelity], files: str, console: Console) -> None:
+    path = Path(__file__).parent / "results" / f"{files}-{datetime.date.today().isoformat()}.json"
+    write_atomically(path, json.dumps([r.model_dump(mode="json") for r in results], indent=1) + "\n")
+    console.print(f"kept in {path}")
 
 
 def memory_folder() -> Path | None:
@@ -124,10 +146,22 @@ def show(result: Fidelity, console: Console) -> None:
     """Print one model's table and summary."""
     table = Table(title=f"{result.model} on {result.machine}", title_justify="left")
     table.add_column("plan")
-    headings = ("predicted", "measured", "error", "noise", "predicted peak", "measured peak", "error", "never above")
+    headings: tuple[str, ...] = (
+        "predicted",
+        "measured",
+        "error",
+        "noise",
+        "predicted peak",
+        "measured peak",
+        "error",
+        "never above",
+    )
+    if result.num_ranks > 1:
+        headings = (*headings, "collectives, error")
     for heading in headings:
         table.add_column(heading, justify="right")
     for plan in result.plans:
+        collectives = plan.collectives_error_frac
         table.add_row(
             plan.name,
             format_seconds(plan.predicted_iteration_s),
@@ -138,6 +172,7 @@ def show(result: Fidelity, console: Console) -> None:
             format_bytes(plan.measured_peak_bytes),
             f"{plan.peak_error_frac:+.2%}",
             format_bytes(plan.guaranteed_peak_bytes),
+            *([] if collectives is None else [f"{collectives:+.1%}"]),
         )
     console.print(table)
     noise = statistics.median(plan.iteration_noise_frac for plan in result.plans)
@@ -147,6 +182,14 @@ def show(result: Fidelity, console: Console) -> None:
         f"(median noise {noise:.1%}); rank correlation {result.rank_correlation:.3f}; the search's pick is "
         f"{result.search_regret_frac:+.1%} of the best measured plan within {format_bytes(result.budget_bytes)}"
     )
+    if result.num_ranks > 1:
+        assert result.mean_collectives_error_frac is not None
+        console.print(
+            f"collectives of an iteration: error: mean {result.mean_collectives_error_frac:.1%}, worst "
+            f"{result.worst_collectives_error_frac:.1%}; the mode that the search finds fastest is "
+            f"{result.mode_regret_frac:+.1%} of the fastest measured one"
+        )
+        return
     on_disk = [plan for plan in result.plans if plan.plan.n_disk_state]
     times = [abs(plan.iteration_error_frac) for plan in on_disk]
     peaks = [abs(plan.peak_error_frac) for plan in on_disk]

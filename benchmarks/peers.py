@@ -1,10 +1,12 @@
 """Peers: the same model, data, threads and optimizer, trained by us and by others with their parameters on the host.
 
-The plain PyTorch loop, ours by a fixed plan and by a searched one, FSDP2 with CPU offload, and DeepSpeed ZeRO-3 with
-parameters and optimizer offloaded; gloo, no clipping, fp32.  Every contestant is a process of its own (two for two
-ranks), and all take turns in short bursts, in random order; the first three steps of each are thrown away.  A burst
-ends when nothing runs beside the loop any more, so that work which overlaps with the next step is never left out.
-Step times are medians over bursts, ratios medians over the rounds in which both had a turn.  ``make bench-peers`` runs
+On one rank: the plain PyTorch loop, ours by a fixed plan and by a searched one, FSDP2 with CPU offload, and DeepSpeed
+ZeRO-3 with parameters and optimizer offloaded.  On two: DistributedDataParallel, FSDP2 with and without CPU offload,
+DeepSpeed, and ours in every mode and by a searched plan.  gloo, no clipping, fp32.  Every contestant is a process of
+its own (two for two ranks), and all take turns in short bursts, in random order; the first three steps of each are
+thrown away.  A burst ends when nothing runs beside the loop any more, so that work which overlaps with the next step is
+never left out.  Step times are medians over bursts, ratios medians over the rounds in which both had a turn.
+``make bench-peers`` runs
 it; results are kept in benchmarks/results/ with date and machine.
 
 One thread per process by default, where the machine has two cores: ours then uses the other core for its lanes, and so
@@ -26,7 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from peers_processes import BUILD_S, ContestantError, Processes, break_stale_locks
-from peers_subject import BATCH_SIZE, MODEL_NAME, SEQUENCE_LENGTH
+from peers_subject import BATCH_SIZE, MODEL_NAME, OURS_TOGETHER, SEQUENCE_LENGTH
 from rich.console import Console
 from rich.table import Table
 
@@ -38,8 +40,21 @@ from protwin.shared.basics.units import format_bytes, format_seconds
 
 _WARM_UP: Final = 3
 """Steps thrown away; in the last of them copies are counted."""
-_REFERENCE: Final = "plain"
-_OURS: Final = ("fixed", "searched")
+_REFERENCES: Final = {1: "plain", 2: "ddp"}
+"""Whose losses all others of as many ranks are to have."""
+_COMPARED: Final = {
+    1: {"plain": "plain", "fixed": "ours, fixed", "searched": "ours, searched"},
+    2: {"ddp": "DDP", "fsdp2-on-devices": "FSDP2", "fsdp2": "FSDP2, offload"},
+}
+"""To whom step times are put in proportion, with the heading of each."""
+_OURS_TOGETHER: Final = {
+    "ddp": "ddp",
+    "replicated": "replicated",
+    "sharded-on-hosts": "sharded on hosts",
+    "sharded-on-devices": "sharded on devices",
+    "searched": "searched plan",
+}
+_LEFT_OUT: Final = ("fixed", "searched", "ddp", "fsdp2", "deepspeed", "one-rank", "two-ranks")
 
 
 @dataclass
@@ -86,9 +101,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="steps of a burst (4)")
     parser.add_argument("--threads", type=int, default=max(1, num_cores() - 1), help="of each process (cores - 1)")
     parser.add_argument("--keep", action="store_true", help="keep the result in benchmarks/results/")
-    parser.add_argument(
-        "--without", nargs="*", default=[], choices=["fixed", "searched", "fsdp2", "deepspeed"], help="leave these out"
-    )
+    parser.add_argument("--without", nargs="*", default=[], choices=_LEFT_OUT, help="leave these out")
     parser.add_argument("--build", action="store_true", help="compile what a peer compiles on first use, and end")
     options = parser.parse_args()
     if min(options.rounds, options.steps, options.threads) < 1:
@@ -98,18 +111,10 @@ def main() -> None:
     if options.build:
         build(console)
         return
-    entries = [
-        Entry("plain PyTorch loop", _REFERENCE),
-        Entry("protwin, fixed plan", "fixed"),
-        Entry("protwin, searched plan", "searched"),
-        Entry("FSDP2", "fsdp2"),
-        Entry("FSDP2, two ranks", "fsdp2", num_ranks=2),
-        Entry("DeepSpeed ZeRO-3", "deepspeed"),
-        Entry("DeepSpeed ZeRO-3, two ranks", "deepspeed", num_ranks=2),
-        Entry("protwin, two ranks", "", num_ranks=2, failure="not supported yet"),
-    ]
+    entries = all_entries()
     for entry in entries:
-        if entry.contestant in options.without:
+        of_ranks = {1: "one-rank", 2: "two-ranks"}[entry.num_ranks]
+        if not {entry.contestant.split("-")[0], of_ranks}.isdisjoint(options.without):
             entry.failure = "left out by --without"
     with tempfile.TemporaryDirectory() as folder, ExitStack() as undo:
         begin(entries, options.threads, Path(folder), undo)
@@ -117,6 +122,25 @@ def main() -> None:
     show(entries, options.threads, console)
     if options.keep:
         console.print(f"kept in {keep(entries, options)}")
+
+
+def all_entries() -> list[Entry]:
+    """Every contestant."""
+    return [
+        Entry("plain PyTorch loop", "plain"),
+        Entry("protwin, fixed plan", "fixed"),
+        Entry("protwin, searched plan", "searched"),
+        Entry("FSDP2", "fsdp2"),
+        Entry("DeepSpeed ZeRO-3", "deepspeed"),
+        Entry("DDP, two ranks", "ddp", num_ranks=2),
+        Entry("FSDP2 without offload, two ranks", "fsdp2-on-devices", num_ranks=2),
+        Entry("FSDP2, two ranks", "fsdp2", num_ranks=2),
+        Entry("DeepSpeed ZeRO-3, two ranks", "deepspeed", num_ranks=2),
+        *(
+            Entry(f"protwin, {mode}, two ranks", f"{OURS_TOGETHER}{name}", num_ranks=2)
+            for name, mode in _OURS_TOGETHER.items()
+        ),
+    ]
 
 
 def build(console: Console) -> None:
@@ -188,37 +212,45 @@ def mean_losses(answers: list[dict[str, Any]]) -> list[float]:
 
 
 def show(entries: list[Entry], threads: int, console: Console) -> None:
-    """Print the table."""
+    """Print a table for each number of ranks."""
+    for num_ranks, compared in _COMPARED.items():
+        of_ranks = [entry for entry in entries if entry.num_ranks == num_ranks]
+        console.print(table_of(of_ranks, compared, _REFERENCES[num_ranks], threads))
+    for entry in entries:
+        if entry.about:
+            console.print(f"{entry.name}: {entry.about}")
+    console.print(
+        "losses: largest difference from those of the plain loop, or of DDP, of any step. DeepSpeed's gradients differ "
+        "in their last bits from the first backward on, so its losses cannot be equal."
+    )
+
+
+def table_of(entries: list[Entry], compared: dict[str, str], reference: str, threads: int) -> Table:
+    """Of contestants with the same number of ranks, in proportion to those that are ``compared``."""
+    ranks = f", {entries[0].num_ranks} ranks" if entries[0].num_ranks > 1 else ""
     table = Table(
-        title=f"{MODEL_NAME}, {BATCH_SIZE} x {SEQUENCE_LENGTH} tokens, fp32, {threads} thread(s) per process, "
+        title=f"{MODEL_NAME}, {BATCH_SIZE} x {SEQUENCE_LENGTH} tokens{ranks}, fp32, {threads} thread(s) per process, "
         f"{machine_name()}",
         title_justify="left",
     )
     table.add_column("contestant")
-    for heading in ("step", "spread", "/ plain", "/ ours, fixed", "/ ours, searched", "copied per step", "losses"):
+    for heading in ("step", "spread", *(f"/ {name}" for name in compared.values()), "copied per step", "losses"):
         table.add_column(heading, justify="right")
-    done = {entry.contestant: entry for entry in entries if entry.num_ranks == 1 and not entry.failure}
+    done = {entry.contestant: entry for entry in entries if not entry.failure}
     for entry in entries:
         if entry.failure:
             table.add_row(entry.name, entry.failure)
             continue
-        ratios = [f"{entry.times_slower_than(done[name]):.2f}" if name in done else "" for name in (_REFERENCE, *_OURS)]
+        ratios = [f"{entry.times_slower_than(done[name]):.2f}" if name in done else "" for name in compared]
         table.add_row(
             entry.name,
             format_seconds(entry.median_step_s),
             f"{entry.spread_frac:.1%}",
             *ratios,
             format_bytes(entry.copied_bytes),
-            describe_losses(entry, done.get(_REFERENCE)),
+            describe_losses(entry, done.get(reference)),
         )
-    console.print(table)
-    for entry in entries:
-        if entry.about:
-            console.print(f"{entry.name}: {entry.about}")
-    console.print(
-        "losses: largest difference from the plain loop's, of any step. Two ranks sum gradients of half batches, and "
-        "DeepSpeed's gradients differ in their last bits from the first backward on, so theirs cannot be equal."
-    )
+    return table
 
 
 def describe_losses(entry: Entry, reference: Entry | None) -> str:
@@ -233,7 +265,11 @@ def keep(entries: list[Entry], options: argparse.Namespace) -> Path:
     """Write the result, with date and machine; gives its path."""
     today = datetime.date.today().isoformat()
     path = Path(__file__).parent / "results" / f"peers-{today}.json"
-    reference = next((entry for entry in entries if entry.contestant == _REFERENCE and not entry.failure), None)
+    references = {
+        entry.num_ranks: entry
+        for entry in entries
+        if entry.contestant == _REFERENCES[entry.num_ranks] and not entry.failure
+    }
     content = {
         "schema_version": 1,
         "date": today,
@@ -256,7 +292,9 @@ def keep(entries: list[Entry], options: argparse.Namespace) -> Path:
                 "median_step_s": entry.median_step_s if entry.step_s else None,
                 "spread_frac": entry.spread_frac if entry.step_s else None,
                 "largest_loss_difference": (
-                    entry.loss_difference(reference) if reference is not None and not entry.failure else None
+                    entry.loss_difference(references[entry.num_ranks])
+                    if entry.num_ranks in references and not entry.failure
+                    else None
                 ),
                 "copied_bytes_per_step": entry.copied_bytes,
                 "burst_step_s": entry.step_s,

@@ -11,9 +11,13 @@ import torch.distributed as dist
 from peers_subject import BATCH_SIZE, LEARNING_RATE, WEIGHT_DECAY, make_model
 
 
-def join_ranks(rank: int, num_ranks: int, meeting_place: Path) -> None:
-    """Make the gloo group of all ranks, which meet in a file that does not exist yet."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+def join_ranks(rank: int, num_ranks: int, meeting_place: Path, *, sets_environment: bool = True) -> None:
+    """Make the gloo group of all ranks, which meet in a file that does not exist yet.
+
+    ``sets_environment``: as a launcher does, for those who look for it.
+    """
+    if sets_environment:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{meeting_place}", rank=rank, world_size=num_ranks)
 
@@ -48,23 +52,35 @@ class Plain:
             dist.destroy_process_group()
 
 
-class Fsdp2(Plain):
-    """``fully_shard`` on every block and on the model; both CPU offload and the mesh are on the CPU."""
+class Ddp(Plain):
+    """``DistributedDataParallel`` with its defaults."""
+
+    about = "DistributedDataParallel, torch's fused AdamW"
 
     def __init__(self, num_ranks: int) -> None:
+        from torch.nn.parallel import DistributedDataParallel
+
+        self.model = DistributedDataParallel(make_model())
+        self._optimizer = _adamw(self.model)
+
+
+class Fsdp2(Plain):
+    """``fully_shard`` on every block and on the model; the mesh is on the CPU, and so is the offload where wanted."""
+
+    def __init__(self, num_ranks: int, *, offloads: bool = True) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
         self.model = make_model()
-        options: dict[str, Any] = {
-            "mesh": init_device_mesh("cpu", (num_ranks,)),
-            "offload_policy": CPUOffloadPolicy(pin_memory=False),
-        }
+        options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (num_ranks,))}
+        if offloads:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
         for block in self.model.model.layers:
             fully_shard(block, **options)
         fully_shard(self.model, **options)
         self._optimizer = _adamw(self.model)
-        self.about = "fully_shard per block, CPUOffloadPolicy(pin_memory=False), torch's fused AdamW"
+        policy = "CPUOffloadPolicy(pin_memory=False)" if offloads else "no offload policy"
+        self.about = f"fully_shard per block, {policy}, torch's fused AdamW"
 
 
 class DeepSpeedZero3(Plain):

@@ -18,7 +18,7 @@ from protwin.runtime.tracing.tracing import trace
 from protwin.runtime.training.carry_out import carry_out
 from protwin.shared.basics.units import format_bytes
 from protwin.shared.compile.compile import compile_schedule
-from protwin.shared.layout.layout import build_layout
+from protwin.shared.layout.layout import layout_of
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
@@ -35,7 +35,7 @@ def fixed_plan(workload: Workload) -> Plan:
     A block's parameters are then gathered for forward and again for backward, as the peers do.
     """
     chunk_bytes = largest_block_bytes(workload)
-    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
+    layout = layout_of(workload, chunk_bytes)
     return Plan(
         workload_id=workload.identity,
         chunk_bytes=chunk_bytes,
@@ -87,16 +87,7 @@ class Ours:
         workload = Workload.load(folder / "workload.json")
         plan = Plan.load(folder / f"{name}.json")
         self._training = carry_out(make_model(), plan, workload, optimizer=MAKE_OPTIMIZER, device=CpuDevice())
-        layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
-        persistent = layout.persistent(0)
-        on_host = sum(chunk.size_bytes for chunk in layout.chunks if chunk.id not in persistent)
-        total = sum(chunk.size_bytes for chunk in layout.chunks)
-        self.about = (
-            f"{format_bytes(on_host)} of {format_bytes(total)} of parameters on the host, n_buffer {plan.n_buffer}, "
-            f"prefetch_depth {plan.prefetch_depth}, n_checkpoint {plan.n_checkpoint}, chunks of "
-            f"{format_bytes(plan.chunk_bytes)}; needs at most {format_bytes(guaranteed_bytes(plan, workload))} of "
-            f"device memory"
-        )
+        self.about = _placing(plan, workload)
 
     def step(self, batch: dict[str, torch.Tensor]) -> float:
         """One training step; gives its loss."""
@@ -116,3 +107,17 @@ class Ours:
     def close(self) -> None:
         """End the lanes."""
         self._training.close()
+
+
+def _placing(plan: Plan, workload: Workload) -> str:
+    """Where a plan of one rank has parameters, in words."""
+    layout = layout_of(workload, plan.chunk_bytes)
+    persistent = layout.persistent(0)
+    on_host = sum(chunk.size_bytes for chunk in layout.chunks if chunk.id not in persistent)
+    total = sum(chunk.size_bytes for chunk in layout.chunks)
+    return (
+        f"{format_bytes(on_host)} of {format_bytes(total)} of parameters on the host, n_buffer {plan.n_buffer}, "
+        f"prefetch_depth {plan.prefetch_depth}, n_checkpoint {plan.n_checkpoint}, chunks of "
+        f"{format_bytes(plan.chunk_bytes)}; needs at most {format_bytes(guaranteed_bytes(plan, workload))} of "
+        f"device memory"
+    )

@@ -17,6 +17,8 @@ BATCH_SIZE: Final = 2
 SEQUENCE_LENGTH: Final = 128
 LEARNING_RATE: Final = 1e-3
 WEIGHT_DECAY: Final = 1e-2
+OURS_TOGETHER: Final = "ours-"
+"""What the names of our contestants of several ranks begin with."""
 _SEED: Final = 0
 _BATCHES_AT_ONCE: Final = 64
 

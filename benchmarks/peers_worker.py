@@ -13,11 +13,12 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from peers_subject import make_batches
+from peers_subject import OURS_TOGETHER, make_batches
 
 
 class Contestant(Protocol):
@@ -77,11 +78,21 @@ def make_contestant(options: argparse.Namespace) -> Contestant:
         from peers_ours import Ours
 
         return Ours(options.contestant, options.plans)
-    from peers_others import DeepSpeedZero3, Fsdp2, Plain, join_ranks
+    from peers_others import Ddp, DeepSpeedZero3, Fsdp2, Plain, join_ranks
 
     if options.contestant == "plain":
         return Plain()
-    sharded: dict[str, Callable[[int], Contestant]] = {"fsdp2": Fsdp2, "deepspeed": DeepSpeedZero3}
+    if options.contestant.startswith(OURS_TOGETHER):
+        from peers_ranks import OurRank
+
+        join_ranks(options.rank, options.ranks, options.meeting_place, sets_environment=False)
+        return OurRank(options.contestant.removeprefix(OURS_TOGETHER), options.plans, options.ranks)
+    sharded: dict[str, Callable[[int], Contestant]] = {
+        "ddp": Ddp,
+        "fsdp2": Fsdp2,
+        "fsdp2-on-devices": partial(Fsdp2, offloads=False),
+        "deepspeed": DeepSpeedZero3,
+    }
     if options.contestant not in sharded:
         raise ValueError(f"{options.contestant} is no contestant.")
     join_ranks(options.rank, options.ranks, options.meeting_place)

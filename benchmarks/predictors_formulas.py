@@ -9,7 +9,7 @@ from predictors_rows import Row
 from protwin.runtime.tracing.configurations import workload_of_configuration
 from protwin.shared.catalogue.machines import machine
 from protwin.shared.catalogue.models import model_configuration
-from protwin.shared.layout.layout import build_layout
+from protwin.shared.layout.layout import layout_of
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.schedule import Content, Memory
 from protwin.sim.engine.simulator import simulate
@@ -44,7 +44,7 @@ def ask_llm_analysis() -> list[Row]:
     workload = workload_of_configuration(
         config, name=MODEL, batch_size=BATCH_SIZE, sequence_length=SEQUENCE_LENGTH, dtype="bfloat16"
     )
-    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=CHUNK_BYTES)
+    layout = layout_of(workload, CHUNK_BYTES)
     plan = Plan(workload_id=workload.identity, chunk_bytes=CHUNK_BYTES, n_persist=len(layout.chunks), n_buffer=0)
     record = simulate(plan, workload, machine(DEVICE), layout=layout)
     curve = record.curve(Memory.DEVICE)

@@ -22,7 +22,7 @@ from protwin.runtime.tracing.configurations import workload_of_configuration
 from protwin.runtime.tracing.fake import plain_batches
 from protwin.shared.catalogue.machines import machine
 from protwin.shared.catalogue.models import model_configuration
-from protwin.shared.layout.layout import build_layout
+from protwin.shared.layout.layout import layout_of
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.schedule import Content, Memory
 from protwin.sim.engine.simulator import simulate
@@ -77,7 +77,7 @@ def predict_ours(case: Case) -> Peak:
         sequence_length=case.sequence_length,
         dtype=case.dtype,
     )
-    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=CHUNK_BYTES)
+    layout = layout_of(workload, CHUNK_BYTES)
     plan = Plan(
         workload_id=workload.identity,
         chunk_bytes=CHUNK_BYTES,

@@ -18,13 +18,29 @@ from .prove_claims import Claim, Settings
 
 _ROOT: Final = Path(__file__).parents[1]
 _PROGRAM: Final = "tests.runtime.killed_training"
+_PROGRAM_OF_RANKS: Final = "tests.runtime.killed_ranks"
 _KILLED: Final = -9
 
 
 def prove(settings: Settings, report: OnProgress) -> list[Claim]:
-    """Let the program run, which checks every process, and sum up what it did."""
-    claim = Claim("faults", "three models", "killed at a random moment, resumed, ended with the bits of the plain loop")
-    command = [sys.executable, "-m", _PROGRAM]
+    """Let the programs run, which check every process, and sum up what they did."""
+    alone = Claim("faults", "three models", "killed at a random moment, resumed, ended with the bits of the plain loop")
+    ranks = Claim(
+        "faults",
+        "three models, two ranks",
+        "one rank killed at a random moment: the other ended by itself, both resumed in another mode, ended with the "
+        "bits of DistributedDataParallel",
+    )
+    for number, (claim, program) in enumerate(((alone, _PROGRAM), (ranks, _PROGRAM_OF_RANKS))):
+        ends = _ends(claim, program, settings, lambda done, of: report(number * of + done, 2 * of))  # noqa: B023
+        if ends is not None:
+            _sum_up(claim, ends, settings)
+    return [alone, ranks]
+
+
+def _ends(claim: Claim, program: str, settings: Settings, report: OnProgress) -> list[dict[str, Any]] | None:
+    """How the processes of a program ended; None, with the claim failed, if the program failed."""
+    command = [sys.executable, "-m", program]
     # Its output goes to a file: nobody reads it before it is complete.
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as output:
         said = []
@@ -46,21 +62,22 @@ def prove(settings: Settings, report: OnProgress) -> list[Claim]:
         output.seek(0)
         printed = output.read()
     if code == 0:
-        _sum_up(claim, json.loads(printed), settings)
-    else:
-        claim.num_cases = 1
-        claim.failures.append("".join(said[-15:]).strip() or f"ended with {code}")
-    return [claim]
+        found: list[dict[str, Any]] = json.loads(printed)
+        return found
+    claim.num_cases = 1
+    claim.failures.append("".join(said[-15:]).strip() or f"ended with {code}")
+    return None
 
 
 def _sum_up(claim: Claim, ends: list[dict[str, Any]], settings: Settings) -> None:
-    killed = [end for end in ends if end["code"] == _KILLED]
+    codes = [end.get("codes", [end.get("code")]) for end in ends]
+    killed = [end for end, of_end in zip(ends, codes, strict=True) if _KILLED in of_end]
     moments = Counter(end["doing"] for end in killed)
     claim.num_cases = len(killed)
     claim.figures = {
         "killed": len(killed),
         **{f"while {moment.replace('_', ' ')}": number for moment, number in sorted(moments.items())},
-        "ended equal": sum(end["code"] == 0 for end in ends),
+        "ended equal": sum(set(of_end) == {0} for of_end in codes),
         "resumed on their way": sum(end["from"] not in (None, 0) for end in ends),
         "a process lived": f"{statistics.median(end['seconds'] for end in killed):.2f} s" if killed else "",
     }

@@ -2,8 +2,12 @@
 
 Two ranks add up two numbers, which commutes, so that nothing has to be allowed for.  With several micro-batches, and
 with a limited norm of parts, the reference is the loop that ``tests/runtime/ranks/beside_ddp.py`` writes out by hand.
-More ranks add up in an order of their own: one step is compared with the mean in float64, within the rounding of its
-sums, and ten steps of one layout have the same bits whatever else a plan says.
+Three ranks and more add up in the order of their numbers, DDP in a ring's: one step is compared with the mean in
+float64, within the rounding of its sums, and all steps have the same bits on all ranks and under another plan: of the
+same layout with any knobs, and in every mode and layout with one micro-batch and no limit of the norm (with several,
+gradients that leave round in each, and a norm of parts is taken in float64).
+Two shard groups of two ranks are laid beside a loop that adds up within groups and then over them
+(``tests/runtime/ranks/beside_groups.py``).
 """
 
 from __future__ import annotations
@@ -16,7 +20,9 @@ from protwin.shared.basics.units import format_bytes
 from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan
 from tests.runtime.accounts import BAR
 from tests.runtime.equality import different
-from tests.runtime.ranks.beside_ddp import Found, all_cases, has_parts, one_step, peak_error, train, weights_hash
+from tests.runtime.ranks.beside_ddp import Found, all_cases, has_parts, train
+from tests.runtime.ranks.beside_groups import train_grouped
+from tests.runtime.ranks.measuring import one_step, peak_error, weights_hash
 from tests.runtime.ranks.processes import Pool
 from tests.strategies.plans import plans_of_ranks
 
@@ -53,8 +59,8 @@ _Prove = Callable[[str, ParallelMode, Settings, Pool], Claim]
 def prove(settings: Settings, report: OnProgress) -> list[Claim]:
     """Claims for each model and mode, tried on random plans."""
     chosen = [name for name in _SUBJECTS if settings.has(name)]
-    kinds: tuple[_Prove, ...] = (_prove_equality, _prove_peaks, _prove_more_ranks)
-    wanted = [(kind, name, mode) for kind in kinds for name in chosen for mode in _MODES if _is_of(kind, name)]
+    kinds: tuple[_Prove, ...] = (_prove_equality, _prove_peaks, _prove_more_ranks, _prove_one_end, _prove_groups)
+    wanted = [(kind, name, mode) for kind in kinds for name in chosen for mode in _MODES if _is_of(kind, name, mode)]
     claims = []
     with Pool() as pool:
         for number, (kind, name, mode) in enumerate(wanted):
@@ -63,8 +69,13 @@ def prove(settings: Settings, report: OnProgress) -> list[Claim]:
     return claims
 
 
-def _is_of(kind: _Prove, name: str) -> bool:
+def _is_of(kind: _Prove, name: str, mode: ParallelMode) -> bool:
     """Ranks that leave gates out save less than the workload says, which was traced with all gates open."""
+    if kind is _prove_groups:
+        return mode is ParallelMode.SHARDED
+    if kind is _prove_one_end:
+        # One claim speaks of all modes together.
+        return mode is _MODES[0]
     return kind is not _prove_peaks or name != "gated"
 
 
@@ -198,6 +209,51 @@ def _prove_more_ranks(name: str, mode: ParallelMode, settings: Settings, pool: P
                 }
                 assert len(hashes) == 1, f"{len(hashes)} different ends of both plans' {num_ranks} ranks"
     claim.figures = {"of the rounding": f"{worst:.2f} at most"}
+    return claim
+
+
+def _prove_groups(name: str, mode: ParallelMode, settings: Settings, pool: Pool) -> Claim:
+    claim = Claim(
+        "ranks",
+        f"{name}, {mode} in groups",
+        f"losses, weights and state of {settings.steps} steps of two groups of two ranks equal a plain loop's, bit for "
+        f"bit, in the guaranteed memory",
+    )
+    plans = [plan.model_copy(update={"shard_ranks": 2}) for plan in _plans(name, mode, settings, 4, settings.plans)]
+    for plan in plans:
+        with claim.case(plan.to_json()):
+            num_batches = _num_batches(settings)
+            every = pool.of(4).run(train_grouped, name, plan, num_batches, settings.steps, patience_s=_PATIENCE_S)
+            for rank, found in enumerate(every):
+                assert found.losses == found.expected_losses, f"rank {rank}: the losses differ"
+                different_names = [*found.different, *found.different_in_state]
+                assert not different_names, f"rank {rank}: weights differ: {', '.join(different_names)}"
+                assert found.peak_bytes <= found.guaranteed_bytes, (
+                    f"rank {rank}: the peak is {found.peak_bytes} bytes, guaranteed are {found.guaranteed_bytes}"
+                )
+    claim.figures = dict(_kinds(name, mode, plans, settings))
+    return claim
+
+
+def _prove_one_end(name: str, mode: ParallelMode, settings: Settings, pool: Pool) -> Claim:
+    claim = Claim(
+        "ranks",
+        f"{name}, all modes",
+        f"{settings.steps} steps of {', '.join(map(str, _MORE))} ranks have the same bits in every mode and layout",
+    )
+    num_batches, layouts = _num_batches(settings), set()
+    for num_ranks in _MORE:
+        found: dict[str, str] = {}
+        for plan in (one for other in _MODES for one in _few_plans(name, other, settings, num_ranks)):
+            with claim.case(plan.to_json()):
+                simple = plan.model_copy(update={"micro_batches": 1, "max_gradient_norm": None})
+                layouts.add((simple.chunk_bytes, simple.n_persist))
+                ends = pool.of(num_ranks).run(
+                    weights_hash, name, simple, num_batches, settings.steps, patience_s=_PATIENCE_S
+                )
+                found.update(dict.fromkeys(ends, plan.identity))
+                assert len(found) == 1, f"another end than that of plan {next(iter(found.values()))}"
+    claim.figures = {"layouts": len(layouts)}
     return claim
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -60,41 +60,50 @@ def page(results: Path = RESULTS) -> str:
     """The page as text."""
     parts = [_HEAD, "| benchmark | question | kept |", "| --- | --- | --- |"]
     for one in BENCHMARKS:
-        found = newest(results, one.files)
-        kept = _date(found) if found is not None else "no result kept"
+        found = kept_files(results, one.files)
+        kept = _date(found[-1]) if found else "no result kept"
         parts.append(f"| [{one.title}](#{one.title.lower().replace(' ', '-')}) | {one.question} | {kept} |")
     for one in BENCHMARKS:
-        parts += ["", *_section(one, newest(results, one.files))]
+        parts += ["", *_section(one, kept_files(results, one.files))]
     return "\n".join(parts) + "\n"
 
 
 def summary(results: Path = RESULTS) -> str:
     """README's table: one line per claim that a stranger asks for, each with its command."""
     rows = []
-    for target, show in (("prove", _proof_lines), ("bench-fidelity", _fidelity_lines), ("bench-peers", _peer_lines)):
-        one = next(one for one in BENCHMARKS if one.target == target)
-        path = newest(results, one.files)
-        found = show(json.loads(path.read_text(encoding="utf-8"))) if path is not None else [(one.question, "not kept")]
-        rows += [(claim, outcome, f"`make {target}`") for claim, outcome in found]
+    shown = {
+        "proof": _proof_lines,
+        "fidelity": _fidelity_lines,
+        "fidelity_ranks": _fidelity_lines,
+        "peers": _peer_lines,
+    }
+    for files, show in shown.items():
+        one = next(one for one in BENCHMARKS if one.files == files)
+        kept = kept_files(results, one.files)
+        found = show(joined(kept)) if kept else [(one.question, "not kept")]
+        rows += [(claim, outcome, f"`make {one.target}`") for claim, outcome in found]
     return "\n".join(_table(("claim", "result", "command"), rows, words=3))
 
 
+_PROOF_WORDS: Final = {
+    "equality": "losses and weights equal the plain loop's, bit for bit (fp32 and bfloat16, CPU)",
+    "memory": "measured peaks of tiny models are within 0.5 % of the account, and 1000 steps grow nothing",
+    "optimizers": "the same with every optimizer that can step the model here",
+    "faults": "a training that is killed resumes and ends with the plain loop's bits",
+    "exhaustion": "out of memory at any task ends in one error that names its cause, and chunks are left at a step",
+    "ranks": "processes that train together equal DistributedDataParallel, in the guaranteed memory (gloo, CPU)",
+    "properties": "the property tests of compiler, verifier, simulator and search hold with all of their examples",
+}
+"""What each section of the proof claims, in their order."""
+
+
 def _proof_lines(content: Any) -> Iterator[tuple[str, str]]:
-    words = {
-        "equality": "losses and weights equal the plain loop's, bit for bit (fp32 and bfloat16, CPU)",
-        "memory": "measured peaks of tiny models are within 0.5 % of the account, and 1000 steps grow nothing",
-        "optimizers": "the same with every optimizer that can step the model here",
-        "faults": "a training that is killed resumes and ends with the plain loop's bits",
-        "exhaustion": "out of memory at any task ends in one error that names its cause, and chunks are left at a step",
-        "ranks": "processes that train together equal DistributedDataParallel, in the guaranteed memory (gloo, CPU)",
-        "properties": "the property tests of compiler, verifier, simulator and search hold with all of their examples",
-    }
     for name, section in content["sections"].items():
         cases = sum(claim["num_cases"] for claim in section["claims"])
         failed = sum(len(claim["failures"]) for claim in section["claims"])
         missed = [claim["subject"] for claim in section["claims"] if not claim["is_shown"]]
         outcome = f"{cases - failed:,} of {cases:,} cases"
-        yield words[name], outcome + (f"; **missed** for {' and '.join(missed)}" if missed else "")
+        yield _PROOF_WORDS[name], outcome + (f"; **missed** for {' and '.join(missed)}" if missed else "")
 
 
 def _fidelity_lines(content: Any) -> Iterator[tuple[str, str]]:
@@ -105,24 +114,66 @@ def _fidelity_lines(content: Any) -> Iterator[tuple[str, str]]:
             yield f"error of the predicted {figure}; {subject}", f"mean {mean:.{digits}f} %, worst {worst:.1f} %"
 
 
+_PEER_LINES: Final = (
+    (
+        "step time with parameters on the host; plain loop without a budget = 1",
+        "plain PyTorch loop",
+        {"protwin": "protwin, fixed plan", "FSDP2": "FSDP2", "DeepSpeed ZeRO-3": "DeepSpeed ZeRO-3"},
+    ),
+    (
+        "step time of two ranks, sharded, parameters on the hosts; FSDP2 with offload = 1",
+        "FSDP2, two ranks",
+        {"protwin": "protwin, sharded on hosts, two ranks", "DeepSpeed ZeRO-3": "DeepSpeed ZeRO-3, two ranks"},
+    ),
+    (
+        "step time of two ranks, everything on the devices; DDP = 1",
+        "DDP, two ranks",
+        {
+            "protwin (ddp)": "protwin, ddp, two ranks",
+            "protwin (sharded)": "protwin, sharded on devices, two ranks",
+            "FSDP2": "FSDP2 without offload, two ranks",
+        },
+    ),
+)
+"""Claims, whose step time is 1, and the contestants by their shown names."""
+
+
 def _peer_lines(content: Any) -> Iterator[tuple[str, str]]:
-    found = {one["name"]: one for one in content["contestants"]}
-    plain = found["plain PyTorch loop"]
-    ratios = [
-        f"{name} {_median_ratio(found[key]['burst_step_s'], plain['burst_step_s']):.2f}"
-        for name, key in (
-            ("protwin", "protwin, fixed plan"),
-            ("FSDP2", "FSDP2"),
-            ("DeepSpeed ZeRO-3", "DeepSpeed ZeRO-3"),
-        )
-        if not found[key]["failure"]
-    ]
-    yield "step time with parameters on the host; plain loop without a budget = 1", ", ".join(ratios)
+    found = {one["name"]: one for one in content["contestants"] if not one["failure"]}
+    for claim, reference, shown in _PEER_LINES:
+        if reference in found:
+            ratios = [
+                f"{name} {_median_ratio(found[key]['burst_step_s'], found[reference]['burst_step_s']):.2f}"
+                for name, key in shown.items()
+                if key in found
+            ]
+            yield claim, ", ".join(ratios)
 
 
-def newest(results: Path, files: str) -> Path | None:
-    """The kept file with the latest date; None if none is kept."""
-    return max(results.glob(f"{files}-*.json"), key=_date, default=None)
+def kept_files(results: Path, files: str) -> list[Path]:
+    """The kept file with the latest date, last; before it, earlier ones that have sections which it lacks."""
+    found: list[Path] = []
+    sections: set[str] = set()
+    for path in sorted(results.glob(f"{files}-*.json"), key=_date, reverse=True):
+        own = set(_sections(json.loads(path.read_text(encoding="utf-8"))))
+        if not found or own - sections:
+            found.insert(0, path)
+        sections |= own
+    return found
+
+
+def joined(kept: Sequence[Path]) -> Any:
+    """What the last of the files says, with sections of earlier ones where it has none of that name."""
+    contents = [json.loads(path.read_text(encoding="utf-8")) for path in kept]
+    found = contents[-1]
+    if _sections(found):
+        every = {name: section for content in contents for name, section in _sections(content).items()}
+        found["sections"] = {name: every[name] for name in sorted(every, key=list(_PROOF_WORDS).index)}
+    return found
+
+
+def _sections(content: Any) -> dict[str, Any]:
+    return content.get("sections", {}) if isinstance(content, dict) else {}
 
 
 def _date(path: Path) -> str:
@@ -130,18 +181,19 @@ def _date(path: Path) -> str:
     return "-".join(path.stem.split("-")[1:4])
 
 
-def _section(one: Benchmark, path: Path | None) -> Iterator[str]:
+def _section(one: Benchmark, kept: Sequence[Path]) -> Iterator[str]:
     yield f"## {one.title}\n"
     yield one.question
     yield f"\n```console\n$ make {one.target}\n```\n"
-    if path is None:
+    if not kept:
         yield f"**No result is kept.** `{one.keep}` writes one into `benchmarks/results/`."
         return
-    content = json.loads(path.read_text(encoding="utf-8"))
-    yield from one.show(content)
-    about = content[0] if isinstance(content, list) else content
-    software = ", ".join(f"{name} {version}" for name, version in about.get("software", {}).items())
-    yield f"\n`benchmarks/results/{path.name}`, {about['machine']}{', ' if software else ''}{software}."
+    yield from one.show(joined(kept))
+    for path in kept:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        about = content[0] if isinstance(content, list) else content
+        software = ", ".join(f"{name} {version}" for name, version in about.get("software", {}).items())
+        yield f"\n`benchmarks/results/{path.name}`, {about['machine']}{', ' if software else ''}{software}."
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 1) -> Iterator[str]:
@@ -172,26 +224,70 @@ def fidelity(content: Any) -> Iterator[str]:
     )
 
 
+def fidelity_of_ranks(content: Any) -> Iterator[str]:
+    """Errors of predictions over all plans of ranks, and the choice of the mode."""
+    yield from fidelity(content)
+    yield ""
+    yield from _table(
+        ("model", "collectives of an iteration, mean error", "worst", "search's mode, above the fastest"),
+        [
+            (
+                one["model"],
+                f"{one['mean_collectives_error_frac'] * 100:.1f} %",
+                f"{one['worst_collectives_error_frac'] * 100:.1f} %",
+                f"{one['mode_regret_frac'] * 100:.1f} %",
+            )
+            for one in content
+        ],
+    )
+
+
+_REFERENCES: Final = {
+    "One rank": {"plain loop": "plain PyTorch loop", "protwin": "protwin, fixed plan"},
+    "Two ranks": {
+        "DDP": "DDP, two ranks",
+        "FSDP2": "FSDP2 without offload, two ranks",
+        "FSDP2, offload": "FSDP2, two ranks",
+    },
+}
+"""Whose step times are 1 in a column, by the column's heading; the losses are the first's."""
+
+
 def peers(content: Any) -> Iterator[str]:
-    """Per contestant, its step time over the plain loop's and over protwin's: medians of bursts that took turns."""
+    """Per contestant, its step time over those of others: medians of bursts that took turns."""
     by_name = {one["name"]: one for one in content["contestants"] if not one["failure"]}
-    references = [by_name["plain PyTorch loop"], by_name["protwin, fixed plan"]]
-    rows = []
-    for one in content["contestants"]:
-        if one["failure"]:
-            rows.append((one["name"], one["failure"], *[""] * 5))
+    for num_ranks, (words, references) in enumerate(_REFERENCES.items(), start=1):
+        of_ranks = [one for one in content["contestants"] if one.get("num_ranks", 1) == num_ranks]
+        there = {heading: by_name[name] for heading, name in references.items() if name in by_name}
+        if not of_ranks or not there:
             continue
-        ratios = [f"{_median_ratio(one['burst_step_s'], reference['burst_step_s']):.2f}" for reference in references]
+        yield f"{words}:\n"
+        yield from _peers_table(of_ranks, there)
+        first, reference = next(iter(there.items()))
+        yield (
+            f"\n{first} takes {reference['median_step_s'] * 1000:.0f} ms a step. The loss difference is the largest of "
+            f"any step from its losses.\n"
+        )
+    yield (
+        f"All contestants train `{content['model']}`, batch size {content['batch_size']}, "
+        f"{content['sequence_length']} tokens, with {content['threads_per_process']} thread per process, on the same "
+        f"data."
+    )
+
+
+def _peers_table(contestants: Sequence[Any], references: Mapping[str, Any]) -> Iterator[str]:
+    rows = []
+    for one in contestants:
+        if one["failure"]:
+            rows.append((one["name"], one["failure"], *[""] * (3 + len(references))))
+            continue
+        ratios = [
+            f"{_median_ratio(one['burst_step_s'], reference['burst_step_s']):.2f}" for reference in references.values()
+        ]
         figures = (f"{one['spread_frac'] * 100:.1f} %", format_bytes(one["copied_bytes_per_step"]))
         rows.append((one["name"], one["about"], *ratios, *figures, f"{one['largest_loss_difference']:.1g}"))
-    headings = ("contestant", "how", "plain loop = 1", "protwin = 1", "spread", "copied per step", "loss difference")
-    yield from _table(headings, rows, words=2)
-    yield (
-        f"\nThe plain loop takes {references[0]['median_step_s'] * 1000:.0f} ms a step. All contestants train "
-        f"`{content['model']}`, batch size {content['batch_size']}, {content['sequence_length']} tokens, with "
-        f"{content['threads_per_process']} thread per process, on the same data. The loss difference is the largest of "
-        "any step from the plain loop's."
-    )
+    headings = ("contestant", "how", *(f"{heading} = 1" for heading in references), "spread", "copied per step")
+    yield from _table((*headings, "loss difference"), rows, words=2)
 
 
 def _median_ratio(ones: Sequence[float], others: Sequence[float]) -> float:
@@ -301,8 +397,8 @@ def gpu(content: Any) -> Iterator[str]:
 
 def published(content: Any) -> Iterator[str]:
     """Runs that others measured, in their own units, by class, as comparisons of plans, and their memory."""
-    fidelity = newest(RESULTS, "fidelity")
-    calibrated = calibrated_comparisons(fidelity) if fidelity is not None else []
+    fidelity = kept_files(RESULTS, "fidelity")
+    calibrated = calibrated_comparisons(fidelity[-1]) if fidelity else []
     for part in run_tables(Outcome.model_validate(content), calibrated):
         if isinstance(part, Table):
             words = next(place for place in range(len(part.columns)) if part.is_figure(place))
@@ -325,11 +421,20 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         "bench-fidelity",
-        "python benchmarks/fidelity.py --keep",
+        "make bench-fidelity ARGS=--keep",
         "fidelity",
         "Fidelity of predictions",
         "How far are predicted time and peak from measured ones, over plans and models that no factor was fitted to?",
         fidelity,
+    ),
+    Benchmark(
+        "bench-fidelity",
+        'make bench-fidelity ARGS="--only two-ranks --keep"',
+        "fidelity_ranks",
+        "Fidelity of predictions of two ranks",
+        "How far are predicted iterations, peaks and collectives of two processes from measured ones, in every mode, "
+        "with throttled links? How much slower than the fastest mode is the one that the search finds fastest?",
+        fidelity_of_ranks,
     ),
     Benchmark(
         "published",

@@ -10,18 +10,28 @@ from typing import TYPE_CHECKING
 from ..shared.basics.lazy_face import lazy_face
 
 if TYPE_CHECKING:
+    from .chunks.meta_parameters import parameters_on_meta as parameters_on_meta
     from .devices.cpu_device import CpuDevice as CpuDevice
     from .devices.cuda_device import CudaDevice as CudaDevice
     from .devices.device import TrainingDevice as TrainingDevice
     from .devices.ledger import CpuOutOfMemoryError as CpuOutOfMemoryError
     from .devices.ledger import MemoryLedger as MemoryLedger
     from .devices.probe import probe_hardware as probe_hardware
+    from .distillation.block_losses import block_loss as block_loss
+    from .distillation.distil import Distilling as Distilling
+    from .distillation.distil import distil as distil
+    from .distillation.tracing import trace_distillation as trace_distillation
     from .model.adapters import add_lora as add_lora
     from .model.adapters import freeze as freeze
     from .optimizers.loss_scaling import LossScaling as LossScaling
     from .optimizers.named import named_optimizer as named_optimizer
     from .optimizers.non_finite import NonFiniteGradientError as NonFiniteGradientError
+    from .ranks.rank_probe import probe_ranks as probe_ranks
     from .recording.summaries import StepSummary as StepSummary
+    from .students.activation_statistics import activation_statistics as activation_statistics
+    from .students.saving import load_student as load_student
+    from .students.saving import save_student as save_student
+    from .students.student_model import make_student as make_student
     from .tracing.configurations import workload_of_configuration as workload_of_configuration
     from .tracing.families import family_of_configuration as family_of_configuration
     from .tracing.tracing import trace as trace
@@ -33,19 +43,29 @@ _HOMES = {
     "CpuDevice": "devices.cpu_device",
     "CpuOutOfMemoryError": "devices.ledger",
     "CudaDevice": "devices.cuda_device",
+    "Distilling": "distillation.distil",
     "LossScaling": "optimizers.loss_scaling",
     "MemoryLedger": "devices.ledger",
     "NonFiniteGradientError": "optimizers.non_finite",
     "StepSummary": "recording.summaries",
     "Training": "training.training",
     "TrainingDevice": "devices.device",
+    "activation_statistics": "students.activation_statistics",
     "add_lora": "model.adapters",
+    "block_loss": "distillation.block_losses",
     "carry_out": "training.carry_out",
+    "distil": "distillation.distil",
     "family_of_configuration": "tracing.families",
     "freeze": "model.adapters",
+    "load_student": "students.saving",
+    "make_student": "students.student_model",
     "named_optimizer": "optimizers.named",
+    "parameters_on_meta": "chunks.meta_parameters",
     "probe_hardware": "devices.probe",
+    "probe_ranks": "ranks.rank_probe",
+    "save_student": "students.saving",
     "trace": "tracing.tracing",
+    "trace_distillation": "distillation.tracing",
     "training_of": "training.carry_out",
     "workload_of_configuration": "tracing.configurations",
 }

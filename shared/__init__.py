@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .schema.plan import ActivationMode as ActivationMode
     from .schema.plan import ParallelMode as ParallelMode
     from .schema.plan import Plan as Plan
+    from .schema.plan import TrainingMethod as TrainingMethod
     from .schema.question import Question as Question
     from .schema.record import Record as Record
     from .schema.schedule import Lane as Lane
@@ -40,9 +41,11 @@ if TYPE_CHECKING:
     from .schema.training_options import TrainingOptions as TrainingOptions
     from .schema.workload import DType as DType
     from .schema.workload import Workload as Workload
+    from .students.student import Student as Student
     from .tables.explain import explain_plan as explain_plan
     from .verify.guaranteed_peak import guaranteed_device_peak as guaranteed_device_peak
     from .verify.verify import verify_schedule as verify_schedule
+    from .workloads.bypass import bypass_workload as bypass_workload
     from .workloads.source import load_workload as load_workload
 
 _HOMES = {
@@ -68,10 +71,13 @@ _HOMES = {
     "Schedule": "schema.schedule",
     "ScheduleError": "basics.errors",
     "SearchResult": "schema.search_result",
+    "Student": "students.student",
     "TaskKind": "schema.schedule",
+    "TrainingMethod": "schema.plan",
     "TrainingOptions": "schema.training_options",
     "Workload": "schema.workload",
     "WorkloadError": "basics.errors",
+    "bypass_workload": "workloads.bypass",
     "compare_records": "records.comparison",
     "compile_schedule": "compile.compile",
     "explain_plan": "tables.explain",

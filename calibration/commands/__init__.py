@@ -1,1 +1,1 @@
-"""calibrate, compare, largest, and the demo."""
+"""calibrate, compare, largest, and the demos."""

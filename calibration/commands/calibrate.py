@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ...runtime.commands.run_ranks import in_one_voice, rank_at_hand, ranks_to_measure, start_ranks
 from ...shared.basics.progress import progress_bar
 from ...shared.catalogue.machines import load_hardware
 from ...shared.catalogue.models import load_model_configuration
@@ -39,6 +43,7 @@ calibrate = command_app()
         "--workload-output workload.json --output calibration.json",
     )
 )
+@in_one_voice
 def calibrate_command(
     model: ConfigurationName,
     batch_size: StatedBatchSize,
@@ -51,6 +56,10 @@ def calibrate_command(
         Path | None,
         typer.Option("--disk-folder", metavar="FOLDER", file_okay=False, help="Measure the disk that it lies on too."),
     ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", metavar="N", min=1, help="Start N processes, which run plans of several ranks."),
+    ] = None,
     workload_output: Annotated[
         Path | None,
         typer.Option(
@@ -62,8 +71,9 @@ def calibrate_command(
 ) -> None:
     """Measure this machine with a model: how long tasks really take, and how lanes slow each other down.
 
-    Runs three short trainings with random weights, and one more with --disk-folder.  The factors hold for this machine;
-    a workload that is searched with them should be the timed one (--workload-output).
+    Runs three short trainings with random weights, and one more with --disk-folder.  With --ranks four, by processes
+    that torchrun starts, on a machine that was probed with as many.  The factors hold for this machine; a workload that
+    is searched with them should be the timed one (--workload-output).
     """
     keep_apart(
         {"--workload-output": workload_output, "--output": output},
@@ -73,9 +83,13 @@ def calibrate_command(
     machine = load_hardware(hardware)
     described = load_model_configuration(model)
 
+    num_ranks, starts = ranks_to_measure(ranks, os.environ)
+    if starts:
+        raise typer.Exit(start_ranks(num_ranks, sys.argv[1:]))
+    speaks = rank_at_hand(os.environ).speaks
     from ..fitting.calibrate import calibrate_configuration
 
-    with progress_bar("calibrating") as on_progress:
+    with progress_bar("calibrating") if speaks else nullcontext() as on_progress:
         workload, factors = calibrate_configuration(
             described.config,
             described.name,
@@ -86,8 +100,11 @@ def calibrate_command(
             steps=steps,
             seed=seed,
             disk_folder=disk_folder,
+            num_ranks=num_ranks,
             on_progress=on_progress,
         )
+    if not speaks:
+        return
     if workload_output is not None:
         workload.save(workload_output)
     give(factors, output, as_json=as_json, tables=lambda: calibration_tables(factors))

@@ -109,16 +109,16 @@ def run_demo(folder: Path, console: Console) -> dict[str, Any]:
     limits = _plain_limits(model, batches, console)
     subject, calibration = _calibrated(model, batches[0], console)
     reference = _Reference(subject)
-    with _stage(console, "measure a reference"):
+    with stage(console, "measure a reference"):
         reference.measure()
-    with _stage(console, "search on the simulator"):
+    with stage(console, "search on the simulator"):
         found = _searched(subject, calibration, limits.budget_bytes)
     console.print(Printed(search_tables(found)))
     planned = _carried_out(subject, found.plan, batches, limits.budget_bytes, console)
-    with _stage(console, "measure the reference again"):
+    with stage(console, "measure the reference again"):
         reference.measure()
     planned = replace(planned, record=with_noise(planned.record, reference.noise_frac(calibration)))
-    with _stage(console, f"{_STEPS} plain steps without a budget"), progress_bar("training") as on_progress:
+    with stage(console, f"{_STEPS} plain steps without a budget"), progress_bar("training") as on_progress:
         plain = copy.deepcopy(model)
         steps = iter(range(1, _STEPS + 1))
         plain_run = train_plainly(plain, batches, _MAKE_OPTIMIZER, on_step=lambda: on_progress(next(steps), _STEPS))
@@ -164,11 +164,11 @@ class _Planned:
 
 
 def _plain_limits(model: nn.Module, batches: list[dict[str, torch.Tensor]], console: Console) -> _Limits:
-    with _stage(console, "plain training: what it needs"):
+    with stage(console, "plain training: what it needs"):
         need_bytes = _plain_need(model, batches)
     budget_bytes = int(need_bytes * _BUDGET_FRAC)
     console.print(f"  plain training needs {format_bytes(need_bytes)}; the budget is {format_bytes(budget_bytes)}")
-    with _stage(console, "plain training under the budget"):
+    with stage(console, "plain training under the budget"):
         refusal = _plain_refusal(model, batches, budget_bytes)
     console.print(Panel(refusal, title="plain training under the budget", border_style="red", expand=False))
     return _Limits(need_bytes, budget_bytes, refusal)
@@ -176,9 +176,9 @@ def _plain_limits(model: nn.Module, batches: list[dict[str, torch.Tensor]], cons
 
 def _calibrated(model: nn.Module, batch: dict[str, torch.Tensor], console: Console) -> tuple[Subject, Calibration]:
     """The model traced, this machine measured."""
-    with _stage(console, "trace the model"), progress_bar("tracing") as on_progress:
+    with stage(console, "trace the model"), progress_bar("tracing") as on_progress:
         workload = trace(model, batch, name="demo-llama", on_progress=on_progress)
-    with _stage(console, "measure the machine and calibrate"), progress_bar("calibrating") as on_progress:
+    with stage(console, "measure the machine and calibrate"), progress_bar("calibrating") as on_progress:
         hardware = probe_hardware(seconds=4.0, device=CpuDevice())
         subject = Subject(model, batch, workload, hardware, make_optimizer=_MAKE_OPTIMIZER)
         return subject, calibrate(subject, slowdown_seconds=6.0, on_progress=on_progress)
@@ -202,7 +202,7 @@ def _carried_out(
     model = copy.deepcopy(subject.model)
     losses: list[float] = []
     with (
-        _stage(console, f"{_STEPS} steps under the enforced budget"),
+        stage(console, f"{_STEPS} steps under the enforced budget"),
         progress_bar("training") as on_progress,
         carry_out(
             model,
@@ -328,7 +328,8 @@ def _plain_refusal(model: nn.Module, batches: list[dict[str, torch.Tensor]], bud
 
 
 @contextmanager
-def _stage(console: Console, title: str) -> Iterator[None]:
+def stage(console: Console, title: str) -> Iterator[None]:
+    """Tell ``title`` at the end of the block, and how long it took."""
     start = time.perf_counter()
     yield
     console.print(f"[bold]{title}[/bold] [dim]{time.perf_counter() - start:.1f} s[/dim]")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from itertools import islice, repeat
 from pathlib import Path
 from typing import Any, Final
@@ -12,15 +14,17 @@ import torch
 from torch import nn
 
 from ...runtime.data.byte_text import head_batches, python_reference
-from ...runtime.devices.cpu_device import CpuDevice
-from ...runtime.devices.cuda_device import CudaDevice
 from ...runtime.devices.device import TrainingDevice
+from ...runtime.devices.machine import name_of_ranks
 from ...runtime.devices.process_settings import leave_a_core_for_lanes
 from ...runtime.model.batches import Batch, Loss, loss_of
 from ...runtime.model.configurations import build_model, training_dtype
 from ...runtime.model.identity import software_versions
 from ...runtime.model.snapshot import left_as_found
 from ...runtime.optimizers.chunk_optimizer import MakeOptimizer, default_optimizer
+from ...runtime.ranks.agreement import agreed
+from ...runtime.ranks.own_device import device_of_rank
+from ...runtime.ranks.world import join_world
 from ...runtime.tracing.tracing import trace
 from ...runtime.training.carry_out import carry_out
 from ...runtime.training.training import Training
@@ -32,13 +36,16 @@ from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
 from ...shared.schema.workload import Workload
 from ...shared.workloads.dtypes import choose_dtype
-from .fit import Pair, fit_calibration
+from .fit import Pair, fit_calibration, pairs_of
 from .measurement_plans import bootstrap_plans
 from .optimizer_costs import optimizer_costs
 from .slowdowns import measure_slowdowns
 from .subject import Subject, check_disk_described
 
 _WARM_UP: Final = 3
+_RANK_TIMEOUT_S: Final = 600.0
+_OPTIMIZER_SECONDS: Final = 4.0
+"""For the steps of all optimizers together."""
 
 
 def calibrate(
@@ -51,40 +58,49 @@ def calibrate(
     """Run a few plans for ``steps`` timed iterations each, measure how lanes slow each other, fit the factors.
 
     Steps of optimizers other than AdamW, which the plans have, are measured by themselves.  Where ``subject`` has a
-    folder on a disk, the lane of the disk and one more plan are measured too.
+    folder on a disk, the lane of the disk and one more plan are measured too.  Where it has a world of several ranks,
+    all of them are to call this: they run plans of all modes together, and factors are fitted to what all measured.
+    ``slowdown_seconds`` are for the lanes; the optimizers' steps have four seconds, or as many if these are fewer.
 
     The model, its gradients and the random state stay as they are.  Devices of ``subject`` must have no budget: what is
     measured are times.  Raises CalibrationError if the hardware has no disk for the folder, and FileError if the folder
     cannot be used.
     """
-    chosen = bootstrap_plans(subject.workload, has_disk=subject.measures_disk)
+    chosen = bootstrap_plans(subject.workload, has_disk=subject.measures_disk, num_ranks=subject.num_ranks)
     total = 100 + len(chosen) * (steps + _WARM_UP + 1)
 
-    def report(done: int, of: int) -> None:
+    def report(done: int) -> None:
         if on_progress is not None:
-            on_progress(100 * done // of, total)
+            on_progress(done, total)
 
     contention = measure_slowdowns(
-        subject.make_device(), seconds=slowdown_seconds, disk_folder=subject.disk_folder, on_progress=report
+        subject.make_device(),
+        seconds=slowdown_seconds,
+        disk_folder=subject.disk_folder,
+        world=subject.world,
+        on_progress=lambda done, of: report(100 * done // of),
     )
     pairs: list[Pair] = []
-    done = 100
     with left_as_found(subject.model):
-        for plan in chosen:
-            pairs.append(Pair(subject.workload, _measured(subject, plan, steps + _WARM_UP + 1)))
-            done += steps + _WARM_UP + 1
-            if on_progress is not None:
-                on_progress(done, total)
-    on_host, on_device = optimizer_costs(subject.make_device(), subject.hardware)
-    found = fit_calibration(
-        pairs,
-        subject.hardware,
-        contention=contention,
-        machine=subject.make_device().description,
-        software=software_versions(),
+        for number, plan in enumerate(chosen, start=1):
+            pairs += pairs_of(subject.workload, _measured(subject, plan, steps + _WARM_UP + 1))
+            report(100 + number * (steps + _WARM_UP + 1))
+    on_host, on_device = optimizer_costs(
+        subject.make_device(), subject.hardware_of_rank, seconds=min(_OPTIMIZER_SECONDS, slowdown_seconds)
     )
+    found = subject.of_first(
+        lambda: fit_calibration(
+            pairs,
+            subject.hardware,
+            contention=contention,
+            machine=subject.make_device().description,
+            software=software_versions(),
+        )
+    )
+    on_host, on_device = subject.of_first(lambda: (on_host, on_device))
     return found.model_copy(
         update={
+            "num_runs": len(chosen),
             "host_optimizer_factors": on_host.factors,
             "device_optimizer_factors": on_device.factors,
             "host_optimizer_tensor_s": on_host.tensor_s,
@@ -144,27 +160,68 @@ def calibrate_configuration(
     steps: int = 7,
     seed: int = 0,
     disk_folder: Path | None = None,
+    num_ranks: int = 1,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Workload, Calibration]:
     """Build the model of a ``config.json`` with random weights, trace and time it here, and calibrate.
 
-    ``disk_folder`` is on the disk of ``hardware``, which is measured with it.  Raises CalibrationError if ``hardware``
-    was not probed on this machine or has no disk for a folder, FileError if the folder cannot be used, WorkloadError if
-    the model is too large for the machine.
+    ``disk_folder`` is on the disk of ``hardware``, which is measured with it.  ``num_ranks``: as many processes, of
+    which this is one, all call this and get the same; they trace side by side, and the workload is that of rank 0.
+    Raises CalibrationError if ``hardware`` was not probed on this machine with as many ranks or has no disk for a
+    folder, FileError if the folder cannot be used, WorkloadError if the model is too large for the machine, RanksError
+    if ranks do not find each other.
     """
-    make_device: Callable[[], TrainingDevice] = CpuDevice
-    if hardware.device.kind is DeviceKind.CUDA and torch.cuda.is_available():
-        make_device = CudaDevice
-    device = make_device()
-    if hardware.name != device.description:
-        raise CalibrationError(
-            f"{hardware.name} is not this machine ({device.description}), so factors measured here would say nothing "
-            f"about it. Describe this one: protwin hardware probe --output machine.toml"
+    kind = "cuda" if hardware.device.kind is DeviceKind.CUDA and torch.cuda.is_available() else "cpu"
+    world = join_world(num_ranks, timeout_s=_RANK_TIMEOUT_S)
+    make_device = partial(device_of_rank, kind, 0 if world is None else world.local_rank)
+    try:
+        agreed(world, lambda: _prepare(hardware, make_device(), num_ranks, disk_folder))
+        subject = agreed(
+            world,
+            lambda: _subject(configuration, name, hardware, make_device, batch_size, sequence_length, dtype, seed),
         )
+        if world is not None:
+            world.open_lane(subject.make_device().torch_device)
+        subject = replace(subject, disk_folder=disk_folder, world=world).on_workload_of_first()
+        return subject.workload, calibrate(subject, steps=steps, on_progress=on_progress)
+    finally:
+        if world is not None:
+            world.leave()
+
+
+def check_probed_here(hardware: Hardware, device: TrainingDevice, num_ranks: int) -> None:
+    """Raise CalibrationError unless ``hardware`` is this machine, probed with as many ranks."""
+    here = device.description if num_ranks == 1 or device.runs_behind else name_of_ranks(num_ranks)
+    if hardware.name == here:
+        return
+    ranks = "" if num_ranks == 1 else f" --ranks {num_ranks}"
+    raise CalibrationError(
+        f"{hardware.name} is not this machine ({here}), so factors measured here would say nothing "
+        f"about it. Describe this one: protwin hardware probe{ranks} --output machine.toml"
+    )
+
+
+def _prepare(hardware: Hardware, device: TrainingDevice, num_ranks: int, disk_folder: Path | None) -> None:
+    """Leave lanes a core.  Raises as ``calibrate_configuration`` does where ``hardware`` is not what is measured."""
+    check_probed_here(hardware, device, num_ranks)
     if disk_folder is not None:
         check_disk_described(hardware, disk_folder)
     if not device.runs_behind:
-        leave_a_core_for_lanes()
+        leave_a_core_for_lanes(num_ranks)
+
+
+def _subject(
+    configuration: Mapping[str, Any],
+    name: str,
+    hardware: Hardware,
+    make_device: Callable[[], TrainingDevice],
+    batch_size: int,
+    sequence_length: int,
+    dtype: str | None,
+    seed: int,
+) -> Subject:
+    """The model with random weights, one batch of text, and its timed workload."""
+    device = make_device()
     torch.manual_seed(seed)
     chosen = choose_dtype(published_dtype(configuration), dtype, hardware.device)
     model = build_model(configuration, name, training_dtype(configuration, chosen.dtype), device="cpu")
@@ -174,5 +231,4 @@ def calibrate_configuration(
     )
     batch = {key: tensor.to(device.torch_device) for key, tensor in next(batches).items()}
     workload = chosen.note_in(trace(model, batch, name=name))
-    subject = Subject(model, batch, workload, hardware, make_device, disk_folder=disk_folder)
-    return workload, calibrate(subject, steps=steps, on_progress=on_progress)
+    return Subject(model, batch, workload, hardware, make_device)

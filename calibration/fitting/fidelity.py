@@ -4,6 +4,10 @@ A shared machine is now faster and now slower, and a calibration of one minute d
 asked for here is the error of the model, not the drift of the machine: so the plans that the calibration is fitted to
 and the plans that it is judged by all train side by side, each on a copy of the model, a few iterations of one plan
 after a few of another, in random order.
+
+Several ranks judge predictions of several ranks: all of them run the same plans in the same order, and what counts is
+the mean over ranks, of peaks the highest.  A task that ranks do together lasts from when its rank comes to it until it
+is done: what a rank waits for the others is in it, in what factors are fitted to as in what they are judged by.
 """
 
 from __future__ import annotations
@@ -11,8 +15,9 @@ from __future__ import annotations
 import copy
 import random
 import statistics
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from tempfile import TemporaryDirectory
 from typing import Final
 
@@ -23,16 +28,19 @@ from ...runtime.model.identity import software_versions
 from ...runtime.training.carry_out import carry_out
 from ...runtime.training.training import Training
 from ...shared.basics.documents import FrozenModel
+from ...shared.basics.errors import InfeasibleError
 from ...shared.compile.compile import compile_schedule
 from ...shared.schema.calibration import Calibration, Contention
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
+from ...shared.schema.schedule import Lane
 from ...shared.schema.workload import Workload
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ...sim.engine.simulator import simulate
-from ...sim.searching.request import SearchRequest
+from ...sim.searching.confidence import NO_UNCERTAINTY
+from ...sim.searching.request import SearchRequest, Step
 from ...sim.searching.search import search
-from .fit import Pair, fit_calibration
+from .fit import fit_calibration, pairs_of
 from .measurement_plans import bootstrap_plans, spanning_plans
 from .slowdowns import measure_slowdowns
 from .subject import Subject
@@ -53,6 +61,16 @@ class PlanFidelity(FrozenModel):
     predicted_peak_bytes: int
     measured_peak_bytes: int
     guaranteed_peak_bytes: int
+    predicted_collectives_s: float | None = None
+    """Seconds of all tasks of an iteration that ranks do together; None for one rank."""
+    measured_collectives_s: float | None = None
+
+    @property
+    def collectives_error_frac(self) -> float | None:
+        """Signed, predicted over measured minus one; None for one rank."""
+        if self.predicted_collectives_s is None or self.measured_collectives_s is None:
+            return None
+        return self.predicted_collectives_s / self.measured_collectives_s - 1
 
     @property
     def iteration_error_frac(self) -> float:
@@ -85,6 +103,12 @@ class Fidelity(FrozenModel):
     The best plan is chosen by one half of the measurements and timed by the other, both ways: the smallest of many
     noisy figures is smaller than any plan is fast.
     """
+    num_ranks: int = 1
+    mean_collectives_error_frac: float | None = None
+    worst_collectives_error_frac: float | None = None
+    mode_regret_frac: float | None = None
+    """Measured time of the fastest plan in the mode that the search finds fastest, over that of the fastest plan in
+    whichever mode was measured to be faster, minus one; None for one rank."""
 
 
 def measure_fidelity(
@@ -97,16 +121,16 @@ def measure_fidelity(
 ) -> tuple[Fidelity, tuple[Record, ...]]:
     """Predict and measure the spanning plans and the search's pick; none of them is fitted to.
 
-    Where ``subject`` has a folder on a disk, plans with chunks there are among them.  In each of ``rounds`` every plan
-    runs ``steps`` iterations that count.  The first ones, of the fitted plans alone, find the pick.  Gives all Records
-    beside the judgement.
+    Where ``subject`` has a folder on a disk, plans with chunks there are among them.  Where it has a world of several
+    ranks, all of them call this and get the same, and the fastest plan of every mode is among the plans.  In each of
+    ``rounds`` every plan runs ``steps`` iterations that count.  The first ones, of the fitted plans alone, find the
+    pick.  Gives all Records of this rank beside the judgement.
     """
-    has_disk = subject.measures_disk
-    contention = measure_slowdowns(subject.make_device(), disk_folder=subject.disk_folder)
-    bootstrap = bootstrap_plans(subject.workload, has_disk=has_disk)
+    has_disk, num_ranks = subject.measures_disk, subject.num_ranks
+    contention = measure_slowdowns(subject.make_device(), disk_folder=subject.disk_folder, world=subject.world)
+    bootstrap = bootstrap_plans(subject.workload, has_disk=has_disk, num_ranks=num_ranks)
     fitted = {f"fitted {place}": plan for place, plan in enumerate(bootstrap)}
-    judged = spanning_plans(subject.workload, has_disk=has_disk)
-    total = rounds * (len(fitted) + len(judged) + 1)
+    judged = spanning_plans(subject.workload, has_disk=has_disk, num_ranks=num_ranks)
     needs = {name: _guaranteed_bytes(plan, subject.workload) for name, plan in judged.items()}
     budget_bytes = (min(needs.values()) + max(needs.values())) // 2
     with ExitStack() as undo:
@@ -114,38 +138,92 @@ def measure_fidelity(
         for training in trainings.values():
             _burst(subject, training, 2 * steps)
         first = _fit(subject, [training.record() for training in trainings.values()], contention)
-        judged[_PICK] = search(
-            SearchRequest(
-                workload=subject.workload,
-                hardware=subject.hardware,
-                calibration=first,
-                device_budget_bytes=budget_bytes,
-            )
-        ).plan
-        needs[_PICK] = _guaranteed_bytes(judged[_PICK], subject.workload)
+        picks = subject.of_first(lambda: _picks(subject, first, budget_bytes))
+        judged |= picks
+        needs |= {name: _guaranteed_bytes(plan, subject.workload) for name, plan in picks.items()}
         trainings |= {name: _begin(subject, plan, undo) for name, plan in judged.items()}
-        order = list(trainings.values())
-        middle: dict[str, int] = {}
-        for turn in range(rounds):
-            if turn == rounds // 2:
-                middle = {name: training.num_iterations for name, training in trainings.items()}
-            random.Random(seed + turn).shuffle(order)
-            for place, training in enumerate(order):
-                _burst(subject, training, steps)
-                if on_progress is not None:
-                    on_progress(turn * len(order) + place + 1, total)
+        middle = _train_in_turns(subject, trainings, rounds, steps, seed, on_progress)
         records = {name: training.record() for name, training in trainings.items()}
         halves = [
-            {name: trainings[name].record(until=middle[name]).iteration_s for name in judged},
-            {name: trainings[name].record(since=middle[name]).iteration_s for name in judged},
+            _mean_iterations(subject, {name: trainings[name].record(until=middle[name]) for name in judged}),
+            _mean_iterations(subject, {name: trainings[name].record(since=middle[name]) for name in judged}),
         ]
     calibration = _fit(subject, [records[name] for name in fitted], contention)
-    found = tuple(_judged(subject, calibration, name, records[name], needs[name]) for name in judged)
-    allowed = [name for name in judged if needs[name] <= budget_bytes]
-    regret_frac = statistics.fmean(
-        timed[_PICK] / timed[min(allowed, key=chosen.__getitem__)] - 1 for chosen, timed in (halves, halves[::-1])
+    found = tuple(
+        _judged(
+            subject,
+            calibration,
+            name,
+            [pair.measured for pair in pairs_of(subject.workload, records[name])],
+            needs[name],
+        )
+        for name in judged
     )
-    return _summary(subject, calibration, found, budget_bytes, regret_frac), tuple(records.values())
+    allowed = [name for name in judged if needs[name] <= budget_bytes]
+    summary = _summary(subject, calibration, found, budget_bytes, _regret_frac(_PICK, allowed, halves))
+    if num_ranks > 1:
+        of_modes = [name for name in picks if name != _PICK]
+        predicted = {plan.name: plan.predicted_iteration_s for plan in found}
+        fastest = min(of_modes, key=predicted.__getitem__)
+        summary = summary.model_copy(update={"mode_regret_frac": _regret_frac(fastest, of_modes, halves)})
+    return summary, tuple(records.values())
+
+
+def _train_in_turns(
+    subject: Subject,
+    trainings: Mapping[str, Training],
+    rounds: int,
+    steps: int,
+    seed: int,
+    on_progress: Callable[[int, int], None] | None,
+) -> dict[str, int]:
+    """In each of ``rounds`` every training runs ``steps`` iterations that count; gives how many each had halfway."""
+    order = list(trainings.values())
+    middle: dict[str, int] = {}
+    for turn in range(rounds):
+        if turn == rounds // 2:
+            middle = {name: training.num_iterations for name, training in trainings.items()}
+        random.Random(seed + turn).shuffle(order)
+        for place, training in enumerate(order):
+            _burst(subject, training, steps)
+            if on_progress is not None:
+                on_progress(turn * len(order) + place + 1, rounds * len(order))
+    return middle
+
+
+def _mean_iterations(subject: Subject, records: dict[str, Record]) -> dict[str, float]:
+    """Seconds of an iteration of every plan, over all ranks."""
+    return {
+        name: statistics.fmean(pair.measured.iteration_s for pair in pairs_of(subject.workload, record))
+        for name, record in records.items()
+    }
+
+
+def _regret_frac(chosen: str, allowed: Sequence[str], halves: Sequence[dict[str, float]]) -> float:
+    """Time of ``chosen`` over that of the best of ``allowed``, which one half finds and the other times, minus one."""
+    return statistics.fmean(
+        timed[chosen] / timed[min(allowed, key=choosing.__getitem__)] - 1 for choosing, timed in (halves, halves[::-1])
+    )
+
+
+def _picks(subject: Subject, calibration: Calibration, budget_bytes: int) -> dict[str, Plan]:
+    """What the search recommends, and of several ranks the fastest plan of every mode in which one fits."""
+    step = Step(num_ranks=subject.num_ranks)
+    request = SearchRequest(
+        workload=subject.workload,
+        hardware=subject.hardware,
+        calibration=calibration,
+        device_budget_bytes=budget_bytes,
+        step=step,
+    )
+    found = {_PICK: search(request).plan}
+    for mode in step.allowed_modes if subject.num_ranks > 1 else ():
+        of_mode = replace(
+            request, step=replace(step, modes=(mode,)), effort=replace(request.effort, uncertainty=NO_UNCERTAINTY)
+        )
+        with suppress(InfeasibleError):
+            found[f"{mode}: {_PICK}"] = search(of_mode).plan
+    return found
 
 
 def _begin(subject: Subject, plan: Plan, undo: ExitStack) -> Training:
@@ -176,30 +254,42 @@ def _burst(subject: Subject, training: Training, steps: int) -> None:
 
 
 def _fit(subject: Subject, records: Sequence[Record], contention: Sequence[Contention]) -> Calibration:
-    return fit_calibration(
-        [Pair(subject.workload, record) for record in records],
-        subject.hardware,
-        contention=contention,
-        machine=subject.make_device().description,
-        software=software_versions(),
+    """Of all ranks' tasks; the same on all."""
+    pairs = [pair for record in records for pair in pairs_of(subject.workload, record)]
+    return subject.of_first(
+        lambda: fit_calibration(
+            pairs,
+            subject.hardware,
+            contention=contention,
+            machine=subject.make_device().description,
+            software=software_versions(),
+        )
     )
 
 
 def _judged(
-    subject: Subject, calibration: Calibration, name: str, measured: Record, guaranteed_peak_bytes: int
+    subject: Subject, calibration: Calibration, name: str, measured: Sequence[Record], guaranteed_peak_bytes: int
 ) -> PlanFidelity:
-    """The plan of ``measured``, predicted and measured."""
-    predicted = simulate(measured.plan, subject.workload, subject.hardware, calibration)
+    """The plan of ``measured``, which has one record for every rank, predicted and measured."""
+    plan = measured[0].plan
+    predicted = simulate(plan, subject.workload, subject.hardware, calibration)
+    has_ranks = len(measured) > 1
     return PlanFidelity(
         name=name,
-        plan=measured.plan,
+        plan=plan,
         predicted_iteration_s=predicted.iteration_s,
-        measured_iteration_s=measured.iteration_s,
-        iteration_noise_frac=measured.iteration_noise_frac,
+        measured_iteration_s=statistics.fmean(record.iteration_s for record in measured),
+        iteration_noise_frac=statistics.fmean(record.iteration_noise_frac for record in measured),
         predicted_peak_bytes=predicted.peak_device_bytes,
-        measured_peak_bytes=measured.peak_device_bytes,
+        measured_peak_bytes=max(record.peak_device_bytes for record in measured),
         guaranteed_peak_bytes=guaranteed_peak_bytes,
+        predicted_collectives_s=_collectives_s(predicted) if has_ranks else None,
+        measured_collectives_s=statistics.fmean(map(_collectives_s, measured)) if has_ranks else None,
     )
+
+
+def _collectives_s(record: Record) -> float:
+    return sum(timing.duration_s for timing in record.tasks if timing.lane is Lane.COLLECTIVE)
 
 
 def _guaranteed_bytes(plan: Plan, workload: Workload) -> int:
@@ -216,6 +306,7 @@ def _summary(
     peak_errors = [abs(plan.peak_error_frac) for plan in plans]
     time_errors = [abs(plan.iteration_error_frac) for plan in plans]
     predicted = [plan.predicted_iteration_s for plan in plans]
+    collectives = [abs(error) for plan in plans if (error := plan.collectives_error_frac) is not None]
     correlation = spearmanr(predicted, [plan.measured_iteration_s for plan in plans]).statistic
     return Fidelity(
         model=subject.workload.model_name,
@@ -228,4 +319,7 @@ def _summary(
         worst_iteration_error_frac=max(time_errors),
         rank_correlation=float(correlation),
         search_regret_frac=regret_frac,
+        num_ranks=subject.num_ranks,
+        mean_collectives_error_frac=statistics.fmean(collectives) if collectives else None,
+        worst_collectives_error_frac=max(collectives) if collectives else None,
     )

@@ -20,7 +20,7 @@ from ...shared.basics.errors import CalibrationError
 from ...shared.compile.compile import compile_schedule
 from ...shared.schema.calibration import Calibration, Contention, Factor
 from ...shared.schema.hardware import Hardware
-from ...shared.schema.record import Origin, Record
+from ...shared.schema.record import OF_RANKS, Origin, RankRecord, Record
 from ...shared.schema.schedule import Schedule, TaskKind
 from ...shared.schema.workload import Workload
 from ...sim.costs.contention import ContentionModel
@@ -41,6 +41,32 @@ class Pair:
 
     workload: Workload
     measured: Record
+
+
+def pairs_of(workload: Workload, measured: Record) -> tuple[Pair, ...]:
+    """A pair for every rank that ``measured`` has; one pair for a record of one rank.
+
+    A collective lasts from when its rank comes to it: equal ranks are simulated as one that waits for nobody, so that
+    what ranks really wait for each other is part of what their collectives cost.
+    """
+    if not measured.ranks:
+        return (Pair(workload, measured),)
+    return tuple(Pair(workload, _of_rank(measured, rank)) for rank in measured.ranks)
+
+
+def _of_rank(measured: Record, rank: RankRecord) -> Record:
+    """What one rank did, with its waits for others within its collectives."""
+    waits = {wait.task: wait.seconds for wait in rank.rank_waits}
+    tasks = [
+        timing.model_copy(
+            update={
+                "start_s": timing.start_s - waits.get(timing.task, 0.0),
+                "duration_s": timing.duration_s + waits.get(timing.task, 0.0),
+            }
+        )
+        for timing in rank.tasks
+    ]
+    return measured.model_copy(update={**{name: getattr(rank, name) for name in OF_RANKS}, "tasks": tuple(tasks)})
 
 
 def fit_calibration(
@@ -85,9 +111,12 @@ def _refit(
     modelled: dict[TaskKind, list[float]] = {}
     measured: dict[TaskKind, list[float]] = {}
     for pair, schedule in zip(pairs, schedules, strict=True):
-        bare = CostModel.of(pair.workload, hardware, None).durations_s(schedule)
-        current = CostModel.of(pair.workload, hardware, calibration).durations_s(schedule)
-        timing = simulate_timing(schedule, current, ContentionModel.for_plan(pair.measured.plan, hardware, calibration))
+        plan = pair.measured.plan
+        bare, current = (
+            CostModel.of(pair.workload, hardware, known, num_ranks=plan.num_ranks).durations_s(schedule)
+            for known in (None, calibration)
+        )
+        timing = simulate_timing(schedule, current, ContentionModel.for_plan(plan, hardware, calibration))
         taken = timing.ends_s[timing.window] - timing.starts_s[timing.window]
         for task, timed in zip(schedule.tasks, pair.measured.tasks, strict=True):
             slowdown = float(taken[task.id]) / current[task.id] if current[task.id] > 0 else 1.0

@@ -6,22 +6,27 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from ...shared.layout.layout import Layout, aligned, build_layout
-from ...shared.schema.plan import Plan
+from ...shared.layout.layout import Layout, aligned, layout_of
+from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.workload import Workload
 
+RANK_MODES: Final = (ParallelMode.DDP, ParallelMode.REPLICATED, ParallelMode.SHARDED)
+"""What several ranks can do together."""
 
-def bootstrap_plans(workload: Workload, *, has_disk: bool = False) -> tuple[Plan, ...]:
+
+def bootstrap_plans(workload: Workload, *, has_disk: bool = False, num_ranks: int = 1) -> tuple[Plan, ...]:
     """Three plans that between them run every kind of task: all on the device, half of it, and nothing kept there.
 
-    ``has_disk``: a fourth one has half of the chunks on the disk, and the parameters of half of these.
+    ``has_disk``: a fourth one has half of the chunks on the disk, and the parameters of half of these.  Of several
+    ranks the three are DDP, replicated and sharded, and a fourth one has all chunks sharded over the devices.
     """
     chunk_bytes = largest_block_bytes(workload)
-    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
+    layout = layout_of(workload, chunk_bytes)
     half = len(layout.chunks) // 2
     blocks = workload.num_blocks
+    ddp, replicated, sharded = RANK_MODES if num_ranks > 1 else (ParallelMode.SINGLE,) * 3
 
-    def plan(n_persist: int, n_buffer: int, n_checkpoint: int, prefetch_depth: int) -> Plan:
+    def plan(n_persist: int, n_buffer: int, n_checkpoint: int, prefetch_depth: int, parallel: ParallelMode) -> Plan:
         return Plan(
             workload_id=workload.identity,
             chunk_bytes=chunk_bytes,
@@ -29,19 +34,24 @@ def bootstrap_plans(workload: Workload, *, has_disk: bool = False) -> tuple[Plan
             n_buffer=n_buffer,
             n_checkpoint=n_checkpoint,
             prefetch_depth=prefetch_depth,
+            parallel=parallel,
+            num_ranks=num_ranks,
         )
 
     buffers = _buffers(layout.min_buffers(0), 1)
     plans = (
-        plan(len(layout.chunks), 0, 0, 1),
-        plan(half, _buffers(layout.min_buffers(half), 1), blocks // 2, 1),
-        plan(0, buffers, blocks, 2),
+        plan(len(layout.chunks), 0, 0, 1, ddp),
+        plan(half, _buffers(layout.min_buffers(half), 1), blocks // 2, 1, replicated),
+        plan(0, buffers, blocks, 2, sharded),
     )
+    if num_ranks > 1:
+        on_devices = {"n_shard": len(layout.chunks)}
+        return *plans, Plan.model_validate(plan(0, buffers, 0, 1, sharded).model_dump() | on_devices)
     if not has_disk:
         return plans
     state = len(layout.chunks) - half
     on_disk = {"n_disk_state": state, "n_disk": state - state // 2, "n_staging": 2}
-    return *plans, Plan.model_validate(plan(0, buffers, blocks // 2, 1).model_dump() | on_disk)
+    return *plans, Plan.model_validate(plan(0, buffers, blocks // 2, 1, ParallelMode.SINGLE).model_dump() | on_disk)
 
 
 def _buffers(fewest: int, more: int) -> int:
@@ -76,6 +86,9 @@ class _Knobs(NamedTuple):
     disk: float = 0.0
     """Of these, with their parameters there too."""
     n_staging: int = 0
+    sharded: float = 0.0
+    """Of the chunks that are not kept, over the devices of all ranks."""
+    parallel: ParallelMode = ParallelMode.SINGLE
 
 
 _WHOLE: Final = 1.0
@@ -119,26 +132,47 @@ _SPANNING_DISK: Final[Mapping[str, _Knobs]] = MappingProxyType(
         ),
     }
 )
+_DDP, _REPLICATED, _SHARDED = RANK_MODES
+_SPANNING_RANKS: Final[Mapping[str, _Knobs]] = MappingProxyType(
+    {
+        "ddp, all checkpointed": _Knobs(_WHOLE, 1, 1, 0, 1, parallel=_DDP),
+        "ddp, half checkpointed, small chunks": _Knobs(_HALF, 1, 0.5, 0, 1, parallel=_DDP),
+        "replicated, all kept, nothing persistent": _Knobs(_WHOLE, 0, 0, 2, 2, parallel=_REPLICATED),
+        "replicated, all checkpointed, half persistent": _Knobs(_WHOLE, 0.5, 1, 1, 1, parallel=_REPLICATED),
+        "replicated, half checkpointed, all stepped on the host": _Knobs(
+            _WHOLE, 1, 0.5, 0, 1, host_stepped=1, parallel=_REPLICATED
+        ),
+        "sharded on hosts, all kept, all buffers": _Knobs(_WHOLE, 0, 0, _ALL_BUFFERS, 2, parallel=_SHARDED),
+        "sharded on hosts, half checkpointed, small chunks": _Knobs(_HALF, 0, 0.5, 3, 2, parallel=_SHARDED),
+        "sharded on hosts, all checkpointed, half persistent": _Knobs(_WHOLE, 0.5, 1, 1, 1, parallel=_SHARDED),
+        "sharded on devices, all checkpointed": _Knobs(_WHOLE, 0, 1, 1, 1, sharded=1, parallel=_SHARDED),
+        "sharded on devices, all kept, prefetch 3": _Knobs(_WHOLE, 0, 0, 3, 3, sharded=1, parallel=_SHARDED),
+        "a third persistent, on devices, on hosts; half checkpointed": _Knobs(
+            _WHOLE, 1 / 3, 0.5, 2, 2, sharded=0.5, parallel=_SHARDED
+        ),
+    }
+)
 
 
-def spanning_plans(workload: Workload, *, has_disk: bool = False) -> dict[str, Plan]:
+def spanning_plans(workload: Workload, *, has_disk: bool = False, num_ranks: int = 1) -> dict[str, Plan]:
     """Plans that span the knobs, by name: residencies, checkpoints, buffers, prefetch and chunk size.
 
-    ``has_disk``: plans that have chunks on the disk beside those that have none.  Plans that a calibration fits to
-    (``bootstrap_plans``) are left out.
+    ``has_disk``: plans that have chunks on the disk beside those that have none.  Of several ranks, all modes.  Plans
+    that a calibration fits to (``bootstrap_plans``) are left out.
     """
-    fitted = set(bootstrap_plans(workload, has_disk=has_disk))
+    fitted = set(bootstrap_plans(workload, has_disk=has_disk, num_ranks=num_ranks))
+    spanning = {**_SPANNING, **_SPANNING_DISK} if has_disk else _SPANNING
     plans: dict[str, Plan] = {}
-    for name, knobs in ({**_SPANNING, **_SPANNING_DISK} if has_disk else _SPANNING).items():
-        plan = _plan_of(knobs, workload)
+    for name, knobs in (spanning if num_ranks == 1 else _SPANNING_RANKS).items():
+        plan = _plan_of(knobs, workload, num_ranks)
         if plan not in fitted and plan not in plans.values():
             plans[name] = plan
     return plans
 
 
-def _plan_of(knobs: _Knobs, workload: Workload) -> Plan:
+def _plan_of(knobs: _Knobs, workload: Workload, num_ranks: int) -> Plan:
     chunk_bytes = max(1, round(largest_block_bytes(workload) * knobs.chunk))
-    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
+    layout = layout_of(workload, chunk_bytes)
     num_kept = _prefix(layout, knobs.kept)
     n_host_stepped = round(knobs.host_stepped * num_kept)
     fewest = layout.min_buffers(num_kept)
@@ -149,12 +183,15 @@ def _plan_of(knobs: _Knobs, workload: Workload) -> Plan:
         chunk_bytes=chunk_bytes,
         n_persist=num_kept - n_host_stepped,
         n_host_stepped=n_host_stepped,
+        n_shard=round(knobs.sharded * offloaded),
         n_disk_state=n_disk_state,
         n_disk=round(knobs.disk * n_disk_state),
         n_staging=knobs.n_staging if n_disk_state else 0,
         n_buffer=min(fewest + knobs.more_buffers, offloaded) if fewest else 0,
         prefetch_depth=knobs.prefetch_depth,
         n_checkpoint=round(knobs.checkpointed * workload.num_blocks),
+        parallel=knobs.parallel,
+        num_ranks=num_ranks,
     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from torch import nn
 
@@ -13,9 +14,14 @@ from ...runtime.devices.cpu_device import CpuDevice
 from ...runtime.devices.device import TrainingDevice
 from ...runtime.model.batches import Batch, Loss
 from ...runtime.optimizers.chunk_optimizer import MakeOptimizer, default_optimizer
+from ...runtime.ranks.agreement import agreed
+from ...runtime.ranks.world import World, exchanged
 from ...shared.basics.errors import CalibrationError
+from ...shared.catalogue.rank_share import machine_of_rank
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.workload import Workload
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -34,12 +40,48 @@ class Subject:
     """Of the model's output and a batch; None: the output has its own."""
     disk_folder: Path | None = None
     """On the hardware's disk, where chunks may lie; None: nothing is measured of a disk."""
+    world: World | None = None
+    """The ranks that all measure, each a model of its own on its part of the hardware; None: this process alone.
+
+    Its collective lane is open.  Plans are for one workload: ``on_workload_of_first`` gives all ranks that of rank 0.
+    """
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that plans are for."""
+        return 1 if self.world is None else self.world.num_ranks
+
+    @property
+    def hardware_of_rank(self) -> Hardware:
+        """The part of the machine that this process has."""
+        return self.hardware if self.world is None else machine_of_rank(self.hardware, self.world.num_ranks)
+
+    def of_all(self, value: T) -> list[T]:
+        """What every rank gives for ``value``, by rank; to be called on all of them."""
+        return [value] if self.world is None else exchanged(self.world, value)
+
+    def of_first(self, work: Callable[[], T]) -> T:
+        """What rank 0's ``work`` gives, on all ranks; what it raises, all raise."""
+        leads = self.world is None or self.world.rank == 0
+        found = agreed(self.world, lambda: [work()] if leads else [])
+        return next(value for of_rank in self.of_all(found) for value in of_rank)
+
+    def on_workload_of_first(self) -> Subject:
+        """The same with the workload that rank 0 has timed while all did, filed under the machine of all ranks."""
+        traced = self.of_first(lambda: self.workload)
+        workload = traced.model_copy(update={"measured_on": traced.measured_on and self.hardware.name})
+        return replace(self, workload=workload)
 
     @property
     def measures_disk(self) -> bool:
         """Whether there is a folder on the disk.  Raises CalibrationError if the hardware has none, or FileError."""
         if self.disk_folder is not None:
             check_disk_described(self.hardware, self.disk_folder)
+            if self.num_ranks > 1:
+                raise CalibrationError(
+                    f"{self.num_ranks} ranks have no chunks on a disk so far: one rank alone knows them. Measure the "
+                    f"disk without --ranks, or leave --disk-folder out."
+                )
         return self.disk_folder is not None
 
 

@@ -21,8 +21,8 @@ from ...shared.catalogue.machines import machine
 from ...shared.catalogue.parts import host_part, link_part, node_part
 from ...shared.schema.hardware import Device, Hardware, Link
 from ...sim.costs.collectives import Algorithm, Collective, Fabric, Shape, collective_time
+from ...sim.costs.copies import copy_time_s
 from ...sim.costs.fabrics import CALL_OVERHEAD_S
-from ...sim.costs.task_costs import copy_time_s
 
 HOP_LATENCY_S: Final = 10e-6
 """A hop's copies by either side and the flag between them: two copies of 5 to 7 µs (catalogue, links)."""

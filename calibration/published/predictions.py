@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ...shared.basics.errors import InfeasibleError
 from ...shared.catalogue.parts import host_part
-from ...shared.layout.layout import build_layout
+from ...shared.layout.layout import layout_of
 from ...shared.schema.hardware import Hardware, Host
 from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.record import Record
@@ -182,7 +182,7 @@ def _reducing_chunks_s(plan: Plan, scenario: _Scenario) -> float:
     Source: chunk/manager.py of the runs' code, _reduce_scatter_and_offload_shard.
     """
     workload = scenario.workload
-    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
+    layout = layout_of(workload, plan.chunk_bytes)
     persistent = layout.persistent(plan.n_persist)
     return sum(
         sharded_reduction_s(chunk.size_bytes, scenario.hardware, NUM_RANKS)
@@ -204,7 +204,7 @@ def plan_of_figures(case: str, scenario: _Scenario, num_shards: int) -> Plan:
     """
     pinned_bytes = measured("R1", case, Quantity.PINNED)[0] * num_shards
     workload = scenario.workload
-    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=CHUNK_BYTES)
+    layout = layout_of(workload, CHUNK_BYTES)
 
     def missing(n_persist: int) -> float:
         persistent = layout.persistent(n_persist)
@@ -236,7 +236,7 @@ def _llama_7b() -> list[Prediction]:
     records, numbers = [], set()
     for scenario in _scenarios(one_rank_machine(), shape, "llama-7b-lora", batch_size=1):
         workload = scenario.workload
-        layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=CHUNK_BYTES)
+        layout = layout_of(workload, CHUNK_BYTES)
         numbers.add(len(layout.chunks))
         plan = Plan(
             workload_id=workload.identity,
@@ -307,7 +307,7 @@ def _data_parallel(row: str, scenarios: Sequence[_Scenario]) -> list[Prediction]
 
 def plan_on_device(workload: Workload) -> Plan:
     """Everything on the device, every block checkpointed."""
-    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=CHUNK_BYTES)
+    layout = layout_of(workload, CHUNK_BYTES)
     return Plan(
         workload_id=workload.identity,
         chunk_bytes=CHUNK_BYTES,
@@ -325,7 +325,7 @@ def idle_buffer_bytes(workload: Workload) -> tuple[int, ...]:
     """
     found = []
     for chunk_bytes in (CHUNK_BYTES, *_OTHER_CHUNK_BYTES):
-        layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
+        layout = layout_of(workload, chunk_bytes)
         widest = max(len(chunks) for chunks in layout.needed[1 : 1 + workload.num_blocks])
         found.append(2 * widest * chunk_bytes)
     return tuple(found)

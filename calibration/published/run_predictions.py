@@ -16,7 +16,7 @@ from ...runtime.tracing.configurations import workload_of_configuration
 from ...shared.basics.documents import FrozenModel
 from ...shared.catalogue.machines import machine, override_hardware
 from ...shared.catalogue.parts import network_part
-from ...shared.layout.layout import build_layout
+from ...shared.layout.layout import layout_of
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.record import Record
@@ -138,7 +138,7 @@ def hardware_of(run: MeasuredRun) -> Hardware:
 def plan_of(run: MeasuredRun, workload: Workload) -> Plan:
     """What every rank of ``run`` does."""
     chunk_bytes = block_chunk_bytes(workload)
-    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
+    layout = layout_of(workload, chunk_bytes)
     is_sharded = run.parallel is ParallelMode.SHARDED and not run.offloaded
     is_resident = not (is_sharded or run.offloaded)
     return Plan(

@@ -12,7 +12,7 @@ from typing import Final
 
 from ...shared.catalogue.machines import machine, override_hardware
 from ...shared.catalogue.parts import network_part
-from ...shared.layout.layout import build_layout
+from ...shared.layout.layout import layout_of
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.workload import DType, Workload
@@ -56,7 +56,7 @@ def sharded_predictions() -> list[Prediction]:
 def fsdp_plan(workload: Workload, num_ranks: int, checkpointed_frac: float) -> Plan:
     """Every block a chunk, all of them sharded over the devices, two places for those that are gathered."""
     chunk_bytes = block_chunk_bytes(workload)
-    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
+    layout = layout_of(workload, chunk_bytes)
     return Plan(
         workload_id=workload.identity,
         chunk_bytes=chunk_bytes,

@@ -114,6 +114,24 @@ def _replaced(
         ) from error
 
 
+def remove_folder(folder: str | Path, *, manifest: str) -> None:
+    """Remove a folder that ``replaced_folder`` has written, so that a kill leaves it whole or recognised as incomplete.
+
+    Nothing happens if there is none.  Raises FileError if it cannot be removed, or if somebody else is writing it.
+    """
+    path = _resolved(folder)
+    try:
+        if not path.exists() and not _previous(path).exists():
+            return
+        with _locked(path, None):
+            # The one before first: once the other is gone, it would count as the content.
+            _remove(_previous(path), manifest)
+            _remove(path, manifest)
+            sync_folder(path.parent)
+    except OSError as error:
+        raise FileError(f"{path} cannot be removed: {error.strerror}.") from error
+
+
 def sync_folder(path: Path) -> None:
     """Have the names in a folder written to the disk.  Raises OSError."""
     handle = os.open(path, os.O_RDONLY)

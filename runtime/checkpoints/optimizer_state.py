@@ -6,8 +6,9 @@ A parameter's state may lie in one optimizer on the host, in one on the device, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -18,6 +19,8 @@ from ...shared.optimizers.state import BLOCK_SCALARS
 from ..chunks.placed_model import PlacedModel
 from ..model.strides import copy_strided, in_memory_order, strided
 from ..optimizers.chunk_optimizer import ChunkOptimizer
+from .pieces import Stretch, stretch_of
+from .saved import MASTER, STATE, VALUES, Saved, is_of_scalars, part_of
 
 _MASTER: Final = "master_param"
 """The key of a narrow parameter's float32 weight beside its state."""
@@ -26,6 +29,9 @@ _MAPS: Final = ("qmap1", "qmap2")
 _OF_THE_MACHINE: Final = frozenset({"capturable", "differentiable", "foreach", "fused"})
 """Options that say how an optimizer computes, not what: a resumed training keeps its own."""
 
+
+_PartOf = Callable[[nn.Parameter, slice | None], tuple[Mapping[str, Any], torch.Tensor | None]]
+"""Gives a parameter's state and master, or those of a stretch of its scalars, in new tensors."""
 
 WholeStates = Mapping[nn.Parameter, tuple[Mapping[str, Any], torch.Tensor | None]]
 """The state of every parameter, and the master of those that are narrower."""
@@ -61,9 +67,11 @@ class OptimizerState:
         self._options = frozenset(key for group in param_groups for key in group) - {"params"}
         """What groups had when the plan was carried out: the options of the optimizer, without those of schedulers."""
         self._shares: dict[nn.Parameter, list[_Share]] = {}
-        for stepper, parameters, stretch in placed.steppers():
-            for place, parameter in enumerate(parameters):
+        for stepper, parameters, stretches in placed.optimizers.steppers():
+            for place, (parameter, stretch) in enumerate(zip(parameters, stretches, strict=True)):
                 self._shares.setdefault(parameter, []).append(_Share(stepper, place, stretch))
+        self._stepped = frozenset(names[parameter] for chunk in placed.chunks for parameter in chunk.trainable)
+        """All that are stepped, by whichever rank."""
 
     @property
     def _class_name(self) -> str:
@@ -77,44 +85,74 @@ class OptimizerState:
 
     def collect(self) -> dict[str, Any]:
         """Everything, on the host; tensors that are there already are not copied."""
-        options = [{key: value for key, value in group.items() if key != "params"} for group in self._param_groups]
-        return {
-            "class": self._class_name,
-            "groups": [{"names": n, "options": o} for n, o in zip(self._members(), options, strict=True)],
+        return self.described() | {
             "parameters": {
                 self._names[parameter]: {"state": _whole_state(parameter, shares), "master": _master(parameter, shares)}
                 for parameter, shares in self._shares.items()
             },
         }
 
+    def described(self) -> dict[str, Any]:
+        """The class and the groups, with the names of all parameters that are stepped."""
+        options = [{key: value for key, value in group.items() if key != "params"} for group in self._param_groups]
+        return {
+            "class": self._class_name,
+            "groups": [{"names": n, "options": o} for n, o in zip(self._members(), options, strict=True)],
+            "parameters": sorted(self._stepped),
+        }
+
+    def pieces(self) -> tuple[list[Stretch], dict[str, Callable[[], Any]]]:
+        """What this rank has of masters and state, and of what else there is by parameter; nothing is copied yet."""
+        stretches: list[Stretch] = []
+        values: dict[str, Callable[[], Any]] = {}
+        for parameter, shares in self._shares.items():
+            name, whole = self._names[parameter], parameter.numel()
+            for share in shares:
+                begin = 0 if share.stretch is None else share.stretch.start
+                weight = share.weight
+                if _is_narrow(parameter, shares):
+                    stretches.append(stretch_of(MASTER + name, begin, in_memory_order(weight), whole))
+                rest = {}
+                for key, value in share.stepper.state_of(share.place).items():
+                    if is_of_scalars(key, value, weight.shape):
+                        like = value if value.stride() == weight.stride() else copy_strided(value, weight)
+                        stretches.append(stretch_of(f"{STATE}{key}/{name}", begin, in_memory_order(like), whole))
+                    else:
+                        rest[key] = value
+                if rest:
+                    values.setdefault(VALUES + name, partial(_values_on_host, rest))
+        return stretches, values
+
     # -- writing -----------------------------------------------------------------------------------------------------
 
-    def check(self, saved: Mapping[str, Any]) -> None:
-        """Raise FileError unless ``saved`` can be placed."""
-        if saved["class"] != self._class_name:
+    def check(self, saved: Saved) -> None:
+        """Raise FileError unless the state in ``saved`` can be placed."""
+        described = saved.optimizer
+        if described["class"] != self._class_name:
             raise FileError(
-                f"the checkpoint was saved with the optimizer {saved['class']}; this training has "
+                f"the checkpoint was saved with the optimizer {described['class']}; this training has "
                 f"{self._class_name or 'none'}. Pass the same optimizer to carry_out()."
             )
-        if [sorted(group["names"]) for group in saved["groups"]] != [sorted(names) for names in self._members()]:
+        if [sorted(group["names"]) for group in described["groups"]] != [sorted(names) for names in self._members()]:
             raise FileError(
-                f"the checkpoint was saved with other parameter groups ({len(saved['groups'])}; this training has "
+                f"the checkpoint was saved with other parameter groups ({len(described['groups'])}; this training has "
                 f"{len(self._param_groups)}, or others in them). Pass the same parameter_groups to carry_out()."
             )
-        if saved["parameters"].keys() != {self._names[parameter] for parameter in self._shares}:
+        masters = saved.masters
+        if masters.keys() != self._stepped:
             raise FileError("the checkpoint's optimizer stepped other parameters than this training's does.")
         for parameter, shares in self._shares.items():
+            if not parameter.numel():
+                continue
             name = self._names[parameter]
-            master = saved["parameters"][name]["master"]
-            expected = (parameter.shape, shares[0].weight.dtype) if _is_narrow(parameter, shares) else None
-            if expected != (None if master is None else (master.shape, master.dtype)):
+            expected = (tuple(parameter.shape), shares[0].weight.dtype) if _is_narrow(parameter, shares) else None
+            if expected != masters[name]:
                 raise FileError(f"the checkpoint's master of parameter {name} has not the shape or dtype expected.")
 
-    def place(self, saved: Mapping[str, Any]) -> None:
+    def place(self, saved: Saved) -> None:
         """Give every optimizer its part of ``saved``, which was checked."""
-        entries = {parameter: saved["parameters"][self._names[parameter]] for parameter in self._shares}
-        self._place_options([group["options"] for group in saved["groups"]])
-        self._place_states({p: (entry["state"], entry["master"]) for p, entry in entries.items()})
+        self._place_options([group["options"] for group in saved.optimizer["groups"]])
+        self._place_states(lambda parameter, stretch: saved.state(self._names[parameter], parameter, stretch))
 
     def _place_options(self, options: Sequence[Mapping[str, Any]]) -> None:
         for group, found in zip(self._param_groups, options, strict=True):
@@ -122,8 +160,7 @@ class OptimizerState:
             group.clear()
             group.update({**found, **own})
 
-    def _place_states(self, found: WholeStates) -> None:
-        """``found``: the whole state of every parameter, with its master if there is one."""
+    def _place_states(self, part_of_state: _PartOf) -> None:
         by_stepper: dict[ChunkOptimizer, list[tuple[nn.Parameter, _Share]]] = {}
         for parameter, shares in self._shares.items():
             for share in shares:
@@ -133,12 +170,12 @@ class OptimizerState:
             states: list[dict[str, Any]] = [{} for _ in stepper.weights]
             with stepper.at_hand():
                 for parameter, share in members:
-                    state, master = found[parameter]
+                    state, master = part_of_state(parameter, share.stretch)
                     if master is not None:
-                        share.weight.copy_(_part(master, parameter, share.stretch))
-                    states[share.place] = {key: _part(value, parameter, share.stretch) for key, value in state.items()}
+                        share.weight.copy_(master)
+                    states[share.place] = dict(state)
                 stepper.set_states(states)
-        self._placed.count_optimizer_state()
+        self._placed.optimizers.count_state()
 
     # -- torch's form of it ------------------------------------------------------------------------------------------
 
@@ -182,7 +219,19 @@ class OptimizerState:
         kept = ({k: v for k, v in group.items() if k not in ("params", "param_names")} for group in groups)
         self._place_options([{**mine, **theirs} for mine, theirs in zip(own, kept, strict=True)])
         with torch.no_grad():
-            self._place_states(states)
+            self._place_states(partial(_part_of_whole, states))
+
+
+def _part_of_whole(
+    states: WholeStates, parameter: nn.Parameter, stretch: slice | None
+) -> tuple[dict[str, Any], torch.Tensor | None]:
+    state, master = states[parameter]
+    found = {key: part_of(value, parameter, stretch) for key, value in state.items()}
+    return found, None if master is None else part_of(master, parameter, stretch)
+
+
+def _values_on_host(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: on_host(value) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -221,17 +270,6 @@ def _joined(pieces: Sequence[torch.Tensor], parameter: nn.Parameter) -> torch.Te
         return on_host(pieces[0])
     # On the host before they are joined: the device may have no room for the whole.
     return on_host(strided(torch.cat([piece.detach().cpu() for piece in pieces]), parameter))
-
-
-def _part(value: Any, parameter: nn.Parameter, stretch: slice | None) -> Any:
-    """A copy of what one share gets of a whole state."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.shape != parameter.shape:
-        return value.clone()
-    # On disk everything is contiguous; beside a parameter its state has the parameter's strides.
-    whole = copy_strided(value, parameter)
-    return whole if stretch is None else in_memory_order(whole)[stretch].clone()
 
 
 def _checked_master(given: torch.Tensor | None, value: torch.Tensor, name: str) -> torch.Tensor:

@@ -49,7 +49,7 @@ def save_published(folder: Path, model: Any, tokenizer: Any | None, *, base: str
     """
     adapted = {path: part for path, part in model.named_modules() if isinstance(part, LowRankLinear)}
     need_bytes = sum(p.nbytes for p in model.parameters() if not adapted or p.requires_grad)
-    with _new_folder(folder, need_bytes) as part, quiet(), no_progress_bar():
+    with new_folder(folder, need_bytes) as part, quiet(), no_progress_bar():
         if adapted:
             _save_adapter(part, adapted, base, is_causal=reads_forward(model))
         else:
@@ -59,7 +59,7 @@ def save_published(folder: Path, model: Any, tokenizer: Any | None, *, base: str
 
 
 @contextmanager
-def _new_folder(folder: Path, need_bytes: int) -> Iterator[Path]:
+def new_folder(folder: Path, need_bytes: int) -> Iterator[Path]:
     """A folder to write into, which becomes ``folder`` when the block ends, its files on the disk."""
     check_free(folder)
     path = folder.resolve()

@@ -8,13 +8,12 @@ Under others a training would go on as another one, which has to be asked for.
 from __future__ import annotations
 
 import copy
-import random
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -22,11 +21,18 @@ from ...shared.basics.errors import FileError
 from ...shared.schema.optimizer import HostGradients
 from ...shared.schema.plan import Plan
 from ...shared.schema.workload import Workload
+from ..chunks.chunk import DeviceChunk
 from ..chunks.placed_model import PlacedModel
+from ..chunks.sharded_chunk import ShardedChunk
 from ..devices.device import TrainingDevice
+from ..model.strides import in_memory_order
 from ..optimizers.loss_scaling import LossScaler
 from .checkpoints import CheckpointContent
 from .optimizer_state import OptimizerState, on_host
+from .pieces import Stretch, stretch_of
+from .random_states import check_random_states, random_states, set_random_states
+from .rank_checkpoint import RankContent
+from .saved import WEIGHT, Described, Saved, WantedWeight, inconsistent
 
 STEP_KNOBS: Final = ("micro_batches", "max_gradient_norm", "host_gradients")
 """The knobs of a plan that change what a step computes."""
@@ -49,7 +55,9 @@ class Resumed:
     step: int
     """Steps that were complete."""
     data_position: Any
-    """As it was given to ``save``."""
+    """As it was given to ``save`` on this rank; that of rank 0 if the number of ranks has changed since."""
+    data_positions: tuple[Any, ...] = ()
+    """Those of all ranks that have saved."""
 
 
 class CheckpointState:
@@ -115,68 +123,104 @@ class CheckpointState:
             configuration=self._configuration,
         )
 
+    def collect_own(self, step: int, scheduler: Scheduler | None, data_position: Any) -> RankContent:
+        """What one of several ranks writes; nothing is copied but what is small, so it is to be written at once."""
+        stretches: list[Stretch] = []
+        shapes = {}
+        for chunk in self._placed.chunks:
+            for parameter, name in _named(chunk):
+                shapes[name] = tuple(parameter.shape), parameter.stride()
+            stretches += [
+                stretch_of(WEIGHT + one.name, one.begin, one.into, one.parameter.numel()) for one in _weights_of(chunk)
+            ]
+        of_optimizer, values = self.optimizer.pieces()
+        buffers: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = {}, {}
+        for name, buffer, is_persistent in _buffers(self._model):
+            buffers[is_persistent][name] = on_host(buffer)
+        return RankContent(
+            model_hash=self._workload.model_hash,
+            model_name=self._workload.model_name,
+            step=step,
+            stretches=stretches + of_optimizer,
+            values=values,
+            common={
+                "step": step,
+                "step_knobs": self._step_knobs,
+                "scheduler": _scheduler_state(scheduler),
+                "loss_scaler": None if self._scaler is None else self._scaler.state_dict(),
+                "optimizer": self.optimizer.described(),
+                "shapes": shapes,
+            },
+            own={
+                "random": random_states(self._device.torch_device),
+                "data_position": data_position,
+                "extra": {name: module.get_extra_state() for name, module in _modules_with_extra_state(self._model)},
+            },
+            buffers=buffers[False],
+            persistent=buffers[True],
+            configuration=self._configuration,
+        )
+
     # -- placing -----------------------------------------------------------------------------------------------------
 
-    def check(
-        self, content: CheckpointContent, scheduler: Scheduler | None, *, allow_changed_step: bool = False
-    ) -> None:
-        """Raise FileError unless ``content`` can be placed; changes nothing."""
-        training = content.training
+    def check(self, saved: Saved, scheduler: Scheduler | None, *, allow_changed_step: bool = False) -> None:
+        """Raise FileError unless ``saved`` can be placed; changes nothing."""
+        training = saved.training
         try:
             # Checkpoints without the last knob are of plans that did not have it.
-            saved = {"host_gradients": HostGradients.PARAMETERS.value} | training["step_knobs"]
-            changed = [knob for knob in STEP_KNOBS if saved[knob] != self._step_knobs[knob]]
+            knobs = {"host_gradients": HostGradients.PARAMETERS.value} | training["step_knobs"]
+            changed = [knob for knob in STEP_KNOBS if knobs[knob] != self._step_knobs[knob]]
             if changed and not allow_changed_step:
-                raise _changed_step(changed, saved, self._step_knobs)
+                raise _changed_step(changed, knobs, self._step_knobs)
             _check_scheduler(training["scheduler"], scheduler)
             _check_scaler(training["loss_scaler"], self._scaler)
-            self.optimizer.check(content.optimizer)
-            self._check_tensors(content)
+            self.optimizer.check(saved)
+            self._check_tensors(saved)
             if training["extra"].keys() != {name for name, _ in _modules_with_extra_state(self._model)}:
                 raise FileError("the checkpoint has extra state of other modules than this model has.")
             check_random_states(training["random"])
             int(training["step"])
             _ = training["data_position"]
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise FileError(
-                f"the checkpoint is inconsistent ({type(error).__name__}: {error}). Resume from another one."
-            ) from error
+            raise inconsistent(error) from error
 
-    def _check_tensors(self, content: CheckpointContent) -> None:
-        expected = {p.name: (tuple(p.shape), p.dtype.value) for p in self._workload.parameters}
+    def _check_tensors(self, saved: Saved) -> None:
+        expected: dict[str, Described] = {
+            p.name: (tuple(p.shape), getattr(torch, p.dtype.value)) for p in self._workload.parameters
+        }
         others = set()
         for name, buffer, is_persistent in _buffers(self._model):
             if is_persistent:
-                expected[name] = (tuple(buffer.shape), _dtype_name(buffer))
+                expected[name] = (tuple(buffer.shape), buffer.dtype)
             else:
                 others.add(name)
-        found = {name: (tuple(tensor.shape), _dtype_name(tensor)) for name, tensor in content.weights.items()}
+        found = saved.weights
         wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-        wrong += sorted(others ^ content.training["buffers"].keys())
+        wrong += sorted(others ^ saved.training["buffers"].keys())
         if wrong:
             raise FileError(
                 f"the checkpoint and the model differ in {wrong[0]}: it is missing in one, or has another shape or "
                 f"dtype. Build the model as it was when it was saved."
             )
 
-    def place(self, content: CheckpointContent, scheduler: Scheduler | None) -> Resumed:
-        """Go on from ``content``, which was checked."""
-        training = content.training
+    def place(self, saved: Saved, scheduler: Scheduler | None) -> Resumed:
+        """Go on from ``saved``, which was checked."""
+        training = saved.training
         if scheduler is not None:
             scheduler.load_state_dict(training["scheduler"]["state"])
         if self._scaler is not None:
             self._scaler.load_state_dict(training["loss_scaler"])
         with torch.no_grad():
             for chunk in self._placed.chunks:
-                with chunk.rewriting() as values:
-                    for name, value in values.items():
-                        value.copy_(content.weights[name])
-            self.optimizer.place(content.optimizer)
-            self._place_buffers({**content.weights, **training["buffers"]})
+                with _rewriting(chunk) as wanted:
+                    saved.read_weights(wanted)
+            self.optimizer.place(saved)
+            persistent = {name: saved.weight(name) for name, _, is_kept in _buffers(self._model) if is_kept}
+            self._place_buffers({**persistent, **training["buffers"]})
         for name, module in _modules_with_extra_state(self._model):
             module.set_extra_state(training["extra"][name])
         set_random_states(training["random"], self._device.torch_device)
-        return Resumed(int(training["step"]), training["data_position"])
+        return Resumed(int(training["step"]), training["data_position"], training["data_positions"])
 
     def _place_buffers(self, saved: dict[str, torch.Tensor]) -> None:
         for name, buffer, _ in _buffers(self._model):
@@ -186,6 +230,31 @@ class CheckpointState:
             else:
                 path, _, own_name = name.rpartition(".")
                 self._model.get_submodule(path)._buffers[own_name] = value.to(buffer.device, copy=True)
+
+
+def _named(chunk: DeviceChunk) -> list[tuple[torch.nn.Parameter, str]]:
+    return [(parameter, name) for name, parameter in chunk.named_parameters()]
+
+
+def _weights_of(chunk: DeviceChunk) -> list[WantedWeight]:
+    """What this rank has of a chunk's weights, where they are."""
+    if isinstance(chunk, ShardedChunk):
+        return [WantedWeight(*own) for own in chunk.own_scalars()]
+    return _whole(chunk, chunk.values())
+
+
+def _whole(chunk: DeviceChunk, values: dict[str, torch.Tensor]) -> list[WantedWeight]:
+    return [WantedWeight(name, p, 0, in_memory_order(values[name])) for name, p in chunk.named_parameters()]
+
+
+@contextmanager
+def _rewriting(chunk: DeviceChunk) -> Iterator[list[WantedWeight]]:
+    """``_weights_of``, which may be written within the block; lanes are at rest if ranks have parts of chunks."""
+    if isinstance(chunk, ShardedChunk):
+        yield _weights_of(chunk)
+        return
+    with chunk.rewriting() as values:
+        yield _whole(chunk, values)
 
 
 def configuration_text(model: nn.Module) -> str | None:
@@ -214,10 +283,6 @@ def _modules_with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module
     for path, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield path, module
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _changed_step(changed: list[str], saved: dict[str, Any], own: dict[str, Any]) -> FileError:
@@ -252,40 +317,3 @@ def _check_scaler(saved: dict[str, Any] | None, scaler: LossScaler | None) -> No
         raise FileError(f"the checkpoint was saved {was} loss_scaling. {remedy}.")
     if saved is not None and scaler is not None:
         LossScaler(scaler.scaling, micro_batches=1).load_state_dict(saved)
-
-
-# -- random generators: Python's, numpy's, torch's ---------------------------------------------------------------------
-
-
-def random_states(device: torch.device) -> dict[str, Any]:
-    """The states of all generators, in types that torch reads back without unpickling code.
-
-    Of CUDA devices ``device`` alone is asked.
-    """
-    name, keys, position, has_gauss, cached_gaussian = np.random.get_state()
-    states: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached_gaussian),
-        "torch": torch.get_rng_state(),
-    }
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def set_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """Let all generators go on from ``states``; a CUDA device's is set if they were taken with one."""
-    name, keys, position, has_gauss, cached_gaussian = states["numpy"]
-    random.setstate(states["python"])
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached_gaussian))
-    torch.set_rng_state(states["torch"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
-
-
-def check_random_states(states: dict[str, Any]) -> None:
-    """Try ``states`` on generators of its own.  Raises ValueError, TypeError, KeyError or RuntimeError."""
-    name, keys, position, has_gauss, cached_gaussian = states["numpy"]
-    random.Random().setstate(states["python"])
-    np.random.RandomState().set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached_gaussian))
-    torch.Generator().set_state(states["torch"])

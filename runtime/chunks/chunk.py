@@ -27,10 +27,12 @@ from ...shared.schema.schedule import Content
 from ...shared.schema.workload import DType, Parameter
 from ..devices.device import TrainingDevice
 from ..model.nested_tensors import storage_bytes
-from ..model.strides import strided
+from ..model.strides import in_memory_order, strided
 from ..optimizers.state_place import MASTER, StatePlace
 from .absent_parameters import bring_back, send_away
 from .chunk_store import ChunkOnDisk
+from .meta_parameters import set_all, set_values
+from .parameter_values import OwnValues, ParameterValues, Wanted
 
 
 class ChunkResidency(Enum):
@@ -93,12 +95,14 @@ class DeviceChunk:
         *,
         residency: ChunkResidency,
         stepping: HostStepping | None = None,
+        values: ParameterValues | None = None,
     ) -> None:
         """Move the parameters in.  ``stepping``: what the host does with it; by default AdamW without a disk.
 
-        Raises the device's out-of-memory error if a chunk that stays there does not fit, and FileError if the disk
-        fails.
+        ``values`` says where their values come from; by default they have them.  Raises the device's out-of-memory
+        error if a chunk that stays there does not fit, and FileError if the disk or ``values`` fail.
         """
+        values = values or OwnValues()
         stepping = stepping or HostStepping()
         self.disk = disk = stepping.disk
         self.state_place = None if disk is None or disk.state is None else StatePlace(disk.state, disk)
@@ -114,10 +118,10 @@ class DeviceChunk:
         self.widens = stepping.widens
         """Whether gradients of every micro-batch arrive beside float32 sums."""
         self.trainable = tuple(p for p, s in zip(parameters, specs, strict=True) if s.trainable)
-        self._allocate(stepping)
+        values.made(lambda: self._allocate(stepping))
         self._gathering = Lock()
         """Held while the home is copied to the device, or rewritten."""
-        self._origins = tuple(parameter.device for parameter in parameters)
+        self._origins = [parameter.device for parameter in parameters]
         self.masters: list[torch.Tensor] = []
         """Host weights of trainable parameters that CPU Adam steps, in order; float32."""
         self.targets: list[torch.Tensor | None] = []
@@ -128,7 +132,7 @@ class DeviceChunk:
         """Host views that receive gradients which are added, in the same order; empty if there are none."""
         self.stepped_next: set[nn.Parameter] = set()
         """Whose gradients of this step have left; ``PlacedModel.drop_gradients`` empties it."""
-        self._move_in()
+        self._move_in(values)
         if not self.is_persistent:
             self._let_go()
 
@@ -156,6 +160,11 @@ class DeviceChunk:
         return self.trainable
 
     @property
+    def stepped_stretches(self) -> Sequence[slice | None]:
+        """Of each of these, the scalars whose weights they are; None: all."""
+        return [None] * len(self.trainable)
+
+    @property
     def device_bytes(self) -> int:
         """What it takes on the device when it is there."""
         return self.chunk.size_bytes
@@ -180,39 +189,37 @@ class DeviceChunk:
         """Whether its bytes on the device are taken for good."""
         return self.residency in (ChunkResidency.PERSISTENT, ChunkResidency.HOST_STEPPED)
 
-    def _move_in(self) -> None:
+    def _move_in(self, values: ParameterValues) -> None:
         staged_bytes = arrived_bytes = 0
-        views: list[torch.Tensor] = []
         whole = self._home
         if self.disk is not None and self.is_on_disk:
             # Where it is stepped, or what is only read passes through, before it is written.
             whole = self.disk.on_its_way(None) if self.disk.parameters is None else self.disk.parameters
-        for placed, spec, parameter in zip(self.chunk.parameters, self._specs, self.parameters, strict=True):
-            view = view_of(self._flat, placed.offset_bytes, parameter)
-            if whole is None:
-                view.copy_(parameter.detach())
-            else:
-                home = view_of(whole, placed.offset_bytes, parameter)
-                home.copy_(parameter.detach())
-                if spec.trainable:
-                    assert self._staging is not None
-                    summed = self._summed(spec)
-                    self.staged.append(view_of(self._staging, staged_bytes, parameter, getattr(torch, summed)))
-                    staged_bytes += aligned(spec.num_elements * summed.item_bytes)
-                    if self._arrivals is not None:
-                        self.arrived.append(view_of(self._arrivals, arrived_bytes, parameter))
-                        arrived_bytes += aligned(spec.size_bytes)
-                    is_narrow = self._has_master(spec)
-                    self.masters.append(self._master_of(home) if is_narrow else home)
-                    self.targets.append(home if is_narrow else None)
-            views.append(view)
+        homes = self._views_in(self._flat if whole is None else whole)
+        values.fill(
+            [
+                Wanted(spec.name, parameter, in_memory_order(home))
+                for spec, parameter, home in zip(self._specs, self.parameters, homes, strict=True)
+            ]
+        )
+        for spec, parameter, home in zip(self._specs, self.parameters, homes, strict=True):
+            if whole is not None and spec.trainable:
+                assert self._staging is not None
+                summed = self._summed(spec)
+                self.staged.append(view_of(self._staging, staged_bytes, parameter, getattr(torch, summed)))
+                staged_bytes += aligned(spec.num_elements * summed.item_bytes)
+                if self._arrivals is not None:
+                    self.arrived.append(view_of(self._arrivals, arrived_bytes, parameter))
+                    arrived_bytes += aligned(spec.size_bytes)
+                is_narrow = self._has_master(spec)
+                self.masters.append(self._master_of(home) if is_narrow else home)
+                self.targets.append(home if is_narrow else None)
         if self.disk is not None:
             # Before the model's own copies go: writing may fail.
             if self.is_on_disk and whole is not None and self.disk.parameters is None:
                 self.disk.write_parameters(whole)
             self.disk.write_stepped()
-        for parameter, view in zip(self.parameters, views, strict=True):
-            parameter.data = view
+        set_all(self.parameters, self._views_in(self._flat))
 
     def _summed(self, spec: Parameter) -> DType:
         """The element type in which the host adds gradients up."""
@@ -407,10 +414,12 @@ class DeviceChunk:
         return self._flat if self._home is None else self._home
 
     def _values_in(self, source: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {
-            spec.name: view_of(source, placed.offset_bytes, parameter)
-            for placed, spec, parameter in zip(self.chunk.parameters, self._specs, self.parameters, strict=True)
-        }
+        return {spec.name: view for spec, view in zip(self._specs, self._views_in(source), strict=True)}
+
+    def _views_in(self, source: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters' places in a uint8 buffer of the chunk's size, in order."""
+        pairs = zip(self.chunk.parameters, self.parameters, strict=True)
+        return [view_of(source, placed.offset_bytes, parameter) for placed, parameter in pairs]
 
     @contextmanager
     def rewriting(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -434,6 +443,13 @@ class DeviceChunk:
 
     # -- leaving -----------------------------------------------------------------------------------------------------
 
+    def let_originals_go(self) -> None:
+        """All ranks have moved this chunk in: from now on its home is all that there is."""
+
+    def keep(self) -> None:
+        """Training begins: parameters that began on the meta device are to be on the host in the end."""
+        self._origins = [torch.device("cpu") if origin.type == "meta" else origin for origin in self._origins]
+
     def move_out(self) -> None:
         """Give every parameter a tensor of its own again, where it came from, with its current value.
 
@@ -447,7 +463,7 @@ class DeviceChunk:
         for placed, parameter, origin in zip(self.chunk.parameters, self.parameters, self._origins, strict=True):
             value = view_of(source, placed.offset_bytes, parameter)
             bring_back(parameter)
-            parameter.data = value.to(origin, copy=True)
+            set_values(parameter, value.to(origin, copy=True))
         if (self.has_place or self.state is not ChunkState.AWAY) and self._device.ledger is not None:
             self._device.ledger.free(self.chunk.size_bytes, Content.PARAMETERS)
         # Dropped, not shrunk: somebody else may hold the storage by now, such as an array of numpy.

@@ -3,53 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
-from ...shared.basics.errors import FileError
-from ...shared.layout.layout import Layout
-from ...shared.layout.residencies import residencies
-from ...shared.layout.shards import regions
+from ...shared.basics.errors import FileError, ProtwinError, RanksError
+from ...shared.layout.layout import Chunk, Layout
 from ...shared.layout.uses import numbered_section, numbered_uses
-from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.plan import ParallelMode, Plan
-from ...shared.schema.schedule import Content, Section
+from ...shared.schema.schedule import Section
 from ...shared.schema.workload import Workload
 from ..devices.device import TrainingDevice
-from ..optimizers.chunk_optimizer import ChunkOptimizer, MakeOptimizer
-from ..optimizers.device_steps import DeviceStep, narrow_steps, whole_step
 from ..optimizers.gradient_norms import ClippedNorm, clipped_by, clipped_norm, sum_of_squares
-from ..optimizers.loss_scaling import LossScaler
 from ..optimizers.non_finite import GradientLooks, refuse_non_finite, refuse_overflow
-from ..optimizers.quantization_maps import share_maps
-from ..optimizers.step_options import StepOptions
 from ..optimizers.step_undo import LastStep, StepGate
 from ..ranks.collectives import Collectives
-from .chunk import ChunkResidency, DeviceChunk, HostStepping
+from .chunk import DeviceChunk
+from .chunk_maker import ChunkMaker
 from .chunk_store import ChunkStore
 from .gradient_stand_ins import GradientStandIns, Norms, held_gradient
 from .gradient_watch import GradientWatch
+from .model_optimizers import ModelOptimizers, StepPolicy
+from .parameter_values import OwnValues, ParameterValues
 from .row_lookups import LookedUpRows
-from .sharded_chunk import ShardedChunk, Shards, part_optimizer
-
-
-@dataclass(frozen=True, slots=True)
-class StepPolicy:
-    """How weights are stepped, wherever they are."""
-
-    options: StepOptions
-    make_optimizer: MakeOptimizer
-    """What makes the optimizers of what is stepped on the device."""
-    make_on_host: MakeOptimizer
-    """What makes those of chunks that are stepped on the host."""
-    check_gradients: bool = True
-    """Whether to refuse to step with gradients that are not finite."""
-    scaler: LossScaler | None = None
-    """Losses are scaled by it, and gradients are unscaled when they are stepped."""
-    keep_last_step: bool = False
-    """Whether what host steps overwrite is kept until the iteration is complete."""
 
 
 class PlacedModel:
@@ -66,16 +43,18 @@ class PlacedModel:
         policy: StepPolicy,
         store: ChunkStore | None = None,
         ranks: Collectives | None = None,
+        values: ParameterValues | None = None,
     ) -> None:
         """Move every parameter into its chunk, as ``plan`` says.
 
         ``store`` has what lies on the disk, if anything does; ``ranks`` are those that chunks are shared among, for use
-        between two steps.  Raises the device's out-of-memory error if the
-        persistent chunks exceed the budget, and FileError if the disk fails.  After any error the model has ordinary
-        parameters.
+        between two steps; ``values`` says where values come from, by default from the parameters.  Raises the device's
+        out-of-memory error if the persistent chunks exceed the budget, and FileError if the disk or ``values`` fail.
+        After any error the model has ordinary parameters, or such on the meta device again.
         """
         self._store = store
-        self._ranks = ranks
+        self.ranks = ranks
+        """Those that chunks are shared among, for the compute thread; None: there is one."""
         self._device = device
         self._scaler = policy.scaler
         # Scaled gradients may overflow; the norm decides then.
@@ -88,12 +67,8 @@ class PlacedModel:
         """Keeps what host steps overwrite, where that is wanted."""
         self.gate = StepGate()
         """What every step on the host passes."""
-        self._host_optimizers: dict[int, ChunkOptimizer] = {}
-        self._device_steps: list[DeviceStep] = []
-        self._part_steps: list[tuple[ShardedChunk, ChunkOptimizer]] = []
-        """The steps of parts that stay on the device."""
-        self._num_counted = 0
-        """Parameters whose optimizer state the ledger knows."""
+        self.optimizers = ModelOptimizers(policy, plan.optimizer, device)
+        """Who steps the chunks."""
         self._watch = GradientWatch(device.ledger)
         self._max_norm = plan.max_gradient_norm
         self._stand_ins: GradientStandIns | None = None
@@ -105,80 +80,72 @@ class PlacedModel:
         """The trainable parameters that stay on the device, by the section that completes their gradients."""
         self._labels = {id(p): policy.options.label_of(p) for p in model.parameters()}
         self._in_order = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        parameters = dict(model.named_parameters(remove_duplicate=False))
+        maker = ChunkMaker(
+            parameters=dict(model.named_parameters(remove_duplicate=False)),
+            workload=workload,
+            layout=layout,
+            plan=plan,
+            device=device,
+            store=store,
+            ranks=ranks,
+            values=values or OwnValues(),
+        )
         device.begin_training()
         try:
-            with torch.no_grad():
-                self._move_in(parameters, workload, layout, plan, policy)
-            if self._host_optimizers or self._part_steps or self._max_norm is not None:
-                self._stand_ins = GradientStandIns(
-                    self._in_order, self._max_norm, has_parts=plan.parallel is ParallelMode.SHARDED
-                )
-            if self.is_checking and self._device_steps:
-                self._looks = GradientLooks(device.torch_device)
-                if plan.num_ranks == 1:
-                    self._staying = self._staying_parameters(parameters, workload)
+            maker.values.made(lambda: self._begin(maker))
         except BaseException:
             self.move_out()
             raise
 
-    def _move_in(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        workload: Workload,
-        layout: Layout,
-        plan: Plan,
-        policy: StepPolicy,
-    ) -> None:
+    def _begin(self, maker: ChunkMaker) -> None:
+        plan = maker.plan
+        with torch.no_grad():
+            self._move_in(maker)
+        if self.optimizers.host or self.optimizers.parts or self._max_norm is not None:
+            self._stand_ins = GradientStandIns(
+                self._in_order, self._max_norm, has_parts=plan.parallel is ParallelMode.SHARDED
+            )
+        if self.is_checking and self.optimizers.device:
+            self._looks = GradientLooks(self._device.torch_device)
+            if plan.num_ranks == 1:
+                self._staying = self._staying_parameters(maker.parameters, maker.workload)
+
+    def _move_in(self, maker: ChunkMaker) -> None:
         """Make every chunk, with the optimizers that step it.
 
-        One chunk after the other: the model's own copy of a chunk's weights goes before the next chunk takes memory.
+        One chunk after the other: the model's own copy of a chunk's weights goes before the next chunk takes memory;
+        where they are in parts from then on, once all ranks have moved them in.
         """
-        is_sharded = plan.parallel is ParallelMode.SHARDED
-        planned = residencies(plan, layout)
-        for chunk in layout.chunks:
-            specs = [workload.parameters[placed.index] for placed in chunk.parameters]
-            residency = ChunkResidency[planned[chunk.id].name]
-            stepping = HostStepping(
-                has_arrivals=plan.micro_batches > 1,
-                widens=plan.widens_on_host,
-                optimizer=plan.optimizer,
-                disk=None if self._store is None else self._store.chunks.get(chunk.id),
-            )
-            own = [parameters[spec.name] for spec in specs]
-            if is_sharded and residency is not ChunkResidency.PERSISTENT:
-                assert self._ranks is not None
-                shards = Shards(regions(chunk, workload.parameters), self._ranks)
-                made: DeviceChunk = ShardedChunk(
-                    chunk, specs, own, self._device, residency=residency, stepping=stepping, shards=shards
-                )
-            else:
-                made = DeviceChunk(chunk, specs, own, self._device, residency=residency, stepping=stepping)
+        workload = maker.workload
+
+        def move_in(chunk: Chunk) -> DeviceChunk:
+            made = maker.make(chunk)
             self.chunks.append(made)
             if chunk.rows is not None:
                 assert workload.row_lookups is not None
                 num_rows = {table.parameter: table.num_rows for table in workload.row_lookups.tables}
                 self.rows.take_over(made, [num_rows[placed.index] for placed in chunk.parameters])
-            self._make_optimizers(made, policy, plan.optimizer)
-        if plan.optimizer.is_elementwise:
-            # One step for all that are stepped themselves, as the plain loop has it.
-            wide = [p for chunk in self.chunks if chunk.is_persistent for p in chunk.wide]
-            self._device_steps[:0] = [whole_step(wide, policy.options, policy.make_optimizer)] if wide else []
+            self.optimizers.add(made)
+            return made
 
-    def let_originals_go(self) -> None:
-        """All ranks have moved in: weights are in parts from now on."""
-        for chunk in (chunk for chunk in self.chunks if isinstance(chunk, ShardedChunk)):
-            chunk.let_originals_go()
+        for chunk in maker.layout.chunks:
+            maker.values.made(partial(move_in, chunk)).let_originals_go()
+        self.optimizers.add_whole(self.chunks)
+
+    def keep(self) -> None:
+        """Training begins: parameters that began on the meta device are to be ordinary in the end."""
+        for chunk in self.chunks:
+            chunk.keep()
 
     def separate(self) -> None:
         """Other ranks are asked for nothing any more: weights that are in parts are lost."""
-        if self._ranks is not None:
-            self._ranks.close()
+        if self.ranks is not None:
+            self.ranks.close()
 
     def _staying_parameters(
         self, parameters: Mapping[str, nn.Parameter], workload: Workload
     ) -> dict[Section, list[nn.Parameter]]:
-        stepped = {parameter for step in self._device_steps for parameter in step.parameters}
+        stepped = {parameter for step in self.optimizers.device for parameter in step.parameters}
         found: dict[Section, list[nn.Parameter]] = {}
         for spec in workload.parameters:
             if parameters[spec.name] in stepped:
@@ -186,38 +153,6 @@ class PlacedModel:
                 section = numbered_section(number, workload.num_blocks)
                 found.setdefault(section, []).append(parameters[spec.name])
         return found
-
-    def _make_optimizers(self, chunk: DeviceChunk, policy: StepPolicy, optimizer: Optimizer) -> None:
-        if not chunk.trainable:
-            return
-        if isinstance(chunk, ShardedChunk):
-            if chunk.is_on_device:
-                self._part_steps.append((chunk, part_optimizer(chunk, policy.options, policy.make_optimizer)))
-            else:
-                self._host_optimizers[chunk.chunk.id] = part_optimizer(chunk, policy.options, policy.make_on_host)
-            return
-        if not chunk.is_persistent:
-            self._host_optimizers[chunk.chunk.id] = ChunkOptimizer(
-                chunk.masters,
-                chunk.trainable,
-                policy.options,
-                policy.make_on_host,
-                targets=chunk.targets,
-                place=chunk.state_place,
-            )
-            return
-        steps: list[DeviceStep] = []
-        narrow = {id(parameter) for parameter in chunk.narrow}
-        for parameter in chunk.trainable:
-            if id(parameter) in narrow:
-                master = parameter.detach().float()
-                if self._device.ledger is not None:
-                    self._device.ledger.adopt([master], Content.OPTIMIZER_STATE)
-                steps += narrow_steps(parameter, master, policy.options, policy.make_optimizer)
-            elif not optimizer.is_elementwise:
-                steps.append(whole_step([parameter], policy.options, policy.make_optimizer))
-        share_maps(step.optimizer.optimizer for step in steps)
-        self._device_steps += steps
 
     # -- stepping ----------------------------------------------------------------------------------------------------
 
@@ -237,14 +172,14 @@ class PlacedModel:
                 gradient.mul_(scale.to(gradient.device))
         if self._looks is not None and scale is None:
             self._looks.refuse_non_finite(*self._waiting_gradients())
-        for step in self._device_steps:
+        for step in self.optimizers.device:
             step.run(factor=scale if self._scaler is not None else None)
-        for chunk, optimizer in self._part_steps:
+        for chunk, optimizer in self.optimizers.parts:
             gradients = chunk.waiting()
             if self.is_checking and scale is None:
                 refuse_non_finite(gradients, optimizer.labels)
-            optimizer.step(gradients)
-        self.count_optimizer_state()
+            optimizer.step(gradients, factor=scale if self._scaler is not None else None)
+        self.optimizers.count_state()
 
     def label_of(self, parameter: nn.Parameter) -> str:
         """A parameter's name, with its block's."""
@@ -276,32 +211,6 @@ class PlacedModel:
         if self._looks is not None and section in self._staying:
             self._looks.look([parameter.grad for parameter in self._staying[section]])
 
-    @property
-    def _on_device(self) -> list[ChunkOptimizer]:
-        return [*(step.optimizer for step in self._device_steps), *(made for _, made in self._part_steps)]
-
-    def count_optimizer_state(self) -> None:
-        """Let the ledger know the device's optimizer state."""
-        num_stepped = sum(len(stepper.optimizer.state) for stepper in self._on_device)
-        if self._device.ledger is not None and (num_stepped != self._num_counted or self._device.ledger.is_metering):
-            self._num_counted = num_stepped
-            for stepper in self._on_device:
-                self._device.ledger.adopt(stepper.state_tensors(), Content.OPTIMIZER_STATE)
-
-    def steppers(self) -> list[tuple[ChunkOptimizer, tuple[nn.Parameter, ...], slice | None]]:
-        """Every optimizer with the parameters that it steps, or with one and the stretch of its scalars.
-
-        Those of one parameter's stretches are in order.
-        """
-        on_host = [(stepper, self.chunks[chunk].stepped, None) for chunk, stepper in self._host_optimizers.items()]
-        parts = [(stepper, chunk.stepped, None) for chunk, stepper in self._part_steps]
-        return [*on_host, *parts, *((step.optimizer, step.parameters, step.stretch) for step in self._device_steps)]
-
-    @property
-    def optimizer_name(self) -> str:
-        """The class of the optimizers; several if what makes them chooses by parameter."""
-        return " or ".join(sorted({type(stepper.optimizer).__name__ for stepper, _, _ in self.steppers()}))
-
     def step_on_host(self, chunk: DeviceChunk, present: Sequence[bool], *, scale: torch.Tensor | None = None) -> None:
         """Step a chunk whose home is on the host with its staged gradients, times ``scale``.
 
@@ -314,7 +223,7 @@ class PlacedModel:
             for gradient in gradients:
                 if gradient is not None:
                     gradient.mul_(scale)
-        optimizer = self._host_optimizers[chunk.chunk.id]
+        optimizer = self.optimizers.host[chunk.chunk.id]
         if self.is_checking:
             refuse_non_finite(gradients, optimizer.labels)
         self.gate.begin(chunk.chunk.id, optimizer.num_steps)
@@ -350,15 +259,16 @@ class PlacedModel:
         return clipped
 
     def own_squares(self, present: Mapping[int, Sequence[bool]]) -> torch.Tensor:
-        """The sum of the squares of what this rank has of all gradients, a float64; what all ranks have, rank 0 counts.
+        """The sum of the squares of what this rank has of all gradients, a float64.
 
-        ``present`` says for which pieces of each chunk that the host steps there is one.
+        What all ranks have, the first of each shard group counts.  ``present`` says for which pieces of each chunk that
+        the host steps there is one.
         """
-        assert self._ranks is not None
+        assert self.ranks is not None
         own = self._gradients_of_parts()
         for chunk, there in present.items():
             own += [staged for staged, is_there in zip(self.chunks[chunk].staged, there, strict=True) if is_there]
-        if self._ranks.rank == 0:
+        if self.ranks.shard.rank == 0:
             found = (self._received.get(p, held_gradient(p.grad)) for p in self._in_order)
             own += [gradient for gradient in found if gradient is not None]
         return sum_of_squares(own)
@@ -369,6 +279,9 @@ class PlacedModel:
         Raises NonFiniteGradientError, on all ranks, if gradients are to be checked and their mean is not finite.
         """
         assert self._max_norm is not None
+        if self._scaler is not None:
+            factor = self._scaler.factor_from(squares, self._max_norm)
+            return ClippedNorm(torch.tensor(torch.nan), factor, {})
         clipped = clipped_by(squares, self._max_norm)
         if self.is_checking and not clipped.norm.isfinite():
             refuse_overflow()
@@ -376,13 +289,13 @@ class PlacedModel:
 
     def _gradients_of_parts(self) -> list[torch.Tensor]:
         """What parts on the device are to be stepped with."""
-        return [gradient for chunk, _ in self._part_steps for gradient in chunk.waiting() if gradient is not None]
+        return [gradient for chunk, _ in self.optimizers.parts for gradient in chunk.waiting() if gradient is not None]
 
     def _waiting_gradients(self) -> tuple[list[torch.Tensor | None], list[str]]:
         """The gradients that device Adam consumes, and whose they are; each once, however many steps consume it."""
         labels = {
             parameter: label
-            for step in self._device_steps
+            for step in self.optimizers.device
             for parameter, label in zip(step.parameters, step.optimizer.labels, strict=True)
         }
         return [parameter.grad for parameter in labels], list(labels.values())
@@ -397,7 +310,7 @@ class PlacedModel:
         self._received.clear()
         if self._stand_ins is not None:
             self._stand_ins.forget()
-        for of_parts, _ in self._part_steps:
+        for of_parts, _ in self.optimizers.parts:
             of_parts.present = []
         for chunk in self.chunks:
             chunk.stepped_next.clear()
@@ -408,7 +321,7 @@ class PlacedModel:
 
     def has_begun_device_step(self, iteration: int) -> bool:
         """Whether persistent chunks may have been stepped with the gradients of ``iteration``."""
-        return any(stepper.num_steps > iteration for stepper in self._on_device)
+        return any(stepper.num_steps > iteration for stepper in self.optimizers.on_device)
 
     def leave_device(self) -> None:
         """Whatever comes and goes on the device goes: gradients and chunks.  No copy may be under way."""
@@ -422,7 +335,7 @@ class PlacedModel:
     def take_back_steps(self, *, num_completed: int) -> None:
         """Undo steps on the host of an iteration that was not completed, if what they overwrote was kept."""
         if self.last_step is not None:
-            self.last_step.take_back(self._host_optimizers.values(), num_completed=num_completed)
+            self.last_step.take_back(self.optimizers.host.values(), num_completed=num_completed)
 
     def named_offloaded(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters whose home is on the host."""
@@ -447,8 +360,8 @@ class PlacedModel:
 
     def watch_gradients(self) -> None:
         """Note the gradients that wait for device Adam, if those of other chunks have left already."""
-        if self._host_optimizers:
-            self._watch.begin(parameter for step in self._device_steps for parameter in step.parameters)
+        if self.optimizers.host:
+            self._watch.begin(parameter for step in self.optimizers.device for parameter in step.parameters)
 
     def hand_over(self, norms: Callable[[], Norms] | None) -> None:
         """All gradients of the step are final: from here on nobody else may read or change them.
@@ -472,9 +385,10 @@ class PlacedModel:
     def move_out(self) -> None:
         """Give every parameter a tensor of its own again.  No lane may run any more.  Idempotent.
 
-        Raises FileError if the disk fails: the parameters that it has are NaN then, all others are what they were.
+        Raises FileError if the disk fails, and RanksError if a rank does not come: the parameters that these have are
+        NaN then, all others are what they were.
         """
-        failures: list[FileError] = []
+        failures: list[ProtwinError] = []
         if self._looks is not None:
             self._looks.close()
         self.drop_gradients()
@@ -488,12 +402,10 @@ class PlacedModel:
             for chunk in self.chunks:
                 try:
                     chunk.move_out()
-                except FileError as error:
+                except (FileError, RanksError) as error:
                     failures.append(error)
         self.chunks.clear()
         self.last_step = None
-        self._host_optimizers.clear()
-        self._device_steps.clear()
-        self._part_steps.clear()
+        self.optimizers.clear()
         if failures:
             raise failures[0]

@@ -1,9 +1,9 @@
 """A chunk of which every rank has one part at home: on its host, or on its device.
 
 [Note: Regions in memory]
-The parts are those of [Note: Shards] in ``shared/layout/shards.py``.  Each region has a flat tensor of its own for the
-stays on the device, as long as the shards of all ranks: parameters lie in it as in the chunk, and what pads the last
-shard lies behind them.  So a rank's shard is one stretch of every region, a collective of one region moves equal
+The parts are those of [Note: Shards] in ``shared/layout/shards.py``.  Each region has a flat tensor of its own on the
+device, as long as the shards of all ranks: parameters lie in it as in the chunk, and what pads the last shard lies
+behind them.  So a rank's shard is one stretch of every region, a collective of one region moves equal
 stretches in the order of the ranks, and parameters keep their alignment whatever the number of ranks is.
 
 [Note: Pieces]
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ...shared.basics.errors import PlanError
+from ...shared.basics.errors import PlanError, RanksError
 from ...shared.layout.layout import Chunk
 from ...shared.layout.shards import Region
 from ...shared.schema.schedule import Content
@@ -33,6 +33,8 @@ from ..optimizers.step_options import StepOptions
 from ..ranks.collectives import Collectives
 from .absent_parameters import bring_back
 from .chunk import ChunkResidency, ChunkState, DeviceChunk, HostStepping, view_of
+from .meta_parameters import set_all, set_values
+from .parameter_values import ParameterValues, Wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,8 @@ class Shards:
 
     regions: Sequence[Region]
     between_steps: Collectives
-    """What the compute thread reads whole chunks by, while no lane does anything together with other ranks."""
+    """Of those that share it, all ranks or those of one shard group: what the compute thread reads whole chunks by,
+    while no lane does anything together with other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,8 @@ class _Piece:
     region: int
     """The number of its region among those that are trained."""
     in_shard: slice
+    begin: int
+    """The number of its first scalar in the parameter, whose scalars are numbered as they lie in memory."""
 
 
 class ShardedChunk(DeviceChunk):
@@ -86,6 +91,7 @@ class ShardedChunk(DeviceChunk):
         residency: ChunkResidency,
         stepping: HostStepping,
         shards: Shards,
+        values: ParameterValues | None = None,
     ) -> None:
         """Move the rank's part in.  ``residency``: SHARDED if the device has it for good, or OFFLOADED.
 
@@ -104,7 +110,7 @@ class ShardedChunk(DeviceChunk):
         """Where gradients arrive beside these sums, if any do."""
         self.present: list[bool] = []
         """For which pieces device Adam has a gradient in this step."""
-        super().__init__(chunk, specs, parameters, device, residency=residency, stepping=stepping)
+        super().__init__(chunk, specs, parameters, device, residency=residency, stepping=stepping, values=values)
 
     @property
     def is_on_device(self) -> bool:
@@ -169,21 +175,17 @@ class ShardedChunk(DeviceChunk):
             first, last = max(begin, region.own.start), min(begin + spec.num_elements, region.own.stop)
             if place == 0 and first >= last:
                 # Of no scalars: every rank has an optimizer, even where all shards are padding.
-                self._pieces.append(_Piece(parameter, place, number, slice(0, 0)))
+                self._pieces.append(_Piece(parameter, place, number, slice(0, 0), 0))
             if first < last:
                 in_shard = slice(first - region.own.start, last - region.own.start)
-                self._pieces.append(_Piece(parameter, place, number, in_shard))
+                self._pieces.append(_Piece(parameter, place, number, in_shard, first - begin))
             place += 1
 
-    def _move_in(self) -> None:
+    def _move_in(self, values: ParameterValues) -> None:
         for region in self._regions:
             # What pads it is sent to other ranks.
-            region.whole.zero_()
-        views = self._views()
-        for parameter, view in zip(self.parameters, views, strict=True):
-            view.copy_(parameter.detach())
-        for region in self._regions:
-            region.home.copy_(region.scalars[region.own])
+            region.home.zero_()
+        values.fill([self._wanted(place) for place in range(len(self.parameters))])
         narrow = {id(parameter) for parameter in self.narrow}
         for piece in self._pieces:
             home = self._trained[piece.region].home[piece.in_shard]
@@ -197,12 +199,33 @@ class ShardedChunk(DeviceChunk):
             masters = [m for m, t in zip(self.masters, self.targets, strict=True) if t is not None]
             self._device.ledger.adopt(masters, Content.OPTIMIZER_STATE)
         self._originals = [parameter.data for parameter in self.parameters]
-        for parameter, view in zip(self.parameters, views, strict=True):
-            parameter.data = view
+        set_all(self.parameters, self._views())
+
+    def _wanted(self, number: int) -> Wanted:
+        """The stretch of a parameter that lies in the rank's shard, and those in the shards of the others."""
+        placed, spec = self.chunk.parameters[number], self._specs[number]
+        region = self._regions[_holding(self._regions, placed.offset_bytes)]
+        begin = (placed.offset_bytes - region.offset_bytes) // spec.dtype.item_bytes
+        count = region.home.numel()
+        group, stretches = self._shards.between_steps, []
+        for rank in range(group.world.num_ranks):
+            # Neighbours share a chunk; where they are several groups, each has all of it.
+            ends = (count * (rank % group.num_ranks + end) - begin for end in (0, 1))
+            first, last = (min(max(end, 0), spec.num_elements) for end in ends)
+            stretches.append(slice(first, last))
+        own = stretches[group.world.rank]
+        first = max(begin - region.own.start, 0)
+        place = region.home[first : first + own.stop - own.start]
+        return Wanted(spec.name, self.parameters[number], place, stretches)
 
     def let_originals_go(self) -> None:
-        """All ranks have moved in: from now on their parts are all that there is."""
+        """All ranks have moved this chunk in: from now on their parts are all that there is."""
         self._originals = []
+
+    def keep(self) -> None:
+        """Training begins: what began on the meta device is to be whole on the host of rank 0 in the end."""
+        if self._shards.between_steps.world.rank == 0:
+            super().keep()
 
     def _views(self) -> list[torch.Tensor]:
         """The parameters' places in their regions, in order."""
@@ -220,6 +243,29 @@ class ShardedChunk(DeviceChunk):
     def stepped(self) -> tuple[nn.Parameter, ...]:
         """Whose pieces ``masters`` are, one by one."""
         return tuple(piece.parameter for piece in self._pieces)
+
+    @property
+    def stepped_stretches(self) -> Sequence[slice | None]:
+        """Of each of these, the scalars that lie in the rank's shard."""
+        ends = [piece.begin + piece.in_shard.stop - piece.in_shard.start for piece in self._pieces]
+        return [slice(piece.begin, end) for piece, end in zip(self._pieces, ends, strict=True)]
+
+    def own_scalars(self) -> list[tuple[str, nn.Parameter, int, torch.Tensor]]:
+        """What of all parameters lies in the rank's shards: name, parameter, number of its first scalar, scalars (n,).
+
+        They are the home, so that who writes them does so while the chunk is away.
+        """
+        found = []
+        for placed, spec, parameter in zip(self.chunk.parameters, self._specs, self.parameters, strict=True):
+            region = self._regions[_holding(self._regions, placed.offset_bytes)]
+            begin = (placed.offset_bytes - region.offset_bytes) // spec.dtype.item_bytes
+            first, last = max(begin, region.own.start), min(begin + spec.num_elements, region.own.stop)
+            if first < last:
+                in_shard = slice(first - region.own.start, last - region.own.start)
+                found.append((spec.name, parameter, first - begin, region.home[in_shard]))
+            elif not spec.num_elements:
+                found.append((spec.name, parameter, 0, region.home[:0]))
+        return found
 
     @property
     def device_bytes(self) -> int:
@@ -244,16 +290,23 @@ class ShardedChunk(DeviceChunk):
     # -- coming ------------------------------------------------------------------------------------------------------
 
     def gather(self, passing: torch.Tensor | None = None) -> None:
-        """Copy the rank's part from the host to its place in the whole; ``exchange`` brings the others'."""
+        """Copy the rank's part from the host to its place in the whole; ``exchange`` brings the others'.
+
+        Makes room first, unless the compute thread has ([Note: Memory on one stream] in ``memory_events``).
+        """
         assert passing is None
-        self.make_room()
+        if not self._device.runs_behind:
+            self.make_room()
         with self._gathering:
             for region in self._regions:
                 self._device.copy(region.scalars[region.own], region.home, to_device=True)
 
     def exchange(self, ranks: Collectives) -> None:
-        """Every rank sends its part to all others; a part that stays on the device is sent from there."""
-        if self.is_on_device:
+        """Every rank sends its part to all others; a part that stays on the device is sent from there.
+
+        Makes room for that one first, unless the compute thread has.
+        """
+        if self.is_on_device and not self._device.runs_behind:
             self.make_room()
         with self._gathering:
             for region in self._regions:
@@ -262,6 +315,8 @@ class ShardedChunk(DeviceChunk):
 
     def bring(self) -> None:
         """Between two steps, on the compute thread: all that brings the whole to the device.  All ranks do so."""
+        if self._device.runs_behind:
+            self.make_room()
         if not self.is_on_device:
             self.gather()
         self.exchange(self._shards.between_steps)
@@ -282,10 +337,17 @@ class ShardedChunk(DeviceChunk):
         """The rank's part of the gradients."""
         return sum(region.home.numel() * region.home.element_size() for region in self._trained)
 
-    def flattened(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """The gradients of all trainable parameters in the order of the ranks' shards, region by region."""
-        ranks = self._shards.between_steps.num_ranks
-        found = [region.home.new_zeros(ranks * region.home.numel()) for region in self._trained]
+    def flats(self) -> list[torch.Tensor]:
+        """Uninitialised memory for what ``flattened`` gives, a tensor for each of the trained regions."""
+        ranks, device = self._shards.between_steps.num_ranks, self._device.torch_device
+        return [
+            torch.empty(ranks * region.home.numel(), dtype=region.home.dtype, device=device) for region in self._trained
+        ]
+
+    def flattened(self, gradients: Sequence[torch.Tensor | None], flats: list[torch.Tensor]) -> list[torch.Tensor]:
+        """``flats`` with the gradients of all trainable parameters, in the order of the ranks' shards."""
+        for flat in flats:
+            flat.zero_()
         offset_of = {
             id(p): placed.offset_bytes for p, placed in zip(self.parameters, self.chunk.parameters, strict=True)
         }
@@ -296,12 +358,12 @@ class ShardedChunk(DeviceChunk):
             number = _holding(self._trained, offset_bytes)
             begin = (offset_bytes - self._trained[number].offset_bytes) // gradient.element_size()
             ordered = gradient if gradient.stride() == parameter.stride() else copy_strided(gradient, parameter)
-            found[number][begin : begin + gradient.numel()] = in_memory_order(ordered)
-        return found
+            flats[number][begin : begin + gradient.numel()] = in_memory_order(ordered)
+        return flats
 
     def parts(self) -> list[torch.Tensor]:
         """Uninitialised shards of the trained regions' gradients, one each."""
-        return [torch.empty_like(region.home) for region in self._trained]
+        return [torch.empty_like(region.home, device=self._device.torch_device) for region in self._trained]
 
     def kept_parts(self) -> list[torch.Tensor]:
         """Where a part on the device has its gradients."""
@@ -335,27 +397,51 @@ class ShardedChunk(DeviceChunk):
 
     def values(self) -> dict[str, torch.Tensor]:
         """The parameters' current values by name, read from all ranks: each of them has to ask for them."""
-        found: dict[str, torch.Tensor] = {}
         ranks = self._shards.between_steps
         wholes = []
         for region in self._regions:
-            scalars = torch.empty(ranks.num_ranks * region.home.numel(), dtype=region.home.dtype)
-            ranks.gather(scalars, region.home.cpu())
-            wholes.append(scalars.view(torch.uint8))
+            wholes.append(torch.empty(ranks.num_ranks * region.home.numel(), dtype=region.home.dtype))
+            ranks.gather(wholes[-1], region.home.cpu())
+        return self._named(wholes)
+
+    def values_on_first(self) -> dict[str, torch.Tensor] | None:
+        """The same on the first rank alone, None on the others; each of them has to ask for them."""
+        ranks = self._shards.between_steps
+        if ranks.world.rank >= ranks.num_ranks:
+            # The first shard group has all of it.
+            return None
+        wholes = []
+        for region in self._regions:
+            is_here = ranks.rank == 0
+            wholes.append(torch.empty(ranks.num_ranks * region.home.numel() * is_here, dtype=region.home.dtype))
+            ranks.gather_on_first(wholes[-1], region.home.cpu())
+        return self._named(wholes) if ranks.rank == 0 else None
+
+    def _named(self, wholes: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The parameters in their regions, by name."""
+        found: dict[str, torch.Tensor] = {}
         for placed, spec, parameter in zip(self.chunk.parameters, self._specs, self.parameters, strict=True):
             number = _holding(self._regions, placed.offset_bytes)
             offset_bytes = placed.offset_bytes - self._regions[number].offset_bytes
-            found[spec.name] = view_of(wholes[number], offset_bytes, parameter)
+            found[spec.name] = view_of(wholes[number].view(torch.uint8), offset_bytes, parameter)
         return found
 
     def move_out(self) -> None:
         """Give every parameter a tensor of its own again, where it came from; all ranks do so together.
 
-        After the ranks were separated nobody has the others' parts: parameters are NaN then.
+        After the ranks were separated nobody has the others' parts: parameters are NaN then.  Raises RanksError if a
+        rank does not come; they are NaN then too.
         """
-        for parameter, value in zip(self.parameters, self._last_values(), strict=True):
+        lost: RanksError | None = None
+        try:
+            values = self._last_values()
+        except RanksError as error:
+            # Nobody is asked again: each would be waited for.
+            self._shards.between_steps.close()
+            lost, values = error, self._lost_values()
+        for parameter, value in zip(self.parameters, values, strict=True):
             bring_back(parameter)
-            parameter.data = value
+            set_values(parameter, value)
         ledger = self._device.ledger
         if ledger is not None:
             if self.state is not ChunkState.AWAY:
@@ -366,16 +452,23 @@ class ShardedChunk(DeviceChunk):
         self.state = ChunkState.AWAY
         self._regions, self._trained, self._pieces, self._sums, self._arrivals_of_regions = [], [], [], [], []
         self.masters, self.targets, self.staged, self.arrived = [], [], [], []
+        if lost is not None:
+            raise lost
 
     def _last_values(self) -> list[torch.Tensor]:
         if self._originals:
             return self._originals
-        pairs = list(zip(self._specs, self.parameters, self._origins, strict=True))
         if self._shards.between_steps.is_closed:
-            with torch._C.DisableTorchFunctionSubclass():
-                return [torch.full_like(parameter, torch.nan, device=origin) for _, parameter, origin in pairs]
+            return self._lost_values()
         values = self.values()
-        return [values[spec.name].to(origin, copy=True) for spec, _, origin in pairs]
+        return [
+            values[spec.name].to(origin, copy=True) for spec, origin in zip(self._specs, self._origins, strict=True)
+        ]
+
+    def _lost_values(self) -> list[torch.Tensor]:
+        with torch._C.DisableTorchFunctionSubclass():
+            pairs = zip(self.parameters, self._origins, strict=True)
+            return [torch.full_like(parameter, torch.nan, device=origin) for parameter, origin in pairs]
 
 
 def _holding(regions: Sequence[_RegionMemory], offset_bytes: int) -> int:

@@ -56,6 +56,8 @@ from .run_options import (
     EvaluationPath,
     HostToDevice,
     LearningRate,
+    LossWeighting,
+    LossWeightingName,
     OptionalModel,
     PlanPath,
     RankCount,
@@ -71,7 +73,7 @@ from .run_options import (
     WeightsFolder,
     WorkloadPath,
 )
-from .run_ranks import has_to_start, in_one_voice, rank_at_hand, start_ranks
+from .run_ranks import has_to_start, in_one_voice, rank_at_hand, start_ranks, was_accepted
 from .run_record import check_record
 
 __all__ = ["run"]
@@ -110,6 +112,7 @@ def run_command(
     learning_rate: LearningRate = 1e-4,
     schedule: ScheduleName = Schedule.CONSTANT,
     warmup_steps: WarmupSteps = 0,
+    loss_weighting: LossWeightingName = LossWeighting.TOKENS,
     checkpoint: CheckpointFolder = None,
     checkpoint_every: CheckpointEvery = None,
     is_resuming: ResumeFlag = False,
@@ -166,11 +169,11 @@ def run_command(
         workload=given,
         shape=Shape(batch_size, sequence_length, asked),
         model=RunModel(described, named, weights, asked, options, seed, rank),
-        data=DataChoice(tuple(data or ()), evaluation, evaluate_every, tokenizer, text, weights, seed),
+        data=DataChoice(tuple(data or ()), evaluation, evaluate_every, tokenizer, text, weights, seed, loss_weighting),
         steps=steps,
         epochs=epochs,
         rates=LearningRates(learning_rate, schedule, warmup_steps),
-        checkpoints=RunCheckpoints(checkpoint, checkpoint_every, is_resuming),
+        checkpoints=RunCheckpoints(checkpoint, checkpoint_every, is_resuming, was_accepted(os.environ)),
         save=save,
         device=DeviceChoice(device_budget_bytes, host_to_device, device_to_host),
         disk=None if disk_folder is None else DiskChoice(disk_folder, stated),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from ...shared.basics.errors import FileError, PlanError, ProtwinError
-from ...shared.schema.plan import Plan
+from ...shared.basics.errors import FileError, ProtwinError
 from ..checkpoints.checkpoints import has_checkpoint
 from ..data.sources import DataSource
+from ..ranks.agreement import agreed
 from ..training.training import Training
 
 
@@ -20,20 +21,19 @@ class RunCheckpoints:
     every: int | None
     """Steps between two; None saves after the last alone."""
     is_resuming: bool
+    is_restarted: bool = False
+    """Whether a launcher has started the ranks again: they go on from the checkpoint if there is one by now."""
 
-    def check(self, plan: Plan) -> None:
-        """Raise ProtwinError if the options contradict each other, what lies in the folder, or ``plan``."""
+    def check(self) -> None:
+        """Raise ProtwinError if the options contradict each other, or what lies in the folder."""
         if self.folder is None:
             for option, is_given in (("--resume", self.is_resuming), ("--checkpoint-every", self.every is not None)):
                 if is_given:
                     raise ProtwinError(f"{option} needs --checkpoint FOLDER. Name the folder.")
             return
-        if plan.num_ranks > 1:
-            raise PlanError(
-                f"--checkpoint {self.folder}: the plan is for {plan.num_ranks} ranks, but one rank alone can be saved "
-                f"and resumed so far. Leave it out; --save writes the finished model."
-            )
         exists = has_checkpoint(self.folder)
+        if self.is_restarted:
+            return
         if self.is_resuming and not exists:
             raise FileError(f"{self.folder} holds no checkpoint. Leave out --resume to begin at the first step.")
         if exists and not self.is_resuming:
@@ -46,7 +46,9 @@ class RunCheckpoints:
 
         Raises ProtwinError if the checkpoint is refused, or comes from other data.
         """
-        if self.folder is None or not self.is_resuming:
+        if self.folder is None or not (self.is_resuming or self.is_restarted):
+            return 0
+        if self.is_restarted and not agreed(training.world, partial(has_checkpoint, self.folder)):
             return 0
         found = training.resume(self.folder).data_position
         expected = _position(source, 0)

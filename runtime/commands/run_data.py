@@ -15,6 +15,7 @@ from ..data.documents import Document, RowTokenizer, check_lengths, load_tokeniz
 from ..data.json_lines import Form, read_rows
 from ..data.sources import DataSource, PackedSource, TextSource
 from ..model.heads import reads_forward
+from .run_options import LossWeighting
 
 Tell = Callable[[str], None]
 
@@ -40,6 +41,7 @@ class DataChoice:
     text: Path | None
     weights: Path | None
     seed: int
+    loss_weighting: LossWeighting = LossWeighting.TOKENS
 
     def check(self) -> None:
         """Raise ProtwinError if the options contradict each other."""
@@ -74,7 +76,8 @@ class DataChoice:
         def packed(paths: Sequence[Path], purpose: str) -> PackedSource:
             documents = _documents(paths, rows, purpose, tell)
             check_lengths(documents, length)
-            source = PackedSource(documents, batch_size, length, int(tokenizer.eos_token_id), self.seed)
+            weighs_tokens = self.loss_weighting is LossWeighting.TOKENS
+            source = PackedSource(documents, batch_size, length, int(tokenizer.eos_token_id), self.seed, weighs_tokens)
             num_sequences = source.num_sequences(1)
             num_tokens = sum(len(document.tokens) for document in documents)
             tell(

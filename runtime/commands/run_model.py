@@ -11,16 +11,18 @@ from torch import nn
 
 from ...shared.basics.errors import PlanError
 from ...shared.catalogue.models import ModelConfiguration
-from ...shared.schema.optimizer import Optimizer
+from ...shared.schema.plan import Plan
 from ...shared.schema.training_options import TrainingOptions
 from ...shared.schema.workload import Parameter, Workload
+from ..devices.machine import host_memory_bytes
 from ..devices.process_settings import leave_a_core_for_lanes
 from ..model.configurations import training_dtype
 from ..model.parameters import describe_parameters
-from ..model.pretrained import load_pretrained
-from ..tracing.configurations import apply_options, configured_model
+from ..tracing.configurations import configured_model
 from .random_model import check_host_memory, random_model
+from .run_budget import check_host
 from .run_ranks import ALONE, RunRank
+from .run_weights import BuiltModel, FolderModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,32 +57,45 @@ class RunModel:
             )
         return twin
 
-    def build(self, twin: nn.Module, workload: Workload, optimizer: Optimizer) -> nn.Module:
-        """The model on the host.  Raises ProtwinError if its weights do not fit it, or it does not fit this machine."""
-        built = self._built(twin, str(workload.compute_dtype), optimizer)
+    def build(self, twin: nn.Module, workload: Workload, plan: Plan) -> BuiltModel:
+        """The model on the host, its weights perhaps still in their files.
+
+        Raises ProtwinError if its weights do not fit it, or it does not fit this machine.
+        """
+        built = self._built(twin, workload, plan)
         if self.rank.rank:
             # Rank 0 goes on as one rank alone does; every other one drops out activations of its own.
             torch.manual_seed(_seed_of(self.seed, self.rank.rank))
         return built
 
-    def _built(self, twin: nn.Module, dtype: str, optimizer: Optimizer) -> nn.Module:
+    def _built(self, twin: nn.Module, workload: Workload, plan: Plan) -> BuiltModel:
         name, num_local = self.described.name, self.rank.num_local
+        configuration, dtype = self.described.config, str(workload.compute_dtype)
         if self.weights is None:
-            return random_model(
-                self.described.config, name, dtype, self.seed, self.options, optimizer, num_processes=num_local
+            return BuiltModel(
+                random_model(
+                    configuration, name, dtype, self.seed, self.options, plan.optimizer, num_processes=num_local
+                )
             )
         leave_a_core_for_lanes(num_local)
-        check_host_memory(twin, name, "Use a machine with more memory.", optimizer, num_processes=num_local)
-        model: nn.Module = load_pretrained(
-            self.weights,
-            self.described.config,
-            name,
-            training_dtype(self.described.config, dtype),
+        folder = FolderModel(
+            folder=self.weights,
+            configuration=configuration,
+            name=name,
+            dtype=training_dtype(configuration, dtype),
+            options=self.options,
+            seed=self.seed,
             is_converting=self.dtype is not None,
         )
-        torch.manual_seed(self.seed)
-        apply_options(model, self.options)
-        return model
+        built = folder.build(
+            lambda: check_host_memory(
+                twin, name, "Use a machine with more memory.", plan.optimizer, num_processes=num_local
+            )
+        )
+        if built.weights is not None:
+            is_cpu = not torch.cuda.is_available()
+            check_host(plan, workload, host_memory_bytes(), num_processes=num_local, is_cpu=is_cpu)
+        return built
 
 
 def _seed_of(seed: int, rank: int) -> int:

@@ -25,6 +25,15 @@ class Schedule(StrEnum):
     """Down to 0 at the last step, along half a wave."""
 
 
+class LossWeighting(StrEnum):
+    """What counts alike in the loss of a step."""
+
+    TOKENS = "tokens"
+    """Every learned token, in whichever micro-batch and on whichever rank it is."""
+    BATCHES = "batches"
+    """Every micro-batch of every rank, as DistributedDataParallel has it."""
+
+
 PlanPath = Annotated[Path, typer.Option("--plan", metavar="FILE", dir_okay=False, help="What to carry out.")]
 RankCount = Annotated[
     int | None,
@@ -74,6 +83,10 @@ TokenizerFolder = Annotated[
 TextPath = Annotated[
     Path | None,
     typer.Option("--text", metavar="FILE", dir_okay=False, help="Text to train on; by default Python's reference."),
+]
+LossWeightingName = Annotated[
+    LossWeighting,
+    typer.Option("--loss-weighting", help="What counts alike in the loss of a step, on all ranks: tokens or batches."),
 ]
 Steps = Annotated[
     int | None,

@@ -10,9 +10,10 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
-from typing import Final, ParamSpec
+from typing import Any, Final, ParamSpec, TypeVar
 
 import typer
 
@@ -25,6 +26,7 @@ from ..ranks.launch import Launch, check_num_ranks, launch_of
 _PATIENCE_S: Final = 5.0
 """Seconds until a store that does not answer is given up."""
 _P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class RunRank:
     num_ranks: int = 1
     num_local: int = 1
     """Ranks on this machine, which share its cores and its memory."""
+    local_rank: int = 0
+    """Its number among them."""
 
     @property
     def speaks(self) -> bool:
@@ -53,7 +57,7 @@ def rank_at_hand(environment: Mapping[str, str]) -> RunRank:
         return ALONE
     local = environment.get("LOCAL_WORLD_SIZE", "")
     num_local = int(local) if local.isascii() and local.isdigit() else launch.num_ranks
-    return RunRank(launch.rank, launch.num_ranks, min(max(1, num_local), launch.num_ranks))
+    return RunRank(launch.rank, launch.num_ranks, min(max(1, num_local), launch.num_ranks), launch.local_rank)
 
 
 def has_to_start(plan: Plan, asked: int | None, environment: Mapping[str, str]) -> bool:
@@ -79,6 +83,23 @@ def has_to_start(plan: Plan, asked: int | None, environment: Mapping[str, str]) 
     elif asked is None:
         check_num_ranks(plan.num_ranks, 1, "no --ranks is given")
     return launch is None and plan.num_ranks > 1
+
+
+def ranks_to_measure(asked: int | None, environment: Mapping[str, str]) -> tuple[int, bool]:
+    """How many ranks a command that measures a machine has, and whether they are still to be started.
+
+    ``asked`` is what ``--ranks`` says; where torchrun has started ranks, it may be left out.  Raises ProtwinError if
+    the two contradict, RanksError if torchrun's variables do.
+    """
+    launch = launch_of(environment)
+    if launch is None:
+        return asked or 1, (asked or 1) > 1
+    if asked not in (None, launch.num_ranks):
+        raise ProtwinError(
+            f"--ranks is {asked}, but {launch.num_ranks} processes were started (WORLD_SIZE = {launch.num_ranks}). "
+            f"Leave --ranks out under torchrun, or start protwin without it."
+        )
+    return launch.num_ranks, False
 
 
 def start_ranks(num_ranks: int, arguments: Sequence[str]) -> int:
@@ -115,13 +136,13 @@ def start_ranks(num_ranks: int, arguments: Sequence[str]) -> int:
     return 0
 
 
-def in_one_voice(command: Callable[_P, None]) -> Callable[_P, None]:
+def in_one_voice(command: Callable[_P, _T]) -> Callable[_P, _T]:
     """``command``, of whose ranks one alone tells a mistake that several of them find, or that it was interrupted."""
 
     @wraps(command)
-    def run(*arguments: _P.args, **options: _P.kwargs) -> None:
+    def run(*arguments: _P.args, **options: _P.kwargs) -> _T:
         try:
-            command(*arguments, **options)
+            return command(*arguments, **options)
         except ProtwinError as error:
             launch = launch_of(os.environ)
             if launch is None or launch.num_ranks == 1 or _is_first_to_tell(launch, str(error)):
@@ -137,21 +158,46 @@ def in_one_voice(command: Callable[_P, None]) -> Callable[_P, None]:
 
 def _is_first_to_tell(launch: Launch, message: str) -> bool:
     """Whether no other rank has told ``message``; True where the ranks' store does not answer."""
-    from datetime import timedelta
-
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     key = f"protwin/told/{attempt}/{hashlib.sha256(message.encode()).hexdigest()}"
     own = str(launch.rank)
     try:
-        store = TCPStore(
-            launch.address,
-            launch.port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=_PATIENCE_S),
-        )
-        return bool(store.compare_set(key, "", own) == own.encode())
+        return bool(_store(launch).compare_set(key, "", own) == own.encode())
     except RuntimeError:
         return True
+
+
+def note_accepted(environment: Mapping[str, str]) -> None:
+    """The options of this launch were accepted: when its ranks are started again, they go on from their checkpoint."""
+    launch = launch_of(environment)
+    if launch is None or launch.rank:
+        return
+    with suppress(RuntimeError):
+        _store(launch).set(_ACCEPTED, "1")
+
+
+def was_accepted(environment: Mapping[str, str]) -> bool:
+    """Whether this launch had accepted its options before torchrun started its ranks again.
+
+    torchrun starts ranks again after a refusal too.  A folder that another run has filled is refused then as before.
+    """
+    launch = launch_of(environment)
+    if launch is None or environment.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return False
+    try:
+        return bool(_store(launch).check([_ACCEPTED]))
+    except RuntimeError:
+        return False
+
+
+_ACCEPTED: Final = "protwin/accepted"
+
+
+def _store(launch: Launch) -> Any:
+    """What the launcher keeps for all ranks, over restarts too.  Raises RuntimeError if it does not answer."""
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    timeout = timedelta(seconds=_PATIENCE_S)
+    return TCPStore(launch.address, launch.port, is_master=False, wait_for_workers=False, timeout=timeout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 
 from ...shared.basics.errors import PlanError, ProtwinError
 from ...shared.cli.options import cache_folder, warn
+from ...shared.compile.compile import compile_schedule
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
@@ -19,17 +21,18 @@ from ...shared.workloads.source import resolve_workload
 from ..checkpoints.published import check_free, save_published
 from ..data.sources import DataSource, PackedSource
 from ..devices.cpu_device import CpuDevice
-from ..devices.cuda_device import CudaDevice
 from ..devices.device import TrainingDevice
 from ..optimizers.named import check_runs_on
-from ..training.guards import check_disk_folder
+from ..ranks.own_device import device_of_rank
+from ..training.consensus import check_ranks_on
+from ..training.guards import check_devices, check_disk_folder
 from .learning_rates import LearningRates
 from .run_budget import check_budget
 from .run_checkpoints import RunCheckpoints
 from .run_data import DataChoice
 from .run_model import RunModel
 from .run_options import TEXT_STEPS
-from .run_ranks import ALONE, RunRank
+from .run_ranks import ALONE, RunRank, note_accepted
 from .run_record import check_record
 from .run_training import DiskChoice, RunExtent, RunTraining
 
@@ -51,14 +54,14 @@ class DeviceChoice:
     host_to_device_bytes_per_s: float | None
     device_to_host_bytes_per_s: float | None
 
-    def at_hand(self) -> TrainingDevice:
-        """The first CUDA device where there is one, else the CPU as a device.  Raises ProtwinError."""
+    def at_hand(self, local_rank: int = 0) -> TrainingDevice:
+        """The CUDA device of this number where there are any, else the CPU as a device.  Raises ProtwinError."""
         if torch.cuda.is_available():
             if self.host_to_device_bytes_per_s is not None or self.device_to_host_bytes_per_s is not None:
                 raise ProtwinError(
                     "a CUDA device's link cannot be throttled. Leave out --host-to-device, --device-to-host."
                 )
-            return CudaDevice(budget_bytes=self.budget_bytes)
+            return device_of_rank("cuda", local_rank, budget_bytes=self.budget_bytes)
         return CpuDevice(
             self.budget_bytes,
             host_to_device_bytes_per_s=self.host_to_device_bytes_per_s,
@@ -93,6 +96,7 @@ class RunRequest:
         Raises ProtwinError.
         """
         self._check()
+        note_accepted(os.environ)
         workload = self.workload or self._traced()
         self._check_workload(workload)
         twin = self.model.twin(workload)
@@ -109,12 +113,16 @@ class RunRequest:
         )
         if self.wants_record:
             check_record(extent.steps, training.pauses)
-        device = self.device.at_hand()
+        device = self.device.at_hand(self.rank.local_rank)
+        check_ranks_on(self.plan, device.torch_device)
         check_runs_on(self.plan.optimizer, device.torch_device)
-        built = self.model.build(twin, workload, self.plan.optimizer)
+        check_devices(compile_schedule(self.plan, workload), [device.limit_bytes])
+        built = self.model.build(twin, workload, self.plan)
+        if self.model.weights is not None and built.weights is None:
+            tell(f"transformers converts the weights in {self.model.weights}: the model was loaded whole first")
         record = training.run(built, device, tell)
         if self.save is not None and self.rank.speaks:
-            save_published(self.save, built, found.tokenizer, base=str(self.model.weights or self.model.named))
+            save_published(self.save, built.model, found.tokenizer, base=str(self.model.weights or self.model.named))
             tell(f"saved in {self.save}")
         return workload, record
 
@@ -122,7 +130,7 @@ class RunRequest:
         """Raise ProtwinError if the options contradict each other, or what is there already."""
         check_disk_folder(self.plan, None if self.disk is None else self.disk.folder)
         self.data.check()
-        self.checkpoints.check(self.plan)
+        self.checkpoints.check()
         if self.save is None:
             return
         check_free(self.save)

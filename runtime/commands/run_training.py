@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ...shared.basics.errors import PlanError
 from ...shared.basics.progress import no_progress, progress_bar
@@ -28,6 +27,7 @@ from .learning_rates import LearningRates
 from .run_checkpoints import RunCheckpoints
 from .run_ranks import ALONE, RunRank
 from .run_record import check_record, missing_for_record
+from .run_weights import BuiltModel
 
 Tell = Callable[[str], None]
 
@@ -68,18 +68,15 @@ class RunTraining:
     disk: DiskChoice | None = None
     rank: RunRank = ALONE
 
-    def run(self, model: nn.Module, device: TrainingDevice, tell: Tell) -> Record | None:
-        """Train ``model``, which is ordinary again afterwards, and ``tell`` how its loss went.
+    def run(self, built: BuiltModel, device: TrainingDevice, tell: Tell) -> Record | None:
+        """Train the model, which is ordinary again afterwards, and ``tell`` how its loss went.
 
         Gives the measured Record; None if the steps were too few for one, which is told.  Raises ProtwinError if the
         plan, the checkpoint or the device refuse.
         """
-        make_optimizer = named_optimizer(self.plan.optimizer, lr=self.extent.rates.peak)
-        disk = self.disk
-        on_disk: dict[str, Any] = {} if disk is None else {"disk_folder": disk.folder, "stated_disk": disk.stated}
         with (
             progress_bar("training") if self.rank.speaks else nullcontext(no_progress) as report,
-            carry_out(model, self.plan, self.workload, optimizer=make_optimizer, device=device, **on_disk) as training,
+            self._begun(built, device) as training,
         ):
             num_batches = self.checkpoints.resume(training, self.source)
             done, steps = training.num_steps, self.extent.steps
@@ -109,6 +106,19 @@ class RunTraining:
                 tell(f"no times: {missing}")
                 return None
             return training.record()
+
+    def _begun(self, built: BuiltModel, device: TrainingDevice) -> Training:
+        disk = self.disk
+        on_disk: dict[str, Any] = {} if disk is None else {"disk_folder": disk.folder, "stated_disk": disk.stated}
+        return carry_out(
+            built.model,
+            self.plan,
+            self.workload,
+            optimizer=named_optimizer(self.plan.optimizer, lr=self.extent.rates.peak),
+            device=device,
+            weights=built.weights,
+            **on_disk,
+        )
 
     @property
     def pauses(self) -> dict[str, int | None]:

@@ -89,17 +89,20 @@ class PackedSource(DataSource):
     padding: int
     """The token behind the last document of a sequence; it is not learned."""
     seed: int
+    weighs_tokens: bool = True
+    """Whether every learned token counts alike in a step; else every batch does, as DistributedDataParallel has it."""
     name = "data"
 
     @property
     def identity(self) -> Mapping[str, int | str]:
-        """Seed, sequence length, and the tokens of all documents with which of them are learned."""
+        """Seed, sequence length, the tokens of all documents with which of them are learned, and how they count."""
         digest = hashlib.sha256(f"{self.sequence_length} {self.padding}".encode())
         for document in self.documents:
             digest.update(len(document.tokens).to_bytes(8, "little"))
             digest.update(document.tokens.tobytes())
             digest.update(document.is_learned.tobytes())
-        return {"seed": self.seed, "data": digest.hexdigest()}
+        weighting = {} if self.weighs_tokens else {"loss_weighting": "batches"}
+        return {"seed": self.seed, "data": digest.hexdigest(), **weighting}
 
     def order(self, epoch: int) -> list[int]:
         """The documents' places, as ``epoch`` goes through them."""
@@ -127,7 +130,9 @@ class PackedSource(DataSource):
             yield self._batch(packed[begin : begin + self.batch_size])
 
     def divisors(self, batches: Sequence[Batch]) -> list[float]:
-        """By learned tokens: every one of them counts alike, in whichever micro-batch it is."""
+        """By learned tokens: every one of them counts alike, in whichever micro-batch it is; or every batch does."""
+        if not self.weighs_tokens:
+            return [float(len(batches))] * len(batches)
         learned = [num_learned(batch) for batch in batches]
         return [sum(learned) / own for own in learned]
 

@@ -33,6 +33,7 @@ class CpuDevice(TrainingDevice):
     ``budget_bytes``, a number or text such as ``"50MiB"``, is enforced: beyond it, ``CpuOutOfMemoryError`` is raised.
     The link rates throttle copies, in bytes per second; None leaves them at the speed of memory.  The disk rates do
     the same with what passes between chunk files and the host; None leaves it at the speed of the folder's disk.
+    ``collective_bytes_per_s`` is what a rank sends to others at most; None leaves it at what their processes reach.
     """
 
     runs_behind = False
@@ -45,6 +46,7 @@ class CpuDevice(TrainingDevice):
         device_to_host_bytes_per_s: float | None = None,
         disk_read_bytes_per_s: float | None = None,
         disk_write_bytes_per_s: float | None = None,
+        collective_bytes_per_s: float | None = None,
     ) -> None:
         if budget_bytes is not None:
             budget_bytes = as_bytes(budget_bytes)
@@ -55,6 +57,7 @@ class CpuDevice(TrainingDevice):
             ("device_to_host", device_to_host_bytes_per_s),
             ("disk_read", disk_read_bytes_per_s),
             ("disk_write", disk_write_bytes_per_s),
+            ("collective", collective_bytes_per_s),
         ):
             if rate is not None and not 0 < rate < math.inf:
                 raise HardwareError(f"{name}_bytes_per_s is {rate}; it must be positive and finite.")
@@ -62,6 +65,7 @@ class CpuDevice(TrainingDevice):
         self.ledger: MemoryLedger = MemoryLedger(budget_bytes)
         self._rates = {True: host_to_device_bytes_per_s, False: device_to_host_bytes_per_s}
         self._disk_rates = {False: disk_read_bytes_per_s, True: disk_write_bytes_per_s}
+        self._collective_rate = collective_bytes_per_s
         self._patience = _Patience()
 
     @property
@@ -73,6 +77,11 @@ class CpuDevice(TrainingDevice):
     def description(self) -> str:
         """The machine that stands in for a device."""
         return device_description(self.torch_device)
+
+    @property
+    def kind(self) -> str:
+        """Which kernels torch runs on it: others round differently."""
+        return f"a CPU with kernels for {torch.backends.cpu.get_cpu_capability()}"
 
     @property
     def limit_bytes(self) -> int | None:
@@ -93,6 +102,8 @@ class CpuDevice(TrainingDevice):
             rate = self._disk_rates[is_write]
             if rate is not None:
                 found.append(f"disk {name} throttled to {format_rate(rate)}")
+        if self._collective_rate is not None:
+            found.append(f"collectives throttled to {format_rate(self._collective_rate)}")
         return tuple(found)
 
     def host_buffer(self, size_bytes: int) -> torch.Tensor:
@@ -116,6 +127,10 @@ class CpuDevice(TrainingDevice):
     def pace_disk(self, since_s: float, size_bytes: int, *, is_write: bool) -> None:
         """A throttled disk waits for the time that it would have taken."""
         self._pace(since_s, size_bytes, self._disk_rates[is_write])
+
+    def pace_collective(self, since_s: float, sent_bytes: int) -> None:
+        """Throttled collectives wait for the time that they would have taken."""
+        self._pace(since_s, sent_bytes, self._collective_rate)
 
     def _pace(self, since_s: float, size_bytes: int, rate: float | None) -> None:
         if rate is not None and (remaining_s := since_s + size_bytes / rate - time.perf_counter()) > 0:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -57,6 +58,16 @@ class CudaDevice(TrainingDevice):
     def description(self) -> str:
         """The GPU and the machine that it sits in."""
         return device_description(self.torch_device)
+
+    @property
+    def kind(self) -> str:
+        """The GPU's name."""
+        return str(torch.cuda.get_device_name(self._index))
+
+    @property
+    def identity(self) -> str:
+        """The GPU's name and UUID."""
+        return f"{self.kind}, UUID {torch.cuda.get_device_properties(self._index).uuid}"
 
     @property
     def limit_bytes(self) -> int:
@@ -134,6 +145,14 @@ class CudaDevice(TrainingDevice):
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Make ``stream`` the current one; None keeps the one that is."""
         return torch.cuda.stream(stream) if stream is not None else nullcontext()
+
+    @contextmanager
+    def in_compute_order(self) -> Iterator[None]:
+        """Take memory on the compute stream, and let the current one wait for whatever that has still to do with it."""
+        with torch.cuda.stream(self._compute_stream):
+            yield
+            event = self.record_event()
+        self.wait_event(event)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, *, to_device: bool) -> None:
         """Queue a copy on the current stream."""

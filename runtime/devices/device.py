@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +26,16 @@ class TrainingDevice(ABC):
     @abstractmethod
     def description(self) -> str:
         """The machine, in words."""
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """What ranks that train together have to have in common of their devices, in words."""
+
+    @property
+    def identity(self) -> str | None:
+        """Which device it is among all of the world; None where processes share it."""
+        return None
 
     @property
     @abstractmethod
@@ -64,6 +74,14 @@ class TrainingDevice(ABC):
         """
         flat.untyped_storage().resize_(size_bytes)
 
+    def in_compute_order(self) -> AbstractContextManager[Any]:
+        """Within the block, on a lane, memory is taken in the order of the compute stream, where it will be freed.
+
+        What the block queues is done before whatever the lane queues afterwards
+        ([Note: Memory on one stream] in ``memory_events``).
+        """
+        return nullcontext()
+
     @abstractmethod
     def make_stream(self) -> Any:
         """A stream for one lane; None where lanes are threads alone."""
@@ -101,6 +119,10 @@ class TrainingDevice(ABC):
 
         ``since_s``: of ``time.perf_counter``.  Devices beside a real disk do nothing.
         """
+        return None
+
+    def pace_collective(self, since_s: float, sent_bytes: int) -> None:
+        """Let the calling thread wait if links between ranks are emulated, for what it has sent since ``since_s``."""
         return None
 
     @abstractmethod

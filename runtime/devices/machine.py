@@ -19,6 +19,11 @@ def machine_name() -> str:
     return f"{processor}, {num_cores()} cores, {host_memory_bytes() / 2**30:.0f} GiB"
 
 
+def name_of_ranks(num_ranks: int) -> str:
+    """What measurements of so many processes are filed under, each of which has its part of this machine."""
+    return machine_name() if num_ranks == 1 else f"{machine_name()}, shared by {num_ranks} ranks"
+
+
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -35,6 +35,12 @@ ADAM_BYTES_PER_SCALAR: Final = 28
 _STREAM_BYTES: Final = 2**27
 _DEVICE_STREAM_BYTES: Final = 2**30
 """On an accelerator, whose cache holds up to 50 MiB and whose memory is fast."""
+_ROWS: Final = 512
+_WIDTH: Final = 384
+_CUDA_ROWS: Final = 4096
+_CUDA_WIDTH: Final = 2048
+"""On an accelerator every piece must take milliseconds: threads that launch short ones wait for each other, which is
+no slowdown of the device."""
 _WARM_UP_S: Final = 0.05
 _ROW_S: Final = 0.005
 """How long an accelerator is kept busy for one measurement."""
@@ -231,13 +237,11 @@ def _link(device: TrainingDevice, lane: Lane, budget_s: float, advance: Callable
     latency_s = max(0.0, points[0].seconds - points[0].size_bytes / rate)
     direction = "host to device" if lane is Lane.H2D else "device to host"
     source = "; ".join([_SOURCE, *device.emulated])
-    return Link(
-        name=direction, latency_s=latency_s, bandwidth_bytes_per_s=rate, table=_ascending(points), source=source
-    )
+    return Link(name=direction, latency_s=latency_s, bandwidth_bytes_per_s=rate, table=ascending(points), source=source)
 
 
-def _ascending(points: list[LinkPoint]) -> tuple[LinkPoint, ...]:
-    """Points whose seconds never fall: a larger copy cannot take less time, the smaller one was disturbed."""
+def ascending(points: Sequence[LinkPoint]) -> tuple[LinkPoint, ...]:
+    """Points whose seconds never fall: what is larger cannot take less time, the smaller one was disturbed."""
     kept: list[LinkPoint] = []
     for point in reversed(points):
         seconds = min(point.seconds, kept[-1].seconds) if kept else point.seconds
@@ -256,6 +260,27 @@ def copy_work(device: TrainingDevice, size_bytes: int, *, to_device: bool) -> Ca
         device.copy(flat, host, to_device=True)
 
     return gather if to_device else partial(device.copy, host, flat, to_device=False)
+
+
+def compute_work(target: torch.device) -> Callable[[], None]:
+    """Forward and backward of a small multilayer perceptron.
+
+    Its mix of products and element-wise operations is a transformer block's.
+    """
+    num_rows, width = (_CUDA_ROWS, _CUDA_WIDTH) if target.type == "cuda" else (_ROWS, _WIDTH)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(width, 4 * width),
+        torch.nn.GELU(),
+        torch.nn.Linear(4 * width, width),
+        torch.nn.LayerNorm(width),
+    ).to(target)
+    rows = torch.randn(num_rows, width, device=target)
+
+    def work() -> None:
+        model(rows).square().sum().backward()
+        model.zero_grad()
+
+    return work
 
 
 def adam_work(num_scalars: int) -> Callable[[], None]:

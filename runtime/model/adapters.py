@@ -44,17 +44,19 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 class LowRankLinear(nn.Module):
     """A frozen linear map with a trained product of two thin matrices beside it."""
 
-    def __init__(self, base: nn.Module, num_in: int, num_out: int, *, rank: int, alpha: float) -> None:
+    def __init__(
+        self, base: nn.Module, num_in: int, num_out: int, *, rank: int, alpha: float, device: torch.device | None = None
+    ) -> None:
         super().__init__()
         weight = base.weight
         assert isinstance(weight, torch.Tensor)
-        place: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
+        place: dict[str, Any] = {"dtype": weight.dtype, "device": device or weight.device}
         self.base = base
         self.base.requires_grad_(False)
         self.lora_a = nn.Parameter(torch.empty(rank, num_in, **place))
         self.lora_b = nn.Parameter(torch.zeros(num_out, rank, **place))
         self.scale = alpha / rank
-        if not weight.is_meta:
+        if not self.lora_a.is_meta:
             nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
 
     @property
@@ -71,12 +73,20 @@ class LowRankLinear(nn.Module):
         return mapped + self.scale * low
 
 
-def add_lora(model: nn.Module, *, rank: int, targets: Sequence[str] = (), alpha: float | None = None) -> list[str]:
+def add_lora(
+    model: nn.Module,
+    *,
+    rank: int,
+    targets: Sequence[str] = (),
+    alpha: float | None = None,
+    device: torch.device | None = None,
+) -> list[str]:
     """Freeze ``model`` and put low-rank matrices beside linear maps of its blocks, in place; gives their paths.
 
     ``targets`` are the maps' names within a block, or the ends of them (``"q_proj"``, ``"mlp.up_proj"``); none: all
     linear maps.  Without ``alpha`` the scale is 1; it costs nothing.  The matrices have the dtype of the map that they
-    lie beside.  Raises WorkloadError if the rank makes no sense or a target names nothing.
+    lie beside, and lie where it does, or on ``device``.  Raises WorkloadError if the rank makes no sense or a target
+    names nothing.
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= _MAX_RANK:
         raise WorkloadError(f"the rank of LoRA is {rank!r}; it must be a whole number from 1 to {_MAX_RANK}.")
@@ -106,7 +116,8 @@ def add_lora(model: nn.Module, *, rank: int, targets: Sequence[str] = (), alpha:
     for path in chosen:
         module, (num_in, num_out) = maps[path]
         parent, _, name = path.rpartition(".")
-        adapted = LowRankLinear(module, num_in, num_out, rank=rank, alpha=float(rank) if alpha is None else alpha)
+        scaled = float(rank) if alpha is None else alpha
+        adapted = LowRankLinear(module, num_in, num_out, rank=rank, alpha=scaled, device=device)
         setattr(model.get_submodule(parent), name, adapted)
     return chosen
 

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from .strides import without_repeats
+
 
 @contextmanager
 def left_as_found(model: nn.Module) -> Iterator[None]:
@@ -21,7 +23,7 @@ def left_as_found(model: nn.Module) -> Iterator[None]:
     """
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [
-        (module, name, buffer, buffer.detach().clone())
+        (module, name, buffer, without_repeats(buffer.detach()).clone())
         for module in model.modules()
         for name, buffer in module._buffers.items()
         if buffer is not None

@@ -67,3 +67,11 @@ def copy_strided(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A copy of ``values`` with the strides of ``like``, which has their shape."""
     made = torch.empty_strided(like.shape, like.stride(), dtype=values.dtype, device=values.device)
     return made.copy_(values)
+
+
+def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, or one of each of its elements where a dimension repeats them (``expand``)."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor

@@ -47,7 +47,7 @@ def sum_of_squares(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     """Of all their scalars, a float64: ranks that have parts of gradients add these up."""
     total = torch.zeros((), dtype=torch.float64)
     for gradient in gradients:
-        total += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+        total += torch.linalg.vector_norm(gradient, dtype=torch.float64).square().cpu()
     return total
 
 

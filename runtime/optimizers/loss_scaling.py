@@ -11,7 +11,7 @@ do.  Rule and defaults are those of ``torch.amp.GradScaler`` (Micikevicius et al
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ import torch
 
 from ...shared.basics.errors import PlanError, ScheduleError
 from ...shared.schema.plan import Plan
-from .non_finite import refuse_non_finite
+from .non_finite import refuse_non_finite, refuse_overflow
 
 _SMALLEST_SCALE: Final = 2.0**-14
 """Gradients that overflow at such a scale do so for another reason than the scale."""
@@ -79,18 +79,31 @@ class LossScaler:
         of the iteration was scaled, and NonFiniteGradientError if the scale cannot be the reason of an overflow;
         ``labels`` say whose the gradients are.
         """
+        self._check_scaled()
+        norms = [torch.linalg.vector_norm(gradient, dtype=_wide(gradient)).float().cpu() for gradient in gradients]
+        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        return self._factor(norm, max_norm, lambda: refuse_non_finite(gradients, labels))
+
+    def factor_from(self, squares: torch.Tensor, max_norm: float) -> torch.Tensor:
+        """The same from the sum of the squares of scaled gradients, of which ranks have parts; equal on all of them."""
+        self._check_scaled()
+        return self._factor(squares.sqrt().float(), max_norm, refuse_overflow)
+
+    def _check_scaled(self) -> None:
         if self._num_scaled != self._micro_batches:
             raise ScheduleError(
                 f"{self._num_scaled} losses were scaled in a step of {self._micro_batches} backwards. With "
                 f"loss_scaling=, call training.scale(loss).backward() in the place of every loss.backward()."
             )
-        norms = [torch.linalg.vector_norm(gradient, dtype=_wide(gradient)).float().cpu() for gradient in gradients]
+
+    def _factor(self, scaled_norm: torch.Tensor, max_norm: float, refuse: Callable[[], None]) -> torch.Tensor:
+        """``refuse`` is called where the scale cannot be the reason of an overflow."""
         inverse = torch.tensor(self.scale, dtype=torch.float64).reciprocal().float()
-        norm = torch.linalg.vector_norm(torch.stack(norms)) * inverse if norms else torch.zeros(())
+        norm = scaled_norm * inverse
         self._has_overflowed = not bool(norm.isfinite())
         if self._has_overflowed:
             if self.scale <= _SMALLEST_SCALE:
-                refuse_non_finite(gradients, labels)
+                refuse()
             return torch.tensor(math.nan)
         # The same operations as those of torch.nn.utils.clip_grad_norm_; a scale is a power of two, as a rule, so that
         # multiplying by both factors at once gives the bits of multiplying by one after the other.

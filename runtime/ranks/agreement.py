@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from ...shared.basics.errors import PlanError, ProtwinError, RanksError
 from .launch import by_rank
 from .world import World, exchanged
 
 _T = TypeVar("_T")
+_KNOWN: Final = "_protwin_known"
 _Refusal = tuple[type[ProtwinError], str]
 """The class and message of what a rank raised."""
 
@@ -20,6 +21,9 @@ def agreed(world: World | None, work: Callable[[], _T], undo: Callable[[_T], obj
     If it raises on one rank, ``undo`` is called with what it gave here, and the same message is raised on all: of the
     class that was raised there if that is a ProtwinError, else a RanksError.  What is no user's mistake is raised as it
     is where it happened.  Without a world ``work`` is just done.
+
+    ``work`` may call ``agreed`` itself: what all ranks have heard of there is not exchanged again.  A rank that fails
+    in between tells it in the next exchange, whichever of the two functions that is in.
     """
     if world is None:
         return work()
@@ -28,6 +32,8 @@ def agreed(world: World | None, work: Callable[[], _T], undo: Callable[[_T], obj
     try:
         done.append(work())
     except BaseException as raised:
+        if _is_known(raised):
+            raise
         error = raised
     try:
         refusals = exchanged(world, None if error is None else _refusal(error))
@@ -39,8 +45,8 @@ def agreed(world: World | None, work: Callable[[], _T], undo: Callable[[_T], obj
     if undo is not None and done:
         undo(done[0])
     if error is not None and not isinstance(error, ProtwinError):
-        raise error
-    raise told from error
+        raise _known(error)
+    raise _known(told) from error
 
 
 def agree(world: World | None, facts: Mapping[str, str]) -> None:
@@ -55,6 +61,16 @@ def agree(world: World | None, facts: Mapping[str, str]) -> None:
         values = [known.get(name, "nothing") for known in of_ranks]
         if len(set(values)) > 1:
             raise PlanError(f"ranks differ in {name}: {by_rank(values)}. Let all ranks have the same.")
+
+
+def _known(error: BaseException) -> BaseException:
+    """``error``, marked as one that all ranks have heard of."""
+    error.__dict__[_KNOWN] = True
+    return error
+
+
+def _is_known(error: BaseException) -> bool:
+    return _KNOWN in error.__dict__
 
 
 def _refusal(error: BaseException) -> _Refusal:

@@ -10,36 +10,53 @@ say any more where they came from.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from datetime import timedelta
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
 from ...shared.basics.errors import RanksError
-from ..model.strides import copy_strided, in_memory_order
+from . import ordered_sums
+from .failures import first_failure
 from .world import World
 
 ABSENT: Final = 0
 PRESENT: Final = 1
-# Newer torch has other names for them, and warns of these.
-_ALL_GATHER: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER: Final = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Collectives:
-    """The collectives of one group of all ranks; one thread at a time uses them, on all ranks in the same order.
+    """The collectives of one group of ranks; one thread at a time uses them, on all of these in the same order.
+
+    Sums are added up in the order of the ranks ([Note: The order of a sum] in ``ordered_sums``).
 
     Each raises RanksError if a rank has failed, is gone or does not come in time, with what the first of them has said.
     """
 
-    def __init__(self, world: World, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, world: World, group: dist.ProcessGroup, pace: Callable[[float, int], None] | None = None
+    ) -> None:
+        """``pace`` is called after every one with when it began and the bytes that this rank has sent in it.
+
+        Beginnings are of ``time.perf_counter``; the bytes are those that a ring sends.
+        """
+        self._pace = pace
         self.world = world
-        self.rank = world.rank
-        self.num_ranks = world.num_ranks
+        self.rank = group.rank()
+        """Of this process within the group."""
+        self.num_ranks = group.size()
         self._group: dist.ProcessGroup | None = group
+
+    @property
+    def shard(self) -> Collectives:
+        """Of the ranks that have a chunk in parts between them: of all, unless they form groups."""
+        return self
+
+    @property
+    def replica(self) -> Collectives | None:
+        """Of the ranks that have the same part; None where no other rank has."""
+        return None
 
     def who_has(self, is_present: Sequence[bool], is_finite: Sequence[bool]) -> tuple[list[bool], list[int | None]]:
         """Of each gradient: whether any rank has it, and the first rank where it is not finite, None if on none.
@@ -57,55 +74,62 @@ class Collectives:
         ranks = [PRESENT + self.num_ranks - code if code > PRESENT else None for code in found]
         return [code != ABSENT for code in found], ranks
 
-    def average(self, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """The mean of each gradient over all ranks takes its place: the sum, multiplied once.
+    def numbers(self, own: int) -> list[int]:
+        """What every rank gives, in their order."""
+        every = torch.empty(self.num_ranks, dtype=torch.int64)
+        self.gather(every, torch.tensor([own]))
+        return list(map(int, every))
 
-        Beside each stands a tensor with the strides in which all ranks add it up.
-        """
-        # Autograd gives a gradient the strides of its parameter; a hook may have exchanged it on one rank.
-        ordered = [
-            gradient if gradient.stride() == like.stride() else copy_strided(gradient, like)
-            for gradient, like in gradients
-        ]
-        flat = [in_memory_order(tensor) for tensor in ordered if tensor.numel()]
+    def give(self, value: torch.Tensor) -> None:
+        """The first rank's ``value`` (n,) takes the place of the others'."""
+        if value.numel():
+            self._together(lambda group: dist.broadcast(value, dist.get_global_rank(group, 0), group=group))
 
-        def add_up(group: dist.ProcessGroup) -> None:
-            # One by one, so that the order of additions depends on no layout: any plan gives the same bits.
-            for work in [dist.all_reduce(tensor, group=group, async_op=True) for tensor in flat]:
-                work.wait()
-
-        self._together(add_up)
-        for (gradient, _), summed in zip(gradients, ordered, strict=True):
-            summed.mul_(1 / self.num_ranks)
-            if summed is not gradient:
-                gradient.copy_(summed)
+    def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
+        """The sum over all ranks takes the place of each of ``tensors``, which are contiguous, (n,) or of no axis."""
+        flat = [tensor.view(-1) for tensor in tensors]
+        if any(tensor.numel() for tensor in flat):
+            self._together(lambda group: ordered_sums.add_up(flat, group), 2 * self._sent_bytes(flat))
 
     def gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
         """The parts of all ranks, in their order, fill ``whole`` (n,); this one's may lie at its place there."""
         if whole.numel():
-            self._together(lambda group: _ALL_GATHER(whole, part, group=group))
+            self._together(lambda group: ordered_sums.gather(whole, part, group), self._sent_bytes([whole]))
+
+    def gather_on_first(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        """The parts of all ranks, in their order, fill the first rank's ``whole`` (n,); others give theirs alone."""
+        if not part.numel():
+            return
+        parts = list(whole.view(torch.uint8).chunk(self.num_ranks)) if self.rank == 0 else None
+        self._together(lambda group: dist.gather(part.view(torch.uint8), parts, group=group, group_dst=0))
 
     def scatter(self, part: torch.Tensor, whole: torch.Tensor) -> None:
-        """The mean of ``whole`` (n,) over all ranks; each has its ``part`` of it."""
+        """The sum of ``whole`` (n,) over all ranks; each has its ``part`` of it, in the order of the ranks."""
         if whole.numel():
-            self._together(lambda group: _REDUCE_SCATTER(part, whole, group=group))
-            part.mul_(1 / self.num_ranks)
+            self._together(lambda group: ordered_sums.scatter(part, whole, group), self._sent_bytes([whole]))
 
-    def add_up(self, value: torch.Tensor) -> None:
-        """The sum over all ranks takes the place of ``value``."""
-        self._together(lambda group: dist.all_reduce(value, group=group))
+    def _sent_bytes(self, tensors: Sequence[torch.Tensor]) -> int:
+        """All parts but one of these, which a rank sends where it gathers or scatters them."""
+        whole_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return whole_bytes * (self.num_ranks - 1) // self.num_ranks
 
-    def _together(self, collective: Callable[[dist.ProcessGroup], Any]) -> None:
+    def _together(self, collective: Callable[[dist.ProcessGroup], Any], sent_bytes: int = 0) -> None:
         if self._group is None:
             raise RanksError(_SEPARATED)
+        since_s = time.perf_counter()
         try:
             collective(self._group)
+            if self.world.watch is not None and self.world.watch.has_aborted:
+                raise RuntimeError("the collective was aborted")
         except RuntimeError as error:
             said = str(error)
         else:
+            if self._pace is not None:
+                self._pace(since_s, sent_bytes)
             return
         # Not within the handler: the error holds frames, and these the group, which could not be closed for others.
-        raise RanksError(first_failure(self.world) or f"{_GONE} ({said.splitlines()[0]}). See what its process says.")
+        word = first_failure(self.world.store)
+        raise RanksError(word or f"{_GONE} ({said.splitlines()[0]}). See what its process says.")
 
     @property
     def is_closed(self) -> bool:
@@ -119,24 +143,3 @@ class Collectives:
 
 _SEPARATED: Final = "the ranks were separated, because training has failed on one of them. Start all of them again."
 _GONE: Final = "another rank has ended without a word, or did not come in time"
-_FAILURE: Final = "failure"
-_PATIENCE: Final = timedelta(seconds=5)
-
-
-def tell_failure(world: World, error: BaseException) -> None:
-    """Let the other ranks know what has ended training here; the first rank's word stands."""
-    if isinstance(error, RanksError):
-        # It was another rank's.
-        return
-    with suppress(RuntimeError):
-        world.store.compare_set(_FAILURE, "", f"rank {world.rank}: {type(error).__name__}: {error}")
-
-
-def first_failure(world: World) -> str | None:
-    """What the first rank that has failed has said; None if none has within moments."""
-    try:
-        world.store.wait([_FAILURE], _PATIENCE)
-        return f"training was ended by {world.store.get(_FAILURE).decode()}"
-    except RuntimeError:
-        # Nothing was said, or whoever keeps what is said is gone.
-        return None

@@ -83,14 +83,16 @@ def check_num_ranks(planned: int, started: int, source: str) -> None:
     )
 
 
-def check_planned(planned: Sequence[int], started: int, source: str) -> None:
-    """The same for the numbers that all ranks plan for, by rank; PlanError too if these differ."""
-    if len(set(planned)) > 1:
+def check_planned(planned: Sequence[int | None], started: int, source: str) -> None:
+    """The same for the numbers that all ranks plan for, by rank, None without a plan; PlanError too if these differ."""
+    known = {number for number in planned if number is not None}
+    if len(known) > 1:
         raise PlanError(
             f"ranks were given plans for different numbers of ranks: {by_rank(planned)}. Give every rank one plan, for "
             f"the {started} that were started ({source})."
         )
-    check_num_ranks(planned[0], started, source)
+    for number in known:
+        check_num_ranks(number, started, source)
 
 
 def by_rank(values: Sequence[object]) -> str:

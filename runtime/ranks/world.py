@@ -2,9 +2,16 @@
 
 [Note: Groups]
 Collectives of one group have to be called in the same order on all ranks.  The collective lane and the compute thread
-run side by side, so that each has a group of its own.  Both are gloo's: they carry the tensors of a CPU, and the
-objects that ranks agree on.  A group of gloo's that is closed on one rank ends the collectives of all others with an
-error within moments; a rank that does not come ends them after the group's timeout.
+run side by side, so that each has a group of its own.  The control group is gloo's: it carries the objects that ranks
+agree on.  The lane's is gloo's for tensors of the host, and NCCL's for those of CUDA devices.  A group of gloo's that
+is closed on one rank ends the collectives of all others with an error within moments; a rank that does not come ends
+them after the group's timeout.
+
+[Note: Collectives that never end]
+A kernel of NCCL's waits on the device for the other ranks' kernels, and nobody tells it that a rank has failed: its
+stream stands still, and with it every thread that waits for the stream.  So where there are devices a thread watches
+the store for the word of a rank that has failed, and aborts the communicator.  What kernels have made by then is of no
+use, so that whoever is in a collective of an aborted group raises.
 
 [Note: Joining again]
 A store keeps what ranks wrote when they met: their addresses.  A second group of the same name would meet the addresses
@@ -17,20 +24,24 @@ from __future__ import annotations
 import math
 import os
 import socket
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from ...shared.basics.errors import RanksError
-from .launch import Launch, check_num_ranks, check_planned, launch_of
+from .failure_watch import FailureWatch
+from .failures import first_failure, let_go_of_groups
+from .launch import Launch, check_planned, launch_of
 
 _REFUSAL_S: Final = 30.0
 """Seconds that a refusal waits for ranks which are to have the same one."""
@@ -46,14 +57,74 @@ class World:
     """Its number among the ranks on its host."""
     hosts: tuple[str, ...]
     """The host of every rank."""
-    lane_group: dist.ProcessGroup
-    """For collectives of the schedule: the thread of the collective lane alone uses it while lanes run."""
+    lane_group: dist.ProcessGroup = field(init=False)
+    """For collectives of the schedule, once ``open_lane`` has made it: the thread of the collective lane alone uses it
+    while lanes run."""
+    lane_shard_group: dist.ProcessGroup | None = field(init=False, default=None)
+    """As ``lane_group``, of this rank's shard group alone; None where ranks form none."""
+    lane_replica_group: dist.ProcessGroup | None = field(init=False, default=None)
+    """As ``lane_group``, of the ranks alone that have the same parts."""
     control_group: dist.ProcessGroup
-    """For agreement, evaluation, reading and saving: the compute thread alone uses it."""
+    """For agreement, reading and saving, with tensors of the host: the compute thread alone uses it."""
+    control_shard_group: dist.ProcessGroup | None = field(init=False, default=None)
+    """As ``control_group``, of this rank's shard group alone."""
     store: Store
     """A part of the ranks' store that is this world's alone: it can be read while groups are broken."""
     timeout_s: float
     """After so many seconds a collective ends by an error if a rank does not come."""
+    watch: FailureWatch | None = field(init=False, default=None)
+    """Ends collectives that would never end ([Note: Collectives that never end])."""
+
+    def open_lane(self, device: torch.device, shard_ranks: int | None = None) -> None:
+        """Make the lane's groups, for tensors of the host and of ``device``; to be called on all ranks, once.
+
+        ``shard_ranks``: ranks of a shard group, if they form some.  Raises RanksError if a rank does not come, or NCCL
+        cannot connect the devices.
+        """
+        is_cuda = device.type == "cuda"
+        backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
+        every = list(range(self.num_ranks))
+        try:
+            self._open("lane_group", backend, [every])
+            if shard_ranks is not None:
+                shards = [every[first : first + shard_ranks] for first in range(0, self.num_ranks, shard_ranks)]
+                self._open("lane_shard_group", backend, shards)
+                self._open("lane_replica_group", backend, [every[member::shard_ranks] for member in range(shard_ranks)])
+                self._open("control_shard_group", "gloo", shards)
+            if is_cuda:
+                groups = [g for g in (self.lane_group, self.lane_shard_group, self.lane_replica_group) if g is not None]
+                # NCCL connects devices in their first collective: here, where all ranks are told if it cannot.
+                for group in groups:
+                    dist.all_reduce(torch.zeros(1, device=device), group=group)
+                torch.cuda.synchronize(device)
+                self.__dict__["watch"] = FailureWatch(self.store, lambda: _abort(groups))
+        except RuntimeError as error:
+            raise RanksError(
+                f"the ranks could not be connected for collectives on {device}: {error}. NCCL_DEBUG=WARN lets NCCL say "
+                f"more."
+            ) from error
+
+    def _open(self, name: str, backend: str, groups: list[list[int]]) -> None:
+        """Make all ``groups``, in one order on all ranks; ``name`` is the one that has this rank."""
+        for ranks in groups:
+            group = dist.new_group(
+                ranks,
+                backend=backend,
+                timeout=timedelta(seconds=self.timeout_s),
+                group_desc=f"protwin {name.replace('_', ' ')}",
+            )
+            if self.rank in ranks:
+                self.__dict__[name] = group
+
+    @property
+    def between_steps_shard_group(self) -> dist.ProcessGroup | None:
+        """As ``between_steps_group``, of this rank's shard group alone; None where ranks form none."""
+        return self.lane_shard_group if self.watch is not None else self.control_shard_group
+
+    @property
+    def between_steps_group(self) -> dist.ProcessGroup:
+        """For collectives of the compute thread while no lane runs: a group that carries the device's tensors."""
+        return self.lane_group if self.watch is not None else self.control_group
 
     def leave(self) -> None:
         """Close the groups; the default one goes with the last world if it was made here.  Others' collectives fail."""
@@ -61,12 +132,28 @@ class World:
         _OPEN.leave()
 
     def forget_groups(self) -> None:
-        """Close both groups: collectives of other ranks in them fail as soon as nobody here holds them.  Idempotent."""
-        for name in ("lane_group", "control_group"):
+        """Close all groups: collectives of other ranks in them fail as soon as nobody here holds them.  Idempotent.
+
+        The error that is being handled, if one is, does not hold them any more ([Note: Groups that an error holds] in
+        ``failures``).
+        """
+        let_go_of_groups(sys.exc_info()[1])
+        watch = self.__dict__.pop("watch", None)
+        if watch is not None:
+            watch.stop()
+        for name in _GROUPS:
             # gloo closes a group when the last reference to it goes, this one among them.
             group = self.__dict__.pop(name, None)
             if group is not None:
                 dist.destroy_process_group(group)
+
+
+def _abort(groups: list[dist.ProcessGroup]) -> None:
+    for group in groups:
+        group.abort()
+
+
+_GROUPS: Final = ("lane_group", "lane_shard_group", "lane_replica_group", "control_group", "control_shard_group")
 
 
 class _OpenWorlds:
@@ -100,23 +187,25 @@ def exchanged(world: World, value: Any) -> list[Any]:
         dist.all_gather_object(found, value, group=world.control_group)
     except RuntimeError as error:
         raise RanksError(
-            f"another rank has ended, or did not come within {world.timeout_s:g} s: {error}. Its own message says why."
+            first_failure(world.store)
+            or f"another rank has ended, or did not come within {world.timeout_s:g} s: {error}. Its own message says "
+            f"why."
         ) from error
     return found
 
 
-def join_world(num_ranks: int, *, timeout_s: float) -> World | None:
+def join_world(num_ranks: int | None, *, timeout_s: float) -> World | None:
     """Meet the other ranks, of which there are ``num_ranks`` with this one; None if that is 1.
 
-    They are those of torch.distributed's default group; where there is none, it is made from torchrun's environment,
-    on gloo.  To be called on all ranks, equally often.  Raises, on all alike, PlanError if ranks plan for another
-    number than were started, and RanksError if variables of the launch are missing or contradict each other, or a rank
-    does not come within ``timeout_s``; nothing is left open then.
+    Without a number they are as many as were started.  They are those of torch.distributed's default group; where there
+    is none, it is made from torchrun's environment, on gloo.  To be called on all ranks, equally often.  Raises, on all
+    alike, PlanError if ranks plan for another number than were started, and RanksError if variables of the launch are
+    missing or contradict each other, or a rank does not come within ``timeout_s``; nothing is left open then.
     """
     if not 0 < timeout_s < math.inf:
         raise RanksError(f"rank_timeout_s is {timeout_s}; it must be positive and finite.")
     if not dist.is_available():
-        check_num_ranks(num_ranks, 1, "this build of PyTorch has no torch.distributed")
+        check_planned([num_ranks], 1, "this build of PyTorch has no torch.distributed")
         return None
     launch = launch_of(os.environ)
     made_default = not dist.is_initialized()
@@ -126,11 +215,10 @@ def join_world(num_ranks: int, *, timeout_s: float) -> World | None:
         started, source = launch.num_ranks, f"WORLD_SIZE = {launch.num_ranks}"
     else:
         started, source = 1, "no RANK, WORLD_SIZE and LOCAL_RANK are set"
-    if started == num_ranks == 1:
-        return None
     if started == 1:
-        check_num_ranks(num_ranks, started, source)
-    if started != num_ranks:
+        check_planned([num_ranks], started, source)
+        return None
+    if num_ranks not in (None, started):
         # Others may plan for another number: all are told of it.  Where they do not come, this is said alone.
         timeout_s = min(timeout_s, _REFUSAL_S)
     with _telling_who_misses(num_ranks, started, source, timeout_s):
@@ -190,16 +278,14 @@ def _check_same_rank(launch: Launch | None) -> None:
 
 
 def _world(launch: Launch | None, timeout_s: float, *, made_default: bool) -> World:
-    """Groups of its own within the default one.  After an error they are closed."""
+    """A control group of its own within the default one.  After an error it is closed."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    made: list[dist.ProcessGroup] = []
+    control_group: dist.ProcessGroup | None = None
     try:
-        for purpose in ("collective lane", "control"):
-            # A name of its own in the store: the default group's, and how many have been made within it.
-            made.append(
-                dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc=f"protwin {purpose}")
-            )
-        lane_group, control_group = made
+        # A name of its own in the store: the default group's, and how many have been made within it.
+        control_group = dist.new_group(
+            backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="protwin control"
+        )
         places: list[tuple[str, int | None]] = [("", None)] * num_ranks
         own = (socket.gethostname(), None if launch is None else launch.local_rank)
         dist.all_gather_object(places, own, group=control_group)
@@ -210,7 +296,6 @@ def _world(launch: Launch | None, timeout_s: float, *, made_default: bool) -> Wo
             num_ranks=num_ranks,
             local_rank=_local_rank(places, rank),
             hosts=tuple(host for host, _ in places),
-            lane_group=lane_group,
             control_group=control_group,
             store=PrefixStore(f"protwin/world{number}", base),
             timeout_s=timeout_s,
@@ -220,9 +305,8 @@ def _world(launch: Launch | None, timeout_s: float, *, made_default: bool) -> Wo
     except BaseException:
         if made_default:
             dist.destroy_process_group()
-        else:
-            for group in made:
-                dist.destroy_process_group(group)
+        elif control_group is not None:
+            dist.destroy_process_group(control_group)
         raise
 
 
@@ -247,7 +331,7 @@ def _local_rank(places: list[tuple[str, int | None]], rank: int) -> int:
 
 
 @contextmanager
-def _telling_who_misses(planned: int, started: int, source: str, timeout_s: float) -> Iterator[None]:
+def _telling_who_misses(planned: int | None, started: int, source: str, timeout_s: float) -> Iterator[None]:
     """Within the block, what torch says of ranks that do not come is one message.
 
     A plan for another number of ranks than were started is refused without them.
@@ -256,7 +340,7 @@ def _telling_who_misses(planned: int, started: int, source: str, timeout_s: floa
         yield
     except (RuntimeError, ValueError) as error:
         # torch's DistError is a RuntimeError; what it raises of addresses is a ValueError.
-        check_num_ranks(planned, started, source)
+        check_planned([planned], started, source)
         raise RanksError(
             f"the ranks did not all meet within {timeout_s:g} s: {error}. See whether every one of them was started "
             f"and still runs, and whether MASTER_ADDR and MASTER_PORT are the same on all."

@@ -53,8 +53,9 @@ class AllocatorMetering(Metering):
             self._iteration_peak_bytes = 0
         return self._is_watching
 
-    def begin_micro_batch(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Nothing to do: the allocator counts whatever it is asked for."""
+    def begin_micro_batch(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Nothing changes: the allocator counts whatever it is asked for."""
+        return self._is_watching
 
     def begin_task(self, task: Task) -> None:
         """Nothing to do: room that was made for copies since the last task counts with this one."""

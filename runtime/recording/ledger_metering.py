@@ -20,6 +20,10 @@ _KEPT: Final = 200
 _NOTHING: Final = WatchedStretch({}, left_bytes=0, seconds=0.0, num_operations=0)
 
 
+_Place = tuple[int, Hashable]
+"""The number of a micro-batch in its iteration, and the shapes of its inputs."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Claim:
     """What a compute task holds beyond named allocations."""
@@ -47,7 +51,10 @@ class _Mark:
 
 
 class LedgerMetering(Metering):
-    """The CPU's ledger, which watches the first iterations of every input shape and every ``meter_every``-th one."""
+    """The CPU's ledger, which watches the first iterations of every input shape and every ``meter_every``-th one.
+
+    An iteration that nobody watches is watched from a later micro-batch on if inputs of its shapes never were there.
+    """
 
     def __init__(
         self, ledger: MemoryLedger, meter_every: int | None, kept: Callable[[], Iterable[torch.Tensor]] = tuple
@@ -56,7 +63,11 @@ class LedgerMetering(Metering):
         self._ledger = ledger
         self._kept = kept
         self._meter_every = meter_every
-        self._num_watched: dict[Hashable, int] = {}
+        self._num_watched: dict[_Place, int] = {}
+        self._counted: list[_Place] = []
+        """Of the running iteration: the places that were watched in it."""
+        self._micro_batch = 0
+        """The number of the running one in its iteration."""
         self._claims: dict[Hashable, dict[TaskId, _Claim]] = {}
         self._claims_at_hand: dict[TaskId, _Claim] = {}
         """Claims of inputs of the present shapes."""
@@ -69,6 +80,10 @@ class LedgerMetering(Metering):
         self._is_watching = False
         self._marks: list[_Mark] = []
         """Of the running iteration; ``end_iteration`` empties it."""
+        self._first_watched = 0
+        """The number of the first mark from which on the running iteration is watched."""
+        self._staying: ListGradients = tuple
+        """Gives the gradients that wait on the device."""
         self._stretches: dict[tuple[TaskId, bool], dict[Hashable, WatchedStretch]] = {}
         """What was watched last in each task (False) and after it (True), by the shapes of the inputs."""
         self._before: dict[Hashable, WatchedStretch] = {}
@@ -92,34 +107,57 @@ class LedgerMetering(Metering):
         """Start watching if the shapes are new, or it is time."""
         self._claim_before_bytes = self._ledger.claim_bytes
         shapes = self._shapes_of_iteration = self._take_shapes(inputs)
-        seen = self._num_watched.get(shapes, 0)
+        self._micro_batch = 0
         is_due = self._meter_every is not None and iteration % self._meter_every == 0
         self._marks.clear()
-        self._is_watching = seen < METERED_ITERATIONS or is_due
-        if not self._is_watching:
+        self._counted.clear()
+        if self._num_seen >= METERED_ITERATIONS and not is_due:
+            self._is_watching = False
             if self._began is None:
                 self._begin_noting()
             return False
-        self._num_watched[shapes] = seen + 1
-        self._ledger.claim(0)
-        self._ledger.start_metering()
-        self._ledger.adopt_inputs(inputs)
-        self._ledger.adopt(self._kept(), Content.RESIDENT)
-        self._ledger.reset_peak()
+        self._watch(inputs)
         self._begin_noting()
         held = dict(self._ledger.watched)
         self._before[shapes] = WatchedStretch(held, left_bytes=held.get(None, 0), seconds=0.0, num_operations=0)
         return True
 
+    @property
+    def _num_seen(self) -> int:
+        """How often inputs of the present shapes were watched in this place."""
+        return self._num_watched.get((self._micro_batch, self._shapes), 0)
+
+    def _count(self) -> None:
+        place = self._micro_batch, self._shapes
+        self._num_watched[place] = self._num_seen + 1
+        self._counted.append(place)
+
+    def _watch(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Watch every operation from now on.  Raises CpuOutOfMemoryError if ``inputs`` do not fit."""
+        self._is_watching, self._first_watched = True, len(self._marks)
+        self._count()
+        self._ledger.claim(0)
+        self._ledger.start_metering()
+        self._ledger.adopt_inputs(inputs)
+        self._ledger.adopt(self._kept(), Content.RESIDENT)
+        # Of micro-batches that nobody watched.
+        self._ledger.adopt(self._staying(), Content.GRADIENTS)
+        self._ledger.reset_peak()
+
     def _begin_noting(self) -> None:
         _, named = self._ledger.take_changes()
         self._began = self._ledger.now_s, named
 
-    def begin_micro_batch(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Claims go by the shapes of its own inputs."""
+    def begin_micro_batch(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Claims go by the shapes of its own inputs; those that have none in this place are watched."""
+        self._micro_batch += 1
         self._take_shapes(inputs)
         if self._is_watching:
+            self._count()
             self._ledger.adopt_inputs(inputs)
+        elif not self._num_seen:
+            self._watch(inputs)
+        return self._is_watching
 
     def _take_shapes(self, inputs: Sequence[torch.Tensor]) -> Hashable:
         shapes = self._shapes = shapes_of(inputs)
@@ -146,6 +184,7 @@ class LedgerMetering(Metering):
         What leaves becomes a named allocation, which its offload frees: how long it stays differs from one iteration
         to the next.
         """
+        self._staying = staying
         with self._ledger.one_moment():
             if self._is_watching:
                 self._ledger.is_finding = False  # the loop may prepare its next batch from data on the host
@@ -193,14 +232,14 @@ class LedgerMetering(Metering):
         if began is None or not self._marks:
             return None
         memory = self._memory_since(began, changes, end_s)
-        if not was_watched:
+        if not was_watched or self._first_watched:
             self._not_looked_at.append(memory)
         return memory
 
     def _note_stretches(self, changes: Sequence[MemoryChange], end_s: float) -> None:
         """What operations held, from each mark of the watched iteration to the next one."""
-        left_bytes = 0
-        for mark, following in zip(self._marks, [*self._marks[1:], None], strict=False):
+        left_bytes, watched = 0, self._marks[self._first_watched :]
+        for mark, following in zip(watched, [*watched[1:], None], strict=False):
             if not mark.is_end:
                 left_bytes = mark.held.get(None, 0)
             until_s = end_s if following is None else following.at_s
@@ -235,7 +274,8 @@ class LedgerMetering(Metering):
         """As if it had not begun: it is watched again if it was, and the claim is what it was."""
         if self._is_watching:
             self._watched_peak_bytes = max(self._watched_peak_bytes, self._ledger.peak_bytes)
-            self._num_watched[self._shapes_of_iteration] -= 1
+            for place in self._counted:
+                self._num_watched[place] -= 1
         self.stop()
         if self._claim_before_bytes is not None:
             self._ledger.claim(self._claim_before_bytes)

@@ -39,8 +39,8 @@ class Metering(ABC):
         """An iteration begins on ``inputs``; says whether watching it disturbs its timing."""
 
     @abstractmethod
-    def begin_micro_batch(self, inputs: Sequence[torch.Tensor]) -> None:
-        """A later micro-batch of the iteration begins on ``inputs``."""
+    def begin_micro_batch(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """A later micro-batch of the iteration begins on ``inputs``; says what ``begin_iteration`` says."""
 
     def one_moment(self) -> AbstractContextManager[Any]:
         """Within the block memory changes hands, at one moment."""

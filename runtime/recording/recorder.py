@@ -10,7 +10,7 @@ iterations, ordered by duration (an interquartile mean).  Tasks then add up to t
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -28,7 +28,8 @@ from ...shared.schema.workload import Workload
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ..devices.device import TrainingDevice
 from ..model.identity import software_versions
-from .iteration_memory import Floats, IterationMemory, MemoryOverTime
+from .iteration_memory import Floats, Ints, IterationMemory, MemoryOverTime
+from .rank_meetings import Meetings, RankStamps, clock_name, groups_of
 from .timed_iterations import WARM_UP, why_no_record
 
 _MAX_CURVE_POINTS: Final = 2000
@@ -47,6 +48,16 @@ class IterationLog:
     follows_pause: bool = False
     memory: IterationMemory | None = None
     moved_to_host_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """Collectives that one rank did with others."""
+
+    came_s: Mapping[TaskId, Sequence[float]]
+    """When the last of the ranks came to each, one moment per iteration."""
+    waited_s: Mapping[TaskId, float]
+    """Mean seconds that this rank had waited by then."""
 
 
 class Recorder:
@@ -96,6 +107,57 @@ class Recorder:
 
         Raises ProtwinError if there are fewer than two such iterations in a row.
         """
+        timed = self._timed(since, until)
+        periods = self._periods(timed)
+        logs = [timed[place][0] for place in middle_half(periods)]
+        return self._record(hardware_name, logs, periods, [periods[place] for place in middle_half(periods)])
+
+    @property
+    def rank_groups(self) -> Ints:
+        """(R, C): of the collectives, as ``groups_of`` gives them."""
+        return groups_of(self._schedule)
+
+    def stamps(self, *, since: int = 0, until: int | None = None) -> RankStamps:
+        """When the iterations that may count began, and what this rank did in them with others.
+
+        Raises as ``record``.
+        """
+        seconds = self._device.seconds
+        timed = self._timed(since, until)
+        program = self._schedule.lanes[Lane.COLLECTIVE]
+
+        def table(stamp: Callable[[Any], Any]) -> Floats:
+            rows = [[seconds(stamp(log.spans[task])) for task in program] for log, _ in timed]
+            return np.array(rows, dtype=np.float64).reshape(len(timed), len(program))
+
+        return RankStamps(
+            clock=clock_name(),
+            iterations=np.array([log.index for log, _ in timed]),
+            begins_s=np.array([seconds(log.started) for log, _ in timed]),
+            periods_s=np.array(self._periods(timed)),
+            starts_s=table(lambda span: span.start),
+            ends_s=table(lambda span: span.end),
+        )
+
+    def record_of_rank(self, meetings: Meetings, rank: int, *, hardware_name: str = "") -> Record:
+        """What this ``rank`` did in the typical iterations of ``meetings``.
+
+        A collective starts when the last of its ranks has come to it.
+        """
+        counted, typical = set(meetings.iterations.tolist()), set(meetings.typical.tolist())
+        pairs = [pair for pair in zip(self.logs, self.logs[1:], strict=False) if pair[0].index in counted]
+        periods = self._periods(pairs)
+        logs = [log for log, _ in pairs if log.index in typical]
+        program = self._schedule.lanes[Lane.COLLECTIVE]
+        joined = _Joined(
+            dict(zip(program, meetings.came_s[rank].T.tolist(), strict=True)),
+            dict(zip(program, meetings.waited_s[rank].tolist(), strict=True)),
+        )
+        own = [period for (log, _), period in zip(pairs, periods, strict=True) if log.index in typical]
+        return self._record(hardware_name, logs, periods, own, joined)
+
+    def _timed(self, since: int, until: int | None) -> list[tuple[IterationLog, IterationLog]]:
+        """The iterations that count, each with the next one."""
         warm = [
             (log, following)
             for log, following in zip(self.logs, self.logs[1:], strict=False)
@@ -105,13 +167,25 @@ class Recorder:
         if not timed:
             disturbed = ((any(a.is_metered for a in pair), any(a.follows_pause for a in pair)) for pair in warm)
             raise ProtwinError(why_no_record(len(self.logs), self._meter_every, disturbed))
+        return timed
+
+    def _periods(self, pairs: Sequence[tuple[IterationLog, IterationLog]]) -> list[float]:
         seconds = self._device.seconds
-        periods = [seconds(following.started) - seconds(log.started) for log, following in timed]
-        typical = middle_half(periods)
-        iteration_s = statistics.fmean(periods[place] for place in typical)
+        return [seconds(following.started) - seconds(log.started) for log, following in pairs]
+
+    def _record(
+        self,
+        hardware_name: str,
+        logs: Sequence[IterationLog],
+        periods: Sequence[float],
+        typical: Sequence[float],
+        joined: _Joined | None = None,
+    ) -> Record:
+        """The Record of ``logs``, whose periods are ``typical``; ``periods`` are those of all that count."""
+        joined = joined or _Joined({}, {})
+        iteration_s = statistics.fmean(typical)
         noise = statistics.median(abs(period - iteration_s) for period in periods) / iteration_s
-        logs = [timed[place][0] for place in typical]
-        timings = self._timings(logs)
+        timings = self._timings(logs, joined.came_s)
         forward_s, backward_s = phase_times_s(self._schedule, [timing.end_s for timing in timings])
         needed = model_flops(self._workload)
         return Record(
@@ -127,11 +201,11 @@ class Recorder:
             num_tokens=self._workload.num_tokens * self._plan.micro_batches * self._plan.num_ranks,
             iteration_s=iteration_s,
             iteration_noise_frac=noise,
-            num_iterations=len(timed),
+            num_iterations=len(periods),
             forward_s=forward_s,
             backward_s=backward_s,
             optimizer_s=max(0.0, iteration_s - forward_s - backward_s),
-            waits=phase_waits(self._schedule, repeating(timings, iteration_s), (0.0, iteration_s)),
+            waits=phase_waits(self._schedule, repeating(timings, iteration_s), (0.0, iteration_s), joined.waited_s),
             tasks=timings,
             lanes=self._lanes(timings),
             memory=self._memory(logs, timings),
@@ -144,14 +218,19 @@ class Recorder:
             question=question_of(self._workload, self._plan),
         )
 
-    def _timings(self, logs: Sequence[IterationLog]) -> tuple[TaskTiming, ...]:
+    def _timings(
+        self, logs: Sequence[IterationLog], came_s: Mapping[TaskId, Sequence[float]]
+    ) -> tuple[TaskTiming, ...]:
+        """``came_s``: when collectives begin that ranks come to at different times, one for each of ``logs``."""
         timings = []
         seconds = self._device.seconds
         for task in self._schedule.tasks:
             starts, durations = [], []
-            for log in logs:
+            for place, log in enumerate(logs):
                 span = log.spans[task.id]
                 start, end = seconds(span.start), seconds(span.end)
+                if task.id in came_s:
+                    start = came_s[task.id][place]
                 starts.append(start - seconds(log.started))
                 durations.append(max(0.0, end - start))
             start_s, duration_s = statistics.fmean(starts), statistics.fmean(durations)

@@ -77,10 +77,13 @@ def configured_model(
     return model
 
 
-def apply_options(model: nn.Module, options: TrainingOptions) -> None:
-    """Add what ``options`` add to ``model`` and freeze what they freeze, in place.  Raises WorkloadError."""
+def apply_options(model: nn.Module, options: TrainingOptions, *, device: torch.device | None = None) -> None:
+    """Add what ``options`` add to ``model`` and freeze what they freeze, in place.
+
+    What is added lies beside the model's own parameters, or on ``device``.  Raises WorkloadError.
+    """
     if options.lora is not None:
-        add_lora(model, rank=options.lora.rank, targets=options.lora.targets)
+        add_lora(model, rank=options.lora.rank, targets=options.lora.targets, device=device)
     freeze(model, options.frozen)
 
 

@@ -138,14 +138,24 @@ def keep_representatives(model: nn.Module, blocks: Sequence[NamedBlock]) -> tupl
     Gives, for every original block, the index of the remaining block that stands for it, and the remaining blocks'
     names; None, with the model unchanged, if the blocks do not begin whole lists or none can be spared.
     """
+    return keep_alike([(model, blocks)])
+
+
+def keep_alike(subjects: Sequence[tuple[nn.Module, Sequence[NamedBlock]]]) -> tuple[list[int], list[str]] | None:
+    """``keep_representatives`` of models that have their blocks at the same paths, and run them in turn.
+
+    A place remains in all of them or in none.
+    """
+    names = [block.name for block in subjects[0][1]]
     rows: dict[str, list[int]] = {}
-    for index, block in enumerate(blocks):
-        rows.setdefault(block.name.rpartition(".")[0], []).append(index)
-    if any(not _is_row(model, path, [blocks[index].name for index in row]) for path, row in rows.items()):
+    for index, name in enumerate(names):
+        rows.setdefault(name.rpartition(".")[0], []).append(index)
+    for model, _ in subjects:
+        if any(not _is_row(model, path, [names[index] for index in row]) for path, row in rows.items()):
+            return None
+    if [index for row in rows.values() for index in row] != list(range(len(names))):
         return None
-    if [index for row in rows.values() for index in row] != list(range(len(blocks))):
-        return None
-    kinds = _kinds(blocks)
+    kinds: list[Hashable] = list(zip(*(_kinds(blocks) for _, blocks in subjects), strict=True))
     stands_for: list[int] = []
     kept: dict[str, list[int]] = {}
     for path, row in rows.items():
@@ -153,9 +163,10 @@ def keep_representatives(model: nn.Module, blocks: Sequence[NamedBlock]) -> tupl
         stands_for += [_before(kept, path) + place for place in stand_ins]
     if all(len(kept[path]) == len(row) for path, row in rows.items()):
         return None
-    for path, places in kept.items():
-        num_members = len(list(model.get_submodule(path).children()))
-        _shorten(model, path, [*places, *range(len(rows[path]), num_members)])
+    for model, _ in subjects:
+        for path, places in kept.items():
+            num_members = len(list(model.get_submodule(path).children()))
+            _shorten(model, path, [*places, *range(len(rows[path]), num_members)])
     return stands_for, [f"{path}.{place}" for path, places in kept.items() for place in range(len(places))]
 
 

@@ -32,14 +32,15 @@ from ..model.parameters import SeenUses, asks_for_facts
 from .block_inputs import GivenTensor, GivenTensors
 from .operations import observe_call
 
+_FORWARDS: Final = frozenset({TaskKind.FORWARD, TaskKind.TEACHER_FORWARD})
 _MOST_PASSES: Final = 6
 """Iterations after which what a model keeps is taken as it is."""
 
 
-class _GivenParameters(TorchFunctionMode):
+class GivenParameters(TorchFunctionMode):
     """Notes what functions of torch are given, before autocast puts a cast that it has kept in a weight's place."""
 
-    def __init__(self, observer: _Observer) -> None:
+    def __init__(self, observer: SectionObserver) -> None:
         super().__init__()
         self._observer = observer
 
@@ -52,7 +53,7 @@ class _GivenParameters(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-class _Observer:
+class SectionObserver:
     """Splits a metered iteration into sections.
 
     A section's memory ends, and the next one's begins, with the next operation after the announcement: what the caller
@@ -95,10 +96,12 @@ class _Observer:
         return self._key if self._current is not None else None
 
     def begin(self, kind: TaskKind, section: Section) -> None:
+        """What was announced before has ended."""
         self._settle()
         self._next = kind, section
 
     def end_backward(self) -> None:
+        """The iteration's last section has ended."""
         self._settle()
         self._end()
 
@@ -160,7 +163,7 @@ class _Observer:
         for tensor in tensors_in((args, kwargs)):
             seen = self._uses_of_storage.get(tensor.untyped_storage()._cdata)
             if seen is not None:
-                (seen.forward if kind is TaskKind.FORWARD else seen.backward).add(section)
+                (seen.forward if kind in _FORWARDS else seen.backward).add(section)
 
     def _forgotten(self, made_in: Hashable, size_bytes: int) -> None:
         if self.place() == (TaskKind.FORWARD, OuterSection.EPILOGUE) and isinstance(made_in, tuple):
@@ -205,20 +208,20 @@ def observe_sections(
     lasting = [*model.parameters(), *model.buffers(), *batch_tensors(batch).values()]
     ledger.adopt(lasting)
     ledger.adopt(kept_tensors(model.modules()))
-    observer = _Observer(ledger, model)
+    observer = SectionObserver(ledger, model)
     ledger.place = observer.place
     is_kept = mode is ActivationMode.KEEP
     tallies = {index: SwappableTally(model, block.module) for index, block in enumerate(blocks) if is_kept}
     modes = [ActivationMode.SWAP if index in tallies else mode for index in range(len(blocks))]
     walker = SectionWalker(model, blocks, modes, observer, tallies)
-    outputs = _OutputSizes(blocks)
+    outputs = OutputSizes(blocks)
     given = GivenTensors([block.module for block in blocks], ledger, lasting, observer.place)
     try:
         for number in count(1):
             observer.restart()
             given.restart()
             before_bytes = ledger.watched_bytes
-            with ledger.metering(), _GivenParameters(observer):
+            with ledger.metering(), GivenParameters(observer):
                 value = loss_of(model, batch, loss)
                 value.backward()  # type: ignore[no-untyped-call]
                 del value
@@ -226,11 +229,11 @@ def observe_sections(
                 parameter.grad = None
             if number <= passes:
                 on_iteration()
-            if number >= passes and _has_settled(ledger, model, before_bytes, number):
+            if number >= passes and has_settled(ledger, model, before_bytes, number):
                 break
         found = given.found
         outlived_bytes = dict(observer.outlived_bytes)
-        kept_bytes = _kept_bytes(ledger, [*lasting, *model.buffers(), *_dropped(model, held)], blocks)
+        kept_bytes = kept_beside(ledger, [*lasting, *model.buffers(), *_dropped(model, held)], blocks)
     finally:
         given.remove()
         walker.remove()
@@ -246,7 +249,7 @@ def observe_sections(
     return SeenIterations(observer.sections, found, kept_bytes, outlived_bytes, observer.uses, observer.lookups)
 
 
-def _has_settled(ledger: MemoryLedger, model: nn.Module, before_bytes: int, number: int) -> bool:
+def has_settled(ledger: MemoryLedger, model: nn.Module, before_bytes: int, number: int) -> bool:
     """Whether iteration ``number`` has left what was there before it, or so many have left more that all will."""
     if ledger.watched_bytes == before_bytes:
         return True
@@ -270,7 +273,7 @@ def _dropped(model: nn.Module, held: Sequence[torch.Tensor]) -> list[torch.Tenso
     return [tensor for tensor in held if tensor.untyped_storage()._cdata not in kept]
 
 
-def _kept_bytes(
+def kept_beside(
     ledger: MemoryLedger, lasting: Sequence[torch.Tensor], blocks: Sequence[NamedBlock]
 ) -> dict[int | None, int]:
     """Bytes that live on after an iteration beside ``lasting``, by the block that keeps them; None: nobody or several.
@@ -308,11 +311,12 @@ class SeenIterations:
     """``RowReads.lookups``"""
 
 
-class _OutputSizes:
+class OutputSizes:
     """Bytes of the tensors that each block hands on, storages it was given itself left out."""
 
     def __init__(self, blocks: Sequence[NamedBlock]) -> None:
         self.sizes = [0] * len(blocks)
+        """By block; of its latest forward."""
         self._handles = [
             block.module.register_forward_hook(self._measure(index), with_kwargs=True)
             for index, block in enumerate(blocks)
@@ -327,5 +331,6 @@ class _OutputSizes:
         return measure
 
     def remove(self) -> None:
+        """Take the hooks off."""
         for handle in self._handles:
             handle.remove()

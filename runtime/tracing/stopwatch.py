@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
@@ -20,6 +20,20 @@ from ..model.blocks import NamedBlock
 
 WARM_UP_ITERATIONS: Final = 2
 """Iterations before those that count."""
+
+
+class Stopwatch(Protocol):
+    """Seconds of every section of one iteration."""
+
+    def begin(self, kind: TaskKind, section: Section) -> None:
+        """``kind`` of ``section`` begins; what was announced before has ended."""
+
+    def end_backward(self) -> None:
+        """The last section has ended."""
+
+    def seconds(self) -> dict[PhaseKey, float]:
+        """Of all of them."""
+        ...
 
 
 class _Stopwatch:
@@ -93,18 +107,24 @@ def time_sections(
         for mode, found in runs.items():
             found.append(_time_once(model, batch, loss, blocks, mode))
             on_iteration()
-    medians = {}
-    for mode, found in runs.items():
-        counted = found[WARM_UP_ITERATIONS:]
-        medians[mode] = {key: statistics.median(run[key] for run in counted) for key in counted[0]}
-    return medians
+    return {mode: medians_of(found) for mode, found in runs.items()}
+
+
+def stopwatch_on(device: torch.device) -> Stopwatch:
+    """What times sections on ``device``."""
+    return _EventStopwatch(device) if device.type == "cuda" else _Stopwatch()
+
+
+def medians_of(runs: Sequence[dict[PhaseKey, float]]) -> dict[PhaseKey, float]:
+    """Of the runs that count: the first ones warm up."""
+    counted = runs[WARM_UP_ITERATIONS:]
+    return {key: statistics.median(run[key] for run in counted) for key in counted[0]}
 
 
 def _time_once(
     model: nn.Module, batch: Batch, loss: Loss | None, blocks: Sequence[NamedBlock], mode: ActivationMode
 ) -> dict[PhaseKey, float]:
-    device = next(model.parameters()).device
-    stopwatch = _EventStopwatch(device) if device.type == "cuda" else _Stopwatch()
+    stopwatch = stopwatch_on(next(model.parameters()).device)
     walker = SectionWalker(model, blocks, [mode] * len(blocks), stopwatch)
     try:
         loss_of(model, batch, loss).backward()  # type: ignore[no-untyped-call]

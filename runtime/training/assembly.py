@@ -7,30 +7,32 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from ...shared.basics.errors import PlanError
 from ...shared.compile.compile import compile_schedule
-from ...shared.layout.layout import Layout, build_layout
+from ...shared.layout.layout import Layout, layout_of
 from ...shared.layout.looked_up import as_planned
 from ...shared.layout.residencies import chunk_counts
 from ...shared.layout.shards import stepped_members
 from ...shared.optimizers.state import state_tensors
 from ...shared.schema.hardware import Disk
-from ...shared.schema.plan import ParallelMode, Plan
+from ...shared.schema.plan import Plan
 from ...shared.schema.schedule import Content, Schedule, TaskKind
 from ...shared.schema.workload import Workload
 from ...shared.verify.verify import verify_schedule
 from ..checkpoints.state import CheckpointState, configuration_text
 from ..chunks.chunk_store import ChunkStore, chunk_store
 from ..chunks.gradient_watch import refusing_late_gradients
-from ..chunks.placed_model import PlacedModel, StepPolicy
+from ..chunks.model_optimizers import StepPolicy
+from ..chunks.placed_model import PlacedModel
+from ..chunks.saved_weights import SavedWeights
 from ..devices.device import TrainingDevice
 from ..hooks.section_walker import SectionWalker
-from ..hooks.swapping import swapped_blocks
+from ..hooks.swapping import SwappedBlock, swapped_blocks
 from ..model.blocks import NamedBlock, find_blocks
 from ..model.kept_tensors import kept_tensors
 from ..model.ownership import TakenOver, check_model, taken_over
@@ -41,8 +43,9 @@ from ..optimizers.loss_scaling import LossScaler, LossScaling, scaler_for
 from ..optimizers.named import check_made, check_runs_on, on_host
 from ..ranks.agreement import agree, agreed
 from ..ranks.collectives import Collectives
-from ..ranks.placing import place_rank_0
-from ..ranks.world import World
+from ..ranks.own_device import check_own_device
+from ..ranks.shard_groups import between_steps, of_lane
+from ..ranks.world import World, exchanged
 from ..ranks.wrappers import check_unwrapped
 from ..recording.allocator_metering import AllocatorMetering
 from ..recording.ledger_metering import LedgerMetering
@@ -54,14 +57,25 @@ from .evaluation import Evaluation
 from .guards import (
     OffloadedWeights,
     StateAccess,
-    check_device,
+    check_devices,
     check_disk_folder,
     refusing_access,
     refusing_other_optimizers,
 )
-from .module_buffers import buffers_on
+from .initial_values import check_values, fill_buffers, values_for
+from .module_buffers import SharedBuffers, buffers_on
 from .progress import Progress
 from .transfer_lanes import TransferLanes
+
+
+class Walker(Protocol):
+    """What leads the compute lane through its program, as long as a training lives."""
+
+    def remove(self) -> None:
+        """Announce nothing any more; afterwards the model is as it was.  Idempotent."""
+
+    def forget(self) -> None:
+        """The iteration that is under way has been given up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +93,10 @@ class TrainingSettings:
     stated_disk: Disk | None = None
     world: World | None = None
     """The ranks of a plan for several."""
+    weights: SavedWeights | None = None
+    """What fills parameters on the meta device."""
+    follow: Callable[[ComputeLane], Walker] | None = None
+    """Who tells the compute lane where the model is; None: hooks on its blocks, in forward and backward."""
 
     def check(self, plan: Plan) -> None:
         """Raise PlanError if a setting makes no sense, or not with ``plan``."""
@@ -87,11 +105,6 @@ class TrainingSettings:
                 f"keep_last_step keeps what CPU Adam overwrites in host memory, but the plan has n_disk_state = "
                 f"{plan.n_disk_state} chunks on the disk because they do not fit there. Leave keep_last_step out, or "
                 f"carry out a plan with n_disk_state = 0."
-            )
-        if self.loss_scaling is not None and plan.parallel is ParallelMode.SHARDED:
-            raise PlanError(
-                "loss_scaling with parallel = sharded: ranks with parts of gradients do not tell each other of "
-                "overflows so far. Train in bfloat16 without it, or carry out a plan with parallel = ddp or replicated."
             )
         if isinstance(self.optimizer, torch.optim.Optimizer):
             raise PlanError(
@@ -138,7 +151,9 @@ class Parts:
     lanes: TransferLanes
     compute: ComputeLane
     evaluation: Evaluation
-    walker: SectionWalker
+    walker: Walker
+    buffers: SharedBuffers | None
+    """What forward changes and ranks share; None where there is one rank, or nothing of that kind."""
     undo: ExitStack
     """Gives the model back, as it was but for its weights."""
 
@@ -170,33 +185,39 @@ class Assembly:
         """Take the model over, and start the lanes; of several ranks, on all or on none.
 
         Raises PlanError if plan, workload, model and settings do not belong together, the device is smaller than the
-        plan or ranks differ, and the device's out-of-memory error if what else it holds leaves no room; the model is as
-        it was then, but for the weights of rank 0, which all ranks begin with.
+        plan or ranks differ, FileError if weights cannot be read, and the device's out-of-memory error if what else it
+        holds leaves no room.  The model is as it was then, but for the weights of rank 0, which other ranks may have
+        by then; if a rank has ended meanwhile, weights that were in parts are NaN.
         """
-        world = self.settings.world
+        world, saved = self.settings.world, self.settings.weights
         prepared = agreed(world, self._prepare)
-        if world is None:
-            return self._assemble(prepared)
-        agree(world, self._facts(prepared))
-        place_rank_0(world, self.model)
-        parts = agreed(world, lambda: self._assemble(prepared), undo=lambda parts: parts.undo.close())
-        try:
-            agree(world, facts_of_optimizer(parts.held.placed.optimizer_name, prepared.policy.options))
-        except BaseException:
-            parts.undo.close()
-            raise
-        # From here on weights are where the plan has them, and lanes may meet.
-        parts.held.placed.let_originals_go()
-        parts.lanes.meet()
-        undo = ExitStack()
-        undo.callback(world.leave)
-        undo.push(parts.undo)
-        return replace(parts, undo=undo)
+        agree(world, agreed(world, lambda: self._facts(prepared)))
+        limit_bytes = self.settings.device.limit_bytes
+        check_devices(prepared.schedule, [limit_bytes] if world is None else exchanged(world, limit_bytes))
+        if world is not None:
+            check_own_device(world, self.settings.device)
+            world.open_lane(self.settings.device.torch_device, self.plan.shard_ranks)
+        with ExitStack() as unbegun:
+            unbegun.callback(fill_buffers(self.model, saved, world))
+            # Ranks that have given their whole weights up give them back together, once all know why.
+            with ExitStack() as undo:
+                parts = agreed(world, lambda: self._assemble(undo, prepared))
+                agree(world, facts_of_optimizer(parts.held.placed.optimizers.name, prepared.policy.options))
+                whole = ExitStack()
+                if world is not None:
+                    # From here on lanes may meet.
+                    parts.lanes.meet()
+                    whole.callback(world.leave)
+                parts.held.placed.keep()
+                unbegun.pop_all()
+                whole.push(undo.pop_all())
+                return replace(parts, undo=whole)
 
     def _facts(self, prepared: Prepared) -> dict[str, str]:
         """What ranks have to have in common before anything moves."""
         settings = self.settings
         named = {name: getattr(settings, name) for name in ("check_gradients", "loss_scaling", "keep_last_step")}
+        named["weights"] = None if settings.weights is None else settings.weights.fingerprint()
         return facts_of_plan(self.plan, self.workload, prepared.schedule, settings.device, settings=named)
 
     def _prepare(self) -> Prepared:
@@ -206,14 +227,14 @@ class Assembly:
         check_runs_on(plan.optimizer, device.torch_device)
         check_unwrapped(model)
         check_model(model, workload)
+        check_values(model, self.settings.weights, self.settings.world)
         self.settings.check(plan)
         check_disk_folder(plan, self.settings.disk_folder)
         scaler = scaler_for(self.settings.loss_scaling, plan)
-        layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
+        layout = layout_of(workload, plan.chunk_bytes)
         schedule = compile_schedule(plan, workload, layout)
         verify_schedule(schedule, plan, workload, layout)
         _, layout = as_planned(plan, workload, layout)
-        check_device(schedule, device)
         return Prepared(
             layout=layout,
             schedule=schedule,
@@ -221,46 +242,58 @@ class Assembly:
             blocks=find_blocks(model, [block.name for block in workload.blocks]),
         )
 
-    def _assemble(self, prepared: Prepared) -> Parts:
+    def _assemble(self, undo: ExitStack, prepared: Prepared) -> Parts:
         model, plan, workload, device = self.model, self.plan, self.workload, self.settings.device
         layout, schedule, blocks = prepared.layout, prepared.schedule, prepared.blocks
         metering = _metering(device, self.settings.meter_every, model)
         # What is entered or called back on the stack is undone in the opposite order: hooks go before lanes, lanes
         # before chunks, and the model has an owner until its parameters are ordinary again.
-        with ExitStack() as undo:
-            held = self._hold(undo, layout, schedule, prepared.policy)
-            swapping = swapped_blocks(model, blocks, schedule, device)
-            world = self.settings.world
-            collectives = None if world is None else Collectives(world, world.lane_group)
-            lanes = TransferLanes(schedule, held.placed, device, swapping, collectives)
-            undo.callback(lanes.close)
-            compute = ComputeLane(schedule, held.placed, lanes, metering, device, swapping, self.progress)
-            modes = plan.modes(workload.num_blocks)
-            walker = SectionWalker(model, blocks, modes, compute, swapping, is_training=True)
-            undo.callback(walker.remove)
-            for handle in self._hooks(held.placed, compute):
-                undo.callback(handle.remove)
-            undo.callback(metering.stop)
-            return Parts(
-                layout=layout,
-                schedule=schedule,
-                loss_scaler=prepared.policy.scaler,
-                metering=metering,
-                recorder=Recorder(
-                    schedule,
-                    plan,
-                    workload,
-                    device,
-                    chunks=chunk_counts(plan, layout),
-                    meter_every=self.settings.meter_every,
-                ),
-                held=held,
-                lanes=lanes,
-                compute=compute,
-                evaluation=Evaluation(model, blocks, held.placed.chunks, device, held.placed.rows),
-                walker=walker,
-                undo=undo.pop_all(),
-            )
+        held = self._hold(undo, layout, schedule, prepared.policy)
+        swapping = swapped_blocks(model, blocks, schedule, device)
+        world = self.settings.world
+        collectives = None if world is None else of_lane(world, device.pace_collective)
+        lanes = TransferLanes(schedule, held.placed, device, swapping, collectives)
+        undo.callback(lanes.close)
+        compute = ComputeLane(schedule, held.placed, lanes, metering, device, swapping, self.progress)
+        walker = self._follow(blocks, compute, swapping)
+        undo.callback(walker.remove)
+        for handle in self._hooks(held.placed, compute):
+            undo.callback(handle.remove)
+        undo.callback(metering.stop)
+        return Parts(
+            layout=layout,
+            schedule=schedule,
+            loss_scaler=prepared.policy.scaler,
+            metering=metering,
+            recorder=Recorder(
+                schedule,
+                plan,
+                workload,
+                device,
+                chunks=chunk_counts(plan, layout),
+                meter_every=self.settings.meter_every,
+            ),
+            held=held,
+            lanes=lanes,
+            compute=compute,
+            evaluation=Evaluation(model, blocks, held.placed.chunks, device, held.placed.rows),
+            walker=walker,
+            buffers=self._shared_buffers(held.placed.ranks),
+            undo=undo,
+        )
+
+    def _follow(
+        self, blocks: Sequence[NamedBlock], compute: ComputeLane, swapping: Mapping[int, SwappedBlock]
+    ) -> Walker:
+        if self.settings.follow is not None:
+            return self.settings.follow(compute)
+        modes = self.plan.modes(self.workload.num_blocks)
+        return SectionWalker(self.model, blocks, modes, compute, swapping, is_training=True)
+
+    def _shared_buffers(self, ranks: Collectives | None) -> SharedBuffers | None:
+        if ranks is None or next(self.model.buffers(), None) is None:
+            return None
+        return SharedBuffers(self.model, self.settings.device, ranks)
 
     def _policy(self, scaler: LossScaler | None) -> StepPolicy:
         settings, plan = self.settings, self.plan
@@ -286,8 +319,11 @@ class Assembly:
             device.ledger.adopt(model.buffers(), Content.RESIDENT)
         store = self._store(undo, layout, schedule)
         world = self.settings.world
-        ranks = None if world is None else Collectives(world, world.control_group)
-        placed = PlacedModel(model, workload, layout, device, plan=plan, policy=policy, store=store, ranks=ranks)
+        ranks = None if world is None else between_steps(world)
+        values = values_for(model, self.settings.weights, world)
+        placed = PlacedModel(
+            model, workload, layout, device, plan=plan, policy=policy, store=store, ranks=ranks, values=values
+        )
         undo.callback(placed.move_out)
         if store is not None and self.settings.stated_disk is not None:
             store.check_speed(self.settings.stated_disk)
@@ -307,7 +343,7 @@ class Assembly:
             model, workload, placed, optimizer, device, plan=plan, configuration=configuration, scaler=policy.scaler
         )
         access = undo.enter_context(refusing_access(model))
-        steppers = [stepper.optimizer for stepper, _, _ in placed.steppers()]
+        steppers = [stepper.optimizer for stepper, _, _ in placed.optimizers.steppers()]
         for stepper in steppers:
             check_made(plan.optimizer, stepper)
         undo.enter_context(refusing_other_optimizers(model, [optimizer, *steppers]))

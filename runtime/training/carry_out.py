@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 from torch import nn
 
 from ...shared.basics.documents import Document
-from ...shared.basics.errors import FileError, PlanError
+from ...shared.basics.errors import FileError, PlanError, ProtwinError
 from ...shared.schema.hardware import Disk
 from ...shared.schema.plan import Plan
 from ...shared.schema.workload import Workload
+from ..chunks.saved_weights import SavedWeights
 from ..devices.cpu_device import CpuDevice
 from ..devices.cuda_device import CudaDevice
 from ..devices.device import TrainingDevice
@@ -21,25 +23,28 @@ from ..optimizers.chunk_optimizer import MakeOptimizer
 from ..optimizers.loss_scaling import LossScaling
 from ..optimizers.named import named_optimizer
 from ..ranks.agreement import agreed
-from ..ranks.world import World, join_world
+from ..ranks.failures import tell_failure
+from ..ranks.own_device import device_of_rank
+from ..ranks.world import World, exchanged, join_world
 from .assembly import TrainingSettings
 from .training import Training
 
 
 def carry_out(
     model: nn.Module,
-    plan: Plan,
+    plan: Plan | None,
     workload: Workload,
     *,
     optimizer: MakeOptimizer | None = None,
     parameter_groups: Sequence[Mapping[str, Any]] | None = None,
-    device: TrainingDevice | None = None,
+    device: TrainingDevice | str | None = None,
     meter_every: int | None = None,
     check_gradients: bool = True,
     loss_scaling: LossScaling | None = None,
     keep_last_step: bool = False,
     disk_folder: str | Path | None = None,
     stated_disk: Disk | None = None,
+    weights: str | Path | SavedWeights | None = None,
     rank_timeout_s: float = 600.0,
 ) -> Training:
     """Take over ``model`` and train it as ``plan`` says.
@@ -48,8 +53,9 @@ def carry_out(
     ``functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)``; it is called once per chunk, or per parameter.  By
     default it is the one that the plan names, with its usual options; ``named_optimizer`` gives it with others.
     ``parameter_groups`` are torch's, over the model's own parameters.  ``device`` is where the model's parameters are,
-    by default.  On the CPU the ledger watches the first iterations of every input shape, and every ``meter_every``-th
-    one; a Record times the others, so that it needs a ``meter_every`` of 3 at least.
+    by default; ``"cuda"`` is the device of this process's LOCAL_RANK, the first one without ranks.  On the CPU the
+    ledger watches the first iterations of every input shape, and every ``meter_every``-th one; a Record times the
+    others, so that it needs a ``meter_every`` of 3 at least.
     ``check_gradients`` ends training before gradients that are not finite reach a weight, and names whose they are.
     ``loss_scaling``, for float16, makes ``training.scale(loss).backward()`` the backward; the plan must limit the norm.
     ``keep_last_step``: what CPU Adam overwrites is kept until the iteration is complete, so that every iteration can be
@@ -61,9 +67,18 @@ def carry_out(
     FileError, and the parameters that it had are NaN after ``close``: a training goes on from its checkpoint.
     ``stated_disk`` is what the plan was predicted with, of a ``Hardware``; a slower disk is told of.
 
+    ``weights`` is a folder of safetensors files with the tensors of the model's ``state_dict``, for a model whose
+    parameters are on the meta device (``parameters_on_meta``): each chunk is read when it is made, and by each rank
+    only as far as it keeps it, so that the model never lies whole in memory.  Other element types are converted.
+    Buffers that the files have are read too; parameters that have values, such as those of an adapter, keep them.
+    After ``close`` the parameters are on the host; where ranks had parts of them (parallel = sharded), on that of
+    rank 0, and on the meta device of the others.  Without ``weights``, ranks other than 0 may have parameters on the
+    meta device all the same: rank 0 sends each of them its part.
+
     A plan for several ranks is carried out by as many processes, each with its own batches: call this on all of them.
     They are those of torch.distributed's default group, or those that torchrun has started.  All begin with the weights
-    of rank 0, and have the same plan, workload, options and software.  A rank that keeps others waiting for longer than
+    of rank 0, and have the same plan, workload, options and software; None for ``plan`` takes rank 0's.  The smallest
+    device has to be large enough.  A rank that keeps others waiting for longer than
     ``rank_timeout_s`` ends their training.
 
     Until the end, ``use_cache`` of a transformers model is off, as it has to be in a plain loop of the same bits: a
@@ -73,17 +88,18 @@ def carry_out(
     or call ``close``: the model then has ordinary parameters again.  ``training_of(model)`` finds one that was lost.
     Raises PlanError, before anything moves, if plan, workload and model do not belong together, or if the plan may need
     more memory than the device has; the device's out-of-memory error if what else it holds leaves no room for the
-    persistent chunks; FileError if ``disk_folder`` is missing, read-only, too full or in use; RanksError if ranks do
-    not find each other.  What one rank raises, all do, with the same message.
+    persistent chunks; FileError if ``disk_folder`` is missing, read-only, too full or in use, or if ``weights`` lacks
+    tensors, has others besides or has them in other shapes; RanksError if ranks do not find each other.  What one rank
+    raises, all do, with the same message; the model is then as it was, with rank 0's weights on other ranks perhaps.
     """
-    plan = _checked(model, plan, workload)
-    world = join_world(plan.num_ranks, timeout_s=rank_timeout_s)
+    found = checked_plan(model, plan, workload)
+    world = _joined(found, rank_timeout_s)
 
-    def chosen() -> TrainingSettings:
+    def chosen(plan: Plan) -> TrainingSettings:
         return TrainingSettings(
             optimizer=optimizer or named_optimizer(plan.optimizer),
             parameter_groups=parameter_groups,
-            device=device or _device_of(model),
+            device=device if isinstance(device, TrainingDevice) else device_for(model, device, world),
             meter_every=meter_every,
             check_gradients=check_gradients,
             loss_scaling=loss_scaling,
@@ -91,20 +107,60 @@ def carry_out(
             disk_folder=disk_folder,
             stated_disk=stated_disk,
             world=world,
+            weights=_saved(weights),
         )
 
-    return _begun(world, lambda: Training(model, plan, workload, agreed(world, chosen)))
+    def begin() -> Training:
+        shared = _of_rank_0(found, world)
+        return Training(model, shared, workload, agreed(world, lambda: chosen(shared)))
+
+    return _begun(world, begin)
 
 
-def _checked(model: nn.Module, plan: Plan, workload: Workload) -> Plan:
+def checked_plan(model: nn.Module, plan: Plan | None, workload: Workload) -> Plan | ProtwinError | None:
     """The plan with the values that a file of it would have: ``model_copy`` checks none of those that it is given.
 
-    Raises PlanError if one of them is impossible, or an argument is something else.
+    What is wrong with it or another argument is given, not raised: other ranks are to hear of it.
     """
-    for name, given, kind in (("model", model, nn.Module), ("plan", plan, Plan), ("workload", workload, Workload)):
-        if not isinstance(given, kind):
-            how = f" {kind.__name__}.load(path) reads a file." if issubclass(kind, Document) else ""
-            raise PlanError(f"{name} is a {type(given).__name__}; it must be a {kind.__name__}.{how}")
+    try:
+        for name, given, kind in (("model", model, nn.Module), ("plan", plan, Plan), ("workload", workload, Workload)):
+            if not isinstance(given, kind) and not (name == "plan" and given is None):
+                how = f" {kind.__name__}.load(path) reads a file." if issubclass(kind, Document) else ""
+                raise PlanError(f"{name} is a {type(given).__name__}; it must be a {kind.__name__}.{how}")
+        return None if plan is None else _with_values_of_a_file(plan)
+    except ProtwinError as error:
+        return error
+
+
+def _joined(found: Plan | ProtwinError | None, timeout_s: float) -> World | None:
+    """The ranks that train together, as many as the plan says, or as were started where it says nothing."""
+    if isinstance(found, Plan):
+        return join_world(found.num_ranks, timeout_s=timeout_s)
+    try:
+        return join_world(None, timeout_s=timeout_s)
+    except ProtwinError as error:
+        raise (error if found is None else found) from None
+
+
+def _of_rank_0(found: Plan | ProtwinError | None, world: World | None) -> Plan:
+    """The plan of rank 0, where this one has none; on all ranks, raises PlanError if rank 0 has none, or ``found``."""
+
+    def given() -> Plan | None:
+        if isinstance(found, ProtwinError):
+            raise found
+        if found is None and (world is None or world.rank == 0):
+            raise PlanError("plan is None, which takes the plan of rank 0, but this is rank 0. Pass a plan here.")
+        return found
+
+    own = agreed(world, given)
+    if world is None:
+        assert own is not None
+        return own
+    first = exchanged(world, None if own is None else own.to_json())[0]
+    return agreed(world, lambda: own or Plan.from_mapping(json.loads(first), origin="the plan of rank 0"))
+
+
+def _with_values_of_a_file(plan: Plan) -> Plan:
     knobs = plan.model_dump(mode="json", warnings=False)
     try:
         return Plan.from_mapping(
@@ -114,12 +170,22 @@ def _checked(model: nn.Module, plan: Plan, workload: Workload) -> Plan:
         raise PlanError(str(error)) from error
 
 
+def _saved(weights: str | Path | SavedWeights | None) -> SavedWeights | None:
+    """Raises PlanError if it is something else."""
+    if weights is None or isinstance(weights, SavedWeights):
+        return weights
+    if not isinstance(weights, str | Path):
+        raise PlanError(f"weights is a {type(weights).__name__}; it must be the path of a folder.")
+    return SavedWeights(Path(weights))
+
+
 def _begun(world: World | None, begin: Callable[[], Training]) -> Training:
     """A training that leaves ``world`` when it is closed; if it does not begin, the world is left at once."""
     try:
         return begin()
-    except BaseException:
+    except BaseException as error:
         if world is not None:
+            tell_failure(world.store, world.rank, error)
             world.leave()
         raise
 
@@ -134,8 +200,19 @@ def training_of(model: nn.Module) -> Training | None:
     return found
 
 
+def device_for(model: nn.Module, named: str | None, world: World | None = None) -> TrainingDevice:
+    """The device of this rank where it is ``named``, else the model's own."""
+    if named is None:
+        return _device_of(model)
+    if named not in ("cpu", "cuda"):
+        raise PlanError(f'device is {named!r}; it must be "cpu", "cuda", CpuDevice(...) or CudaDevice(...).')
+    return device_of_rank(named, 0 if world is None else world.local_rank)
+
+
 def _device_of(model: nn.Module) -> TrainingDevice:
-    devices = {parameter.device for parameter in model.parameters()}
+    devices = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
+    if not devices:
+        raise PlanError("every parameter is on the meta device. Pass device=CpuDevice() or device=CudaDevice().")
     if len(devices) != 1:
         raise PlanError(f"the model's parameters are on {len(devices)} devices. Move it to one, or pass device=.")
     device = devices.pop()
@@ -143,4 +220,4 @@ def _device_of(model: nn.Module) -> TrainingDevice:
         return CpuDevice()
     if device.type == "cuda":
         return CudaDevice(device.index or 0)
-    raise PlanError(f"the model is on {device.type!r}. Pass device=CpuDevice() or device=CudaDevice().")
+    raise PlanError(f'the model is on {device.type!r}. Pass device="cpu" or device="cuda".')

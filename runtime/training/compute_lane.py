@@ -159,7 +159,7 @@ class ComputeLane:
             self._logs[self.iteration].is_metered = self._metering.begin_iteration(self.iteration, inputs)
         else:
             self._placed.check_gradients()
-            self._metering.begin_micro_batch(inputs)
+            self._logs[self.iteration].is_metered = self._metering.begin_micro_batch(inputs)
         self._left.clear()
 
     def begin(self, kind: TaskKind, section: Section) -> None:
@@ -195,7 +195,7 @@ class ComputeLane:
         try:
             self._run_on(TaskKind.DEVICE_ADAM, None)
             with torch.profiler.record_function("protwin::device_adam"):
-                self._placed.step_on_device(self._lanes.scale_of(self.iteration))
+                self._placed.step_on_device(self._lanes.work.scale_of(self.iteration))
             self._placed.drop_gradients()
             self._finish_running()
             log = self._logs.pop(self.iteration)
@@ -317,9 +317,10 @@ class ComputeLane:
             log.started = span.start
         self._running = task
         self._placed.rows.is_in_prologue = (task.kind, task.section) == (TaskKind.FORWARD, OuterSection.PROLOGUE)
-        call = _BEGUN.get((task.kind, task.section))
-        if call is not None:
-            self._progress.advance(call)
+        if task.section is OuterSection.PROLOGUE and task.kind in _FORWARDS:
+            self._progress.advance(Call.FORWARD)
+        elif task.kind is TaskKind.BACKWARD and self._progress.phase is TrainingPhase.FORWARD:
+            self._progress.advance(Call.BACKWARD)
 
     def _wait(self, task: Task) -> None:
         """Wait for the tasks of other lanes that a compute task needs; the first iteration has none before it."""
@@ -342,28 +343,24 @@ class ComputeLane:
         leaving: dict[Content, list[torch.Tensor]] = {}
         for offload in self._leaving.get(task.id, ()):
             content = Content.GRADIENTS if offload.chunk is not None else Content.SWAPPED
-            leaving.setdefault(content, []).extend(self._lanes.send(offload, self.iteration))
+            leaving.setdefault(content, []).extend(self._lanes.work.send(offload, self.iteration))
             if offload.chunk is not None:
                 self._left.add(offload.chunk)
         for reduction in self._shared.get(task.id, ()):
-            self._lanes.lend(reduction, self.iteration)
+            self._lanes.work.lend(reduction, self.iteration)
             assert reduction.chunk is not None
             self._left.add(reduction.chunk)
         if task.kind is TaskKind.BACKWARD and task.micro_batch == self._looked_at:
             self._placed.look_at_gradients(task.section)
         self._metering.end_task(task, leaving, self._placed.gradients)
-        self._lanes.make_room(task)
+        self._lanes.make_room(task, self.iteration)
         if task.id in self._awaited:
             self._lanes.mark(self.iteration, task.id).set(self._device.record_event())
         self._running = None
         self._place += 1
 
 
-_BEGUN: Final[Mapping[tuple[TaskKind, Section | None], Call]] = {
-    (TaskKind.FORWARD, OuterSection.PROLOGUE): Call.FORWARD,
-    (TaskKind.BACKWARD, OuterSection.EPILOGUE): Call.BACKWARD,
-}
-"""The tasks that begin a phase."""
+_FORWARDS: Final = frozenset({TaskKind.FORWARD, TaskKind.TEACHER_FORWARD})
 _COMPLETE_IT: Final = "Complete it: call backward() if that is missing, then step()."
 _AFTERWARDS: Final = (
     "Close the training, which gives back the model with the weights as they are, or go on from the latest checkpoint "

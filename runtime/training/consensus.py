@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ...shared.basics.errors import PlanError
 from ...shared.schema.plan import Plan
@@ -19,11 +20,11 @@ from ..optimizers.step_options import StepOptions
 
 
 def check_ranks_on(plan: Plan, device: torch.device) -> None:
-    """Raise PlanError if the runtime cannot carry ``plan`` out on several devices of this kind yet."""
-    if plan.num_ranks > 1 and device.type != "cpu":
+    """Raise PlanError if this build of torch has no collectives for devices of this kind."""
+    if plan.num_ranks > 1 and device.type == "cuda" and not dist.is_nccl_available():
         raise PlanError(
-            f"the plan is for {plan.num_ranks} ranks, which are carried out on CPUs with gloo so far, but the device "
-            f"is {device.type}. Pass device=CpuDevice(), or carry out a plan of one rank."
+            f"the plan is for {plan.num_ranks} ranks on CUDA devices, but this build of PyTorch has no NCCL. Install "
+            f'one that has (on Linux), pass device="cpu", or carry out a plan of one rank.'
         )
 
 
@@ -36,10 +37,9 @@ def facts_of_plan(
     """
     software = {f"the version of {name}": version for name, version in software_versions().items()}
     knobs = plan.model_dump(mode="json", exclude={"note"})
-    kind = device.torch_device.type
     facts = {
         **software,
-        "the device": kind if kind != "cpu" else f"a CPU with kernels for {torch.backends.cpu.get_cpu_capability()}",
+        "the device": device.kind,
         "the workload": f"{workload.model_name} ({workload.identity})",
         **{f"the plan's {name}": str(value) for name, value in knobs.items()},
         "the schedule": _hash(repr((schedule.tasks, schedule.buffers))),

@@ -6,7 +6,7 @@ A plan that the runtime cannot carry out is refused here too.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,8 +23,9 @@ from ...shared.schema.plan import Plan
 from ...shared.schema.schedule import Schedule
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ..chunks.placed_model import PlacedModel
+from ..chunks.sharded_chunk import ShardedChunk
 from ..devices.chunk_file import check_folder
-from ..devices.device import TrainingDevice
+from ..ranks.launch import by_rank
 
 
 def refuse_with_ranks(plan: Plan, what: str) -> None:
@@ -51,16 +52,22 @@ def check_disk_folder(plan: Plan, folder: str | Path | None) -> None:
     check_folder(folder)
 
 
-def check_device(schedule: Schedule, device: TrainingDevice) -> None:
-    """Raise PlanError if some timing of ``schedule`` exceeds the memory of ``device``."""
-    if device.limit_bytes is None:
+def check_devices(schedule: Schedule, limits_bytes: Sequence[int | None]) -> None:
+    """Raise PlanError if some timing of ``schedule`` exceeds the memory of a device: of each rank's, None: no limit.
+
+    The smallest rules, since all ranks carry out the same plan.
+    """
+    least_bytes = min((limit for limit in limits_bytes if limit is not None), default=None)
+    if least_bytes is None:
         return
     peak = guaranteed_device_peak(schedule)
-    if peak.size_bytes > device.limit_bytes:
+    if peak.size_bytes > least_bytes:
+        unlike = [format_bytes(limit) if limit is not None else "no limit" for limit in limits_bytes]
+        has = f"the device has {unlike[0]}" if len(set(unlike)) == 1 else f"of the devices there is {by_rank(unlike)}"
         raise PlanError(
             f"the plan's device memory may reach {format_bytes(peak.size_bytes)}, during "
-            f"{schedule.tasks[peak.task].name}, but the device has {format_bytes(device.limit_bytes)}. Search a plan "
-            f"for this device, or carry this one out on a device of {format_enough_bytes(peak.size_bytes)} or more."
+            f"{schedule.tasks[peak.task].name}, but {has}. Search a plan for {format_bytes(least_bytes)}, or carry "
+            f"this one out on devices of {format_enough_bytes(peak.size_bytes)} or more."
         )
 
 
@@ -147,12 +154,18 @@ def _changes_nothing(module: nn.Module, change: Callable[[torch.Tensor], Any]) -
 def state_on_host(model: nn.Module, placed: PlacedModel, access: StateAccess) -> dict[str, Any]:
     """Copies of everything that ``model.state_dict()`` holds, on the host; tied weights are one tensor.
 
-    Offloaded chunks are read from their homes: no device memory is needed.  No step may be under way.
+    Offloaded chunks are read from their homes: no device memory is needed.  No step may be under way.  Of several ranks
+    the first has it, and the others, who send their parts of one region after the other, have nothing.
     """
+    is_first = placed.ranks is None or placed.ranks.rank == 0
     values: dict[int, torch.Tensor] = {}
     for chunk in placed.chunks:
-        for parameter, value in zip(chunk.parameters, chunk.values().values(), strict=True):
-            values[id(parameter)] = value.detach().to("cpu", copy=True)
+        found = chunk.values_on_first() if isinstance(chunk, ShardedChunk) else chunk.values() if is_first else None
+        if found is not None:
+            for parameter, value in zip(chunk.parameters, found.values(), strict=True):
+                values[id(parameter)] = value.detach().to("cpu", copy=True)
+    if not is_first:
+        return {}
     with access.allowed():
         # The parameters themselves, which are not read: their memory may be elsewhere.
         state = model.state_dict(keep_vars=True)

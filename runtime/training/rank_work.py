@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,12 +16,24 @@ from ..chunks.sharded_chunk import ShardedChunk
 from ..devices.device import TrainingDevice
 from ..devices.lanes import WorkerLane
 from ..model.nested_tensors import storage_bytes
+from ..model.strides import copy_strided, in_memory_order
 from ..optimizers.gradient_norms import ClippedNorm
 from ..optimizers.non_finite import non_finite, refuse_of_ranks
-from ..ranks.collectives import Collectives, tell_failure
+from ..ranks.collectives import Collectives
+from ..ranks.failures import let_go_of_groups, tell_failure
 
 Outgoing = MutableMapping[tuple[int, int, int], list[torch.Tensor | None]]
 """Gradients that have left their parameters, by iteration, micro-batch and chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """Memory of the device that gradients are added up in, a tensor for each trained region of a chunk."""
+
+    flats: list[torch.Tensor]
+    """For those of all ranks' parts, one after the other."""
+    parts: list[torch.Tensor]
+    """For this rank's part of the sums."""
 
 
 class RankWork:
@@ -54,6 +67,18 @@ class RankWork:
         self._device = device
         self._collectives = collectives
         self._outgoing = outgoing
+        self._share = 1 / collectives.world.num_ranks
+        """Of one rank in a mean: sums are multiplied by it once."""
+        self._rooms: dict[tuple[int, int, int], _Room] = {}
+        """Memory that the compute thread has taken for what is flattened and added up, by iteration, micro-batch and
+        chunk: from ``make_room`` (compute thread) to ``_scatter`` (collective).  Where streams run behind, alone
+        ([Note: Memory on one stream] in ``memory_events``)."""
+        self._parts: dict[tuple[int, int, int], list[torch.Tensor]] = {}
+        """This rank's parts of gradients that leave, added up within its shard group, by iteration, micro-batch and
+        chunk: from ``_scatter`` to ``_replicate`` (both collective).  Of ranks in shard groups alone."""
+        self._held: dict[tuple[int, TaskId], list[torch.Tensor]] = {}
+        """What queued collectives still read and write, by iteration and task: from ``_scatter`` (collective) to
+        ``let_go`` (compute thread).  Where streams run behind, alone."""
         self._staying: dict[tuple[int, int], list[torch.Tensor | None]] = {}
         """Gradients that wait for the step on the device, by iteration and chunk: from ``lend`` (compute thread) to
         ``_average_staying`` (collective).  Taken when they are complete: stand-ins may be shown in their place soon."""
@@ -64,6 +89,21 @@ class RankWork:
         chunk = self._placed.chunks[task.chunk]
         self._staying[iteration, task.chunk] = [parameter.grad for parameter in chunk.trainable]
 
+    def make_room(self, task: Task, iteration: int) -> None:
+        """On the compute thread: take the memory that ``task`` flattens gradients into and adds them up in."""
+        assert task.chunk is not None
+        chunk = self._placed.chunks[task.chunk]
+        assert isinstance(chunk, ShardedChunk)
+        self._rooms[iteration, task.micro_batch, task.chunk] = self._room(chunk, is_first=task.micro_batch == 0)
+
+    def let_go(self, task: TaskId, iteration: int) -> None:
+        """On the compute thread, which waits for ``task``: let go of what it has read."""
+        self._held.pop((iteration, task), None)
+
+    @staticmethod
+    def _room(chunk: ShardedChunk, *, is_first: bool) -> _Room:
+        return _Room(chunk.flats(), chunk.kept_parts() if chunk.is_on_device and is_first else chunk.parts())
+
     def work(self, task: Task, iteration: int) -> Callable[[], None]:
         """What the collective lane does for ``task``."""
         if task.chunk is None:
@@ -72,8 +112,10 @@ class RankWork:
         key = (iteration, task.micro_batch, task.chunk)
         if isinstance(chunk, ShardedChunk):
             if task.kind is TaskKind.ALL_GATHER:
-                return partial(chunk.exchange, self._collectives)
-            return partial(self._scatter, chunk, key)
+                return partial(chunk.exchange, self._collectives.shard)
+            if task.kind is TaskKind.ALL_REDUCE:
+                return partial(self._replicate, chunk, key)
+            return partial(self._scatter, chunk, key, task.id)
         if chunk.is_persistent:
             return partial(self._average_staying, chunk, iteration)
         return partial(self._average_leaving, chunk, key)
@@ -83,7 +125,9 @@ class RankWork:
 
         A group is closed when its thread is out of it: until then others may still be served.
         """
-        tell_failure(self._collectives.world, error)
+        world = self._collectives.world
+        tell_failure(world.store, world.rank, error)
+        let_go_of_groups(error)
         self._placed.separate()
         self._leaving = threading.Thread(target=self._leave, args=(lane,), name="protwin-leaving", daemon=True)
         self._leaving.start()
@@ -119,7 +163,7 @@ class RankWork:
 
         self._average(chunk, self._outgoing[key], count)
 
-    def _scatter(self, chunk: ShardedChunk, key: tuple[int, int, int]) -> None:
+    def _scatter(self, chunk: ShardedChunk, key: tuple[int, int, int], task: TaskId) -> None:
         """Add a chunk's gradients up over ranks; this one's part of the mean leaves, or stays on the device."""
         gradients = self._outgoing[key]
         missing = self._agree(chunk, gradients)
@@ -127,34 +171,58 @@ class RankWork:
         keeps = chunk.is_on_device
         is_first = key[1] == 0
         parts_bytes = 0 if keeps and is_first else chunk.part_gradient_bytes
-        flat_bytes = self._collectives.num_ranks * chunk.part_gradient_bytes
+        flat_bytes = self._collectives.shard.num_ranks * chunk.part_gradient_bytes
         # Counted before anything is made: the budget may have no room.
         self._allocate(flat_bytes, Content.FLAT_GRADIENTS)
         try:
             self._allocate(parts_bytes, Content.REDUCED_GRADIENTS)
             try:
-                parts = chunk.kept_parts() if parts_bytes == 0 else chunk.parts()
-                self._add_up(chunk, gradients, parts)
+                runs_behind = self._device.runs_behind
+                room = self._rooms.pop(key) if runs_behind else self._room(chunk, is_first=is_first)
+                parts = room.parts
+                if runs_behind:
+                    # Before anything is queued: afterwards it would be too late for the first of them.
+                    present = [gradient for gradient in gradients if gradient is not None]
+                    self._held[key[0], task] = [*present, *room.flats, *parts]
+                self._add_up(chunk, gradients, room)
                 if keeps:
                     self._keep(chunk, parts, is_there, is_first=is_first)
                     del self._outgoing[key]
                 else:
                     self._outgoing[key] = chunk.pieces_of(parts, is_there)
                     self.scattered.add(key)
+                    if self._collectives.replica is not None:
+                        self._parts[key] = parts
             finally:
                 if key not in self.scattered:
                     self._free(parts_bytes, Content.REDUCED_GRADIENTS)
         finally:
             self._free(flat_bytes, Content.FLAT_GRADIENTS)
 
-    def _add_up(self, chunk: ShardedChunk, gradients: list[torch.Tensor | None], parts: Sequence[torch.Tensor]) -> None:
-        """Fill ``parts`` with this rank's of the means of ``gradients``, which go."""
-        flat = chunk.flattened(gradients)
+    def _add_up(self, chunk: ShardedChunk, gradients: list[torch.Tensor | None], room: _Room) -> None:
+        """Fill the parts of ``room`` with this rank's of the means of ``gradients``, which go in the end.
+
+        Of ranks in shard groups, with those of the sums over its group.  The gradients stay as long as the schedule
+        says, although they have been laid flat: a device whose streams run behind cannot let them go earlier, and a
+        stand-in for one needs no less memory than it.
+        """
+        flat = chunk.flattened(gradients, room.flats)
+        for part, whole in zip(room.parts, flat, strict=True):
+            self._collectives.shard.scatter(part, whole)
+            if self._collectives.replica is None:
+                part.mul_(self._share)
         size_bytes = storage_bytes(gradients)
         gradients.clear()
         self._free(size_bytes, Content.GRADIENTS)
-        for part, whole in zip(parts, flat, strict=True):
-            self._collectives.scatter(part, whole)
+
+    def _replicate(self, chunk: ShardedChunk, key: tuple[int, int, int]) -> None:
+        """Add a part of a chunk's gradients up over shard groups, where it is: the mean over all ranks."""
+        replica = self._collectives.replica
+        assert replica is not None
+        parts = chunk.kept_parts() if chunk.is_on_device else self._parts.pop(key)
+        replica.add_up(parts)
+        for part in parts:
+            part.mul_(self._share)
 
     def _keep(
         self, chunk: ShardedChunk, parts: Sequence[torch.Tensor], is_there: Sequence[bool], *, is_first: bool
@@ -167,7 +235,8 @@ class RankWork:
 
     def _share_norm(self, iteration: int) -> None:
         squares = self.squares.pop(iteration)
-        self._collectives.add_up(squares)
+        # Shard groups have the same gradients, and so the same norm.
+        self._collectives.shard.add_up([squares])
         self._clipped[iteration] = self._placed.clip_by(squares)
 
     def _allocate(self, size_bytes: int, content: Content) -> None:
@@ -186,12 +255,26 @@ class RankWork:
         Raises NonFiniteGradientError, on all ranks, if one is not finite on any of them.
         """
         missing = self._agree(chunk, gradients)
-        made = [zeros_like(chunk.trainable[place]) for place in missing]
+        made: list[torch.Tensor] = []
+        if missing:
+            # Whoever consumes them is in the order of compute when they are freed.
+            with self._device.in_compute_order():
+                made = [zeros_like(chunk.trainable[place]) for place in missing]
         count(made)
         for place, zeros in zip(missing, made, strict=True):
             gradients[place] = zeros
-        pairs = [(gradient, parameter) for gradient, parameter in zip(gradients, chunk.trainable, strict=True)]
-        self._collectives.average([(gradient, like) for gradient, like in pairs if gradient is not None])
+        present = [gradient for gradient in gradients if gradient is not None]
+        # Autograd gives a gradient the strides of its parameter; a hook may have exchanged it on one rank.
+        ordered = [
+            gradient if gradient.stride() == like.stride() else copy_strided(gradient, like)
+            for gradient, like in zip(gradients, chunk.trainable, strict=True)
+            if gradient is not None
+        ]
+        self._collectives.add_up([in_memory_order(gradient) for gradient in ordered])
+        for gradient, summed in zip(present, ordered, strict=True):
+            summed.mul_(self._share)
+            if summed is not gradient:
+                gradient.copy_(summed)
 
     def _agree(self, chunk: DeviceChunk, gradients: Sequence[torch.Tensor | None]) -> list[int]:
         """The places of gradients that other ranks have, but not this one.  Raises NonFiniteGradientError."""
@@ -208,6 +291,9 @@ class RankWork:
         if self._leaving is not None:
             self._leaving.join()
         self._staying.clear()
+        self._rooms.clear()
+        self._parts.clear()
+        self._held.clear()
         self.squares.clear()
         self.scattered.clear()
 

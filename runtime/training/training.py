@@ -1,7 +1,8 @@
 """Carrying out a plan: the schedule, interpreted on a real model.
 
 The model's own forward and backward are the compute tasks, and hooks on its blocks advance the program to them
-(``compute_lane``).  All other tasks run on lanes of their own beside it (``transfer_lanes``).
+(``compute_lane``).  All other tasks run on lanes of their own beside it: ``transfer_lanes`` says when each does,
+``lane_work`` what it does.
 """
 
 from __future__ import annotations
@@ -22,11 +23,17 @@ from ...shared.schema.record import Record
 from ...shared.schema.schedule import TaskKind
 from ...shared.schema.workload import Workload
 from ...shared.tables.explain import explain
-from ..checkpoints.checkpoints import read_checkpoint, write_checkpoint
+from ..checkpoints.checkpoints import write_checkpoint
+from ..checkpoints.rank_checkpoint import write_by_ranks
+from ..checkpoints.saved import Saved
+from ..checkpoints.saved_by_ranks import open_checkpoint
 from ..checkpoints.state import Resumed, Scheduler
 from ..hooks.refusals import refuse_transforms
 from ..model.nested_tensors import tensors_in
 from ..optimizers.facade import ParameterStates
+from ..ranks.agreement import agree, agreed
+from ..ranks.launch import by_rank
+from ..recording.rank_records import record_of_ranks
 from ..recording.summaries import StepSummary, Summaries, to_stderr
 from .assembly import Assembly, Callbacks, TrainingSettings
 from .evaluation import refuse_other_gradient_mode
@@ -85,6 +92,7 @@ class Training:
         self._compute = parts.compute
         self._evaluation = parts.evaluation
         self._walker = parts.walker
+        self._buffers = parts.buffers
         self._undo = parts.undo
         self._undo.callback(self.__dict__.pop, "_state", None)
 
@@ -120,6 +128,24 @@ class Training:
             raise ScheduleError("losses are not scaled here. Pass loss_scaling=LossScaling() to carry_out().")
         return self.loss_scaler.scale_loss(loss)
 
+    def weigh(self, loss: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """The loss times ``num_tokens``, as a part of the mean of all ranks' ``num_tokens``, to run backward from.
+
+        Gradients are means over ranks, in which each counts alike.  Of losses that are means over a rank's tokens, this
+        makes the mean over the tokens of all ranks.  With several micro-batches: each one's loss times its part of the
+        rank's tokens in the step, and these for ``num_tokens``.  All ranks call it equally often, at the same places of
+        a step.  One rank alone gets the loss as it is.  Raises PlanError, on all ranks, if a number is negative or all
+        are 0.
+        """
+        self._progress.check_usable()
+        of_ranks = [num_tokens] if self._placed.ranks is None else self._placed.ranks.numbers(num_tokens)
+        if min(of_ranks) < 0 or not any(of_ranks):
+            raise PlanError(
+                f"ranks are to be weighed by their tokens, but these are {by_rank(of_ranks)}. Pass how many tokens of "
+                f"its batch each rank learns from: none may be negative, nor all of them 0."
+            )
+        return loss if len(set(of_ranks)) == 1 else loss * (num_tokens * len(of_ranks) / sum(of_ranks))
+
     def step(self) -> None:
         """Step the persistent chunks and end the iteration; the others are stepped by CPU Adam meanwhile.
 
@@ -134,11 +160,20 @@ class Training:
         self._offloaded_weights.check()
         self.optimizer.begin_step()
         self._recorder.add(self._compute.step_on_device())
+        self._settle_buffers()
         self.optimizer.end_step()
         if self.loss_scaler is not None:
             self.loss_scaler.end_step()
         if self._summaries is not None:
             self._summaries.end_step(self.num_steps, self.peak_device_bytes, self._recorder.logs)
+
+    def _settle_buffers(self) -> None:
+        if self._buffers is not None:
+            try:
+                self._buffers.settle()
+            except BaseException as error:
+                self._compute.failed(error)
+                raise
 
     def skip_step(self) -> None:
         """Give the running iteration up, with all its micro-batches, and let the next forward begin it anew.
@@ -219,7 +254,7 @@ class Training:
         """What ``model.state_dict()`` holds, in copies on the host; tied weights are one tensor.
 
         To be called between step() and the next forward; changes nothing that follows, and needs no device memory.
-        Ranks that have parts of weights read them from each other: all of them have to call it, and each gets it whole.
+        Of several ranks all have to call it: the first gets all weights, chunk by chunk, and the others an empty dict.
         ``load_state_dict`` of another model takes it, and ``save_pretrained(folder, state_dict=...)`` of transformers.
         """
         self._check_between_steps("weights can be read")
@@ -252,38 +287,56 @@ class Training:
         To be called between step() and the next forward; changes nothing that follows.  ``data_position`` is whatever
         the loop needs to find its next batch: numbers, text, lists, tables, tensors.  ``folder`` is replaced when the
         new checkpoint is complete, and loads at every moment.  Raises FileError if it cannot be written.
+
+        Ranks save together: all of them call this, with the same ``folder``, which all of them see, and each with its
+        own ``data_position``.  Every rank writes its part of weights and optimizer, its random states and buffers.
+        What one of them raises, all do.
         """
-        refuse_with_ranks(self.plan, "save(): every rank has random states, buffers and a data position of its own")
-        self._check_between_steps("a training can be saved")
+        agreed(self.world, lambda: self._check_between_steps("a training can be saved"))
         self.synchronize()
-        write_checkpoint(folder, self._state.collect(self.num_steps, scheduler, data_position))
+        if self.world is None:
+            write_checkpoint(folder, self._state.collect(self.num_steps, scheduler, data_position))
+            return
+        own = agreed(self.world, lambda: self._state.collect_own(self.num_steps, scheduler, data_position))
+        write_by_ranks(self.world, folder, own)
 
     def resume(
         self, folder: str | Path, *, scheduler: Scheduler | None = None, allow_changed_step: bool = False
     ) -> Resumed:
-        """Go on from the checkpoint in ``folder``, which may have been saved under another plan.
+        """Go on from the checkpoint in ``folder``, which may have been saved under another plan, or by other ranks.
 
         Weights, optimizer, options of the parameter groups, ``scheduler``, random states and buffers become what they
         were, so that what follows is, bit for bit, what would have followed there.  To be called between step() and
-        the next forward.  ``allow_changed_step``: under a plan with other ``micro_batches`` or ``max_gradient_norm``
-        too, where what follows is not what would have followed there.  Raises FileError, with nothing changed, if the
-        checkpoint is missing, damaged, of another model, optimizer or scheduler, of a plan whose steps compute
-        something else, or written by a newer version.
+        the next forward; on all ranks.  ``allow_changed_step``: under a plan with other ``micro_batches`` or
+        ``max_gradient_norm`` too, where what follows is not what would have followed there.  Raises FileError, with
+        nothing changed, if the checkpoint is missing, damaged, of another model, optimizer or scheduler, of a plan
+        whose steps compute something else, or written by a newer version.  What one rank raises, all do.
+
+        The number of ranks may be another one than when it was saved.  Ranks that were there go on from their own
+        random states and buffers; further ones have the buffers of rank 0, and random states that follow from its seed
+        and their number.  ``data_position`` is rank 0's then, and ``data_positions`` has those of all that have saved.
         """
-        refuse_with_ranks(self.plan, "resume(): a checkpoint has the random states and buffers of one rank")
-        self._check_between_steps("a training can be resumed")
-        content = read_checkpoint(folder, model_hash=self.workload.model_hash)
-        self._state.check(content, scheduler, allow_changed_step=allow_changed_step)
+        world = self.world
+
+        def opened() -> Saved:
+            self._check_between_steps("a training can be resumed")
+            rank, num_ranks = (0, 1) if world is None else (world.rank, world.num_ranks)
+            return open_checkpoint(folder, model_hash=self.workload.model_hash, rank=rank, num_ranks=num_ranks)
+
+        saved = agreed(world, opened)
+        agree(world, {"the checkpoint that they resume from": _told(saved)})
+        agreed(world, lambda: self._state.check(saved, scheduler, allow_changed_step=allow_changed_step))
         self.synchronize()
+        self._lanes.settle(self._progress.iteration)
         with self._compute.changing_state(Call.BETWEEN_STEPS), self._at_rest():
-            resumed = self._state.place(content, scheduler)
+            resumed = agreed(world, lambda: self._state.place(saved, scheduler))
         self._resumed_steps = resumed.step - self._progress.iteration
         return resumed
 
     @contextmanager
     def _at_rest(self) -> Iterator[None]:
-        """Within the block no lane runs, if chunks lie on a disk: these are read ahead, also those that are stepped."""
-        if not self.plan.n_disk_state:
+        """Within the block no lane runs, if chunks lie on a disk, or in parts with ranks: these are read ahead."""
+        if not self.plan.n_disk_state and self.world is None:
             yield
             return
         self._compute.suspend()
@@ -313,39 +366,39 @@ class Training:
     @property
     def bytes_host_to_device(self) -> int:
         """Bytes gathered so far."""
-        return self._lanes.bytes_host_to_device + self._lanes.rows.moved_bytes
+        return self._lanes.work.bytes_host_to_device + self._lanes.work.rows.moved_bytes
 
     @property
     def bytes_device_to_host(self) -> int:
         """Bytes of gradients offloaded so far."""
-        return self._lanes.bytes_device_to_host
+        return self._lanes.work.bytes_device_to_host
 
     @property
     def num_gathers(self) -> int:
         """Chunks gathered so far."""
-        return self._lanes.num_gathers
+        return self._lanes.work.num_gathers
 
     @property
     def num_cpu_adam_steps(self) -> int:
         """Chunks stepped by CPU Adam so far."""
-        return self._lanes.num_cpu_adam_steps
+        return self._lanes.work.num_cpu_adam_steps
 
     @property
     def bytes_read_from_disk(self) -> int:
         """Bytes that lanes have read so far of chunks on the disk."""
-        return self._lanes.bytes_read_from_disk
+        return self._lanes.work.bytes_read_from_disk
 
     @property
     def bytes_written_to_disk(self) -> int:
         """Bytes that lanes have written so far of chunks on the disk."""
-        return self._lanes.bytes_written_to_disk
+        return self._lanes.work.bytes_written_to_disk
 
     def explain(self) -> str:
         """What every iteration does with each block and chunk, as text: two tables and a summary.
 
         It names the class of the optimizer that steps.
         """
-        return explain(self.schedule, self.plan, self.workload, self._layout, optimizer=self._placed.optimizer_name)
+        return explain(self.schedule, self.plan, self.workload, self._layout, optimizer=self._placed.optimizers.name)
 
     def report_every(
         self, steps: int, *, to: Callable[[StepSummary], None] = to_stderr, predicted: Record | None = None
@@ -370,9 +423,18 @@ class Training:
 
         ``since=n, until=n + 1`` is iteration n alone.  The first three count in no Record, nor does the latest.
 
-        Raises ProtwinError if there are too few of them.
+        Several ranks make it together: all of them have to call this, and each gets what all have measured, with the
+        times and the memory of the rank that waits least for the others.
+
+        Raises ProtwinError if there are too few of them; of several ranks ScheduleError after ``close``.
         """
-        return self._recorder.record(hardware_name=hardware_name, since=since, until=until)
+        if self.world is None:
+            return self._recorder.record(hardware_name=hardware_name, since=since, until=until)
+        if self._progress.phase is TrainingPhase.CLOSED:
+            raise ScheduleError(
+                "ranks make a record together, but this training is closed. Call record() before close()."
+            )
+        return record_of_ranks(self._recorder, self.world, hardware_name=hardware_name, since=since, until=until)
 
     # -- ending ------------------------------------------------------------------------------------------------------
 
@@ -389,13 +451,18 @@ class Training:
         is_idle = self._progress.is_idle
         self._progress.advance(Call.CLOSE)
         with self._undo:
-            if self._progress.failure is None:
+            if self._progress.failure is not None:
+                # What has failed has been raised; the steps that were completed before are to be kept all the same.
+                self._finish_last_step()
+                return
+            try:
                 self._lanes.drain(before=self._progress.iteration)
                 if is_idle:
                     self._lanes.settle(self._progress.iteration)
-            else:
-                # What has failed has been raised; the steps that were completed before are to be kept all the same.
-                self._finish_last_step()
+            except BaseException as error:
+                # Other ranks wait for what this one's lanes do ahead, and this one would wait for their parts.
+                self._lanes.separate(error)
+                raise
 
     def _finish_last_step(self) -> None:
         """Wait until CPU Adam of the last completed iteration has run, as far as it can.
@@ -426,3 +493,8 @@ class Training:
         if error is not None:
             self._compute.failed(error)
         self.close()
+
+
+def _told(saved: Saved) -> str:
+    """Says which checkpoint it is."""
+    return f"step {saved.manifest.step} ({saved.manifest.digest[:16]})"

@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -146,12 +147,21 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     text = _read_text(path)
     try:
-        content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text, object_pairs_hook=_stated_once)
     except (ValueError, RecursionError) as error:
         raise FileError(f"{path} is damaged: {error}.") from error
     if not isinstance(content, dict):
         raise FileError(f"{path} holds a {type(content).__name__}, expected a table of fields.")
     return content
+
+
+def _stated_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A table of JSON.  Raises ValueError if a key is there twice: of two values one would be lost without a word."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{twice!r:.60} is stated more than once")
+    return found
 
 
 def _read_text(path: Path) -> str:

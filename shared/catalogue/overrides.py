@@ -1,10 +1,11 @@
 """A machine with some of its parts or figures replaced.
 
 [Note: Measured figures under an override]
-A link's measured table stands in for its bandwidth and latency, and a host's measured Adam rate for what its memory
-bandwidth would give.  Changing the figure alone would change nothing that the simulator reads.  So an override drops
-the measurement that it contradicts, unless the override sets that measurement too.  Another number of memory channels
-scales the host's bandwidth, unless that is set too.
+A link's measured table stands in for its bandwidth and latency, a host's measured Adam rate for what its memory
+bandwidth would give, and measured collectives for all that carries them.  Changing the figure alone would change
+nothing that the simulator reads.  So an override drops the measurement that it contradicts, unless the override sets
+that measurement too.  Another number of memory channels scales the host's bandwidth, unless that is set too.  Another
+number of nodes leaves collectives as they were measured over fewer ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..basics.documents import describe
 from ..basics.errors import HardwareError
 from ..basics.suggestions import did_you_mean, nearest_names
 from ..basics.units import format_rate
-from ..schema.hardware import Device, Disk, Hardware, Host, Link, Network, Node
+from ..schema.hardware import Device, DeviceKind, Disk, Hardware, Host, Link, Network, Node
 from ..schema.optimizer import Optimizer
 from ..schema.workload import DType, OperationClass
 from .parts import device_part, disk_part, host_part, link_part, network_part, node_part
@@ -107,6 +108,8 @@ def override_hardware(hardware: Hardware, overrides: Mapping[str, str]) -> Hardw
         node = content["node"]
         content["name"] = content["device"]["name"] + ("" if node is None else f"-x{node['num_devices']}")
     changes = dict(_changes(overrides))
+    if any(_carries_collectives(content, name) for name in (*overrides, *changes)):
+        content["collectives"] = ()
     for field, value in changes.items():
         _check_present(content, field, hardware.name)
         if field == "host.num_memory_channels" and "host.memory_bandwidth_bytes_per_s" not in changes:
@@ -124,6 +127,19 @@ def override_hardware(hardware: Hardware, overrides: Mapping[str, str]) -> Hardw
         raise HardwareError(f"{origin} is impossible: {describe(error)} {_FORMS}") from error
     check_plausible(changed, origin=origin)
     return changed
+
+
+def _carries_collectives(content: Mapping[str, Any], name: str) -> bool:
+    """Whether collectives between devices may take another time when the part or field ``name`` is changed.
+
+    A CPU's processes reach each other through its memory, whatever the links between it and itself.
+    """
+    part, _, field = name.partition(".")
+    if part in ("link", *_DIRECTIONS):
+        return content["device"]["kind"] is not DeviceKind.CPU
+    if part == "network":
+        return field not in ("name", "source", "num_nodes")
+    return part == "node" or name in ("device", "host")
 
 
 def _drop(content: dict[str, Any], measured: str, nothing: object) -> None:

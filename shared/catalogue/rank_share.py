@@ -1,11 +1,19 @@
-"""The part of a machine that one of several equal ranks has, when all of them do the same at the same time."""
+"""The part of a machine that one of several equal ranks has, when all of them do the same at the same time.
+
+[Note: A CPU of several ranks]
+Where the CPU is the device, ranks are processes that share its cores, its memory and the bandwidth of its memory.  A
+node of N such processes has N devices at one socket, each of which is what one process reaches while all of them do
+the same: its part of the memory, its threads, its copies.  The host is the whole machine, whose cores, memory and
+bandwidth ranks divide as they do elsewhere, except that processes may outnumber the cores and then share them: what
+they reach was measured so.  ``protwin hardware probe --ranks N`` describes such a node.
+"""
 
 from __future__ import annotations
 
 from itertools import islice
 
 from ..basics.errors import HardwareError
-from ..schema.hardware import Hardware, Host, Link, LinkPoint
+from ..schema.hardware import DeviceKind, Hardware, Host, Link, LinkPoint
 
 
 def machine_of_rank(hardware: Hardware, num_ranks: int) -> Hardware:
@@ -15,11 +23,14 @@ def machine_of_rank(hardware: Hardware, num_ranks: int) -> Hardware:
     memory and memory bandwidth evenly, those below one PCIe root its bandwidth in each direction: fair shares of equal
     users that want the same at every moment.  One rank alone has the machine's own figures.
 
-    Raises HardwareError if there are more ranks than devices, or fewer cores at a socket than ranks.
+    Raises HardwareError if there are more ranks than devices, or fewer cores at a socket than ranks; see [Note: A CPU
+    of several ranks].
     """
     if not 1 <= num_ranks <= hardware.num_devices:
-        raise HardwareError(f"{num_ranks} ranks do not fit on {hardware.name}, which has {_devices_of(hardware)}.")
-    alone = hardware.model_copy(update={"node": None, "network": None})
+        advice = probe_advice(hardware, num_ranks)
+        has = f"one device. {advice}" if advice else f"{_devices_of(hardware)}."
+        raise HardwareError(f"{num_ranks} ranks do not fit on {hardware.name}, which has {has}")
+    alone = hardware.model_copy(update={"node": None, "network": None, "collectives": ()})
     node = hardware.node
     if node is None:
         return alone
@@ -33,7 +44,18 @@ def machine_of_rank(hardware: Hardware, num_ranks: int) -> Hardware:
             ("device_to_host", hardware.device_to_host),
         )
     }
-    return alone.model_copy(update={"host": host_share(hardware.host, at_socket), **links})
+    share = host_share(hardware.host, at_socket, shares_cores=hardware.device.kind is DeviceKind.CPU)
+    return alone.model_copy(update={"host": share, **links})
+
+
+def probe_advice(hardware: Hardware, num_ranks: int) -> str:
+    """What to do where one process on a CPU was described and ``num_ranks`` are asked for; else nothing."""
+    if hardware.device.kind is not DeviceKind.CPU or hardware.num_devices > 1 or num_ranks < 2:
+        return ""
+    return (
+        f"The device is its CPU, which several processes share: describe it as they reach it by protwin hardware probe "
+        f"--ranks {num_ranks} --output machine.toml."
+    )
 
 
 def _devices_of(hardware: Hardware) -> str:
@@ -67,9 +89,12 @@ def _most(groups: tuple[int, ...], num_ranks: int) -> int:
     return max(taken.count(group) for group in set(taken))
 
 
-def host_share(host: Host, num_ranks: int) -> Host:
-    """One of ``num_ranks`` equal parts of a host.  Raises HardwareError if it has fewer cores."""
-    if num_ranks > host.num_cores:
+def host_share(host: Host, num_ranks: int, *, shares_cores: bool = False) -> Host:
+    """One of ``num_ranks`` equal parts of a host.
+
+    Raises HardwareError if it has fewer cores, unless ``shares_cores``: parts then have one each, be it the same.
+    """
+    if num_ranks > host.num_cores and not shares_cores:
         raise HardwareError(
             f"{num_ranks} ranks share a socket of {host.name} but it has {host.num_cores} cores (host.num_cores). "
             f"Each rank needs one at least: use a larger host, or fewer ranks."
@@ -79,7 +104,7 @@ def host_share(host: Host, num_ranks: int) -> Host:
     adam = host.adam_bytes_per_s
     return host.model_copy(
         update={
-            "num_cores": host.num_cores // num_ranks,
+            "num_cores": max(1, host.num_cores // num_ranks),
             "memory_bytes": host.memory_bytes // num_ranks,
             "memory_bandwidth_bytes_per_s": host.memory_bandwidth_bytes_per_s / num_ranks,
             "adam_bytes_per_s": None if adam is None else adam / num_ranks,

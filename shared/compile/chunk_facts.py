@@ -14,7 +14,8 @@ from ..layout.layout import Layout
 from ..layout.shards import chunk_paged_bytes, chunk_state_bytes, num_tensors, rank_part, stepped_bytes
 from ..layout.slots import Stay, Uses, assign_slots
 from ..schema.optimizer import HostGradients, Optimizer
-from ..schema.plan import ParallelMode, widens_on_host
+from ..schema.plan import ParallelMode, num_replicas, num_shards, widens_on_host
+from ..schema.schedule import RankAxis
 from ..schema.workload import Parameter
 from .program import NOT_THERE, BoolArray, IntArray, Work
 
@@ -34,11 +35,28 @@ class StepKnobs:
     num_ranks: int = 1
     optimizer: Optimizer = Optimizer.ADAMW
     host_gradients: HostGradients = HostGradients.PARAMETERS
+    shard_ranks: int | None = None
+    """Ranks of a shard group; None where all are one."""
 
     @property
     def is_sharded(self) -> bool:
         """Whether ranks share what is gathered."""
         return self.parallel is ParallelMode.SHARDED
+
+    @property
+    def num_shards(self) -> int:
+        """Equal parts of what is gathered."""
+        return num_shards(self.parallel, self.num_ranks, self.shard_ranks)
+
+    @property
+    def num_replicas(self) -> int:
+        """Shard groups, if ranks form several."""
+        return num_replicas(self.num_ranks, self.shard_ranks)
+
+    @property
+    def shard_axis(self) -> RankAxis:
+        """The ranks that have the parts of one chunk."""
+        return RankAxis.SHARD if self.num_replicas > 1 else RankAxis.WORLD
 
     @property
     def widens(self) -> bool:
@@ -189,9 +207,10 @@ class ChunkFacts:
 
     @cached_property
     def update_order(self) -> IntArray:
-        """(T,) trainable chunks as their gradients are complete: last section first."""
+        """(T,) trainable chunks as their gradients are complete: last section first, or, of pairs, the first one."""
         stepped = np.flatnonzero(self.is_trainable)[::-1]
-        order: IntArray = stepped[np.argsort(-self.completed_by[stepped], kind="stable")]
+        sections = self.completed_by[stepped]
+        order: IntArray = stepped[np.argsort(sections if self.layout.backwards_ascend else -sections, kind="stable")]
         return order
 
     @cached_property
@@ -246,7 +265,7 @@ class ChunkFacts:
         """(C,) each field of ``RankPart``."""
         step = self.step
         parts = [
-            rank_part(chunk, self.parameters, step.parallel, step.num_ranks, step.optimizer, widens=step.widens)
+            rank_part(chunk, self.parameters, step.parallel, step.num_shards, step.optimizer, widens=step.widens)
             for chunk in self.layout.chunks
         ]
         names = parts[0].__slots__ if parts else ()
@@ -271,11 +290,11 @@ class ChunkFacts:
         The most that stepping parameters alone adds, their gradients, those of the others, and the most that stepping a
         rank's part adds.
         """
-        chunks, parameters, num_ranks = self.layout.chunks, self.parameters, self.step.num_ranks
+        chunks, parameters, num_shards = self.layout.chunks, self.parameters, self.step.num_shards
         optimizer = self.step.optimizer
         alone = [alone_peak_bytes(chunk, parameters, optimizer) for chunk in chunks]
         part = (
-            widened_part_bytes(chunk, parameters, num_ranks, optimizer) if self.step.is_sharded else 0
+            widened_part_bytes(chunk, parameters, num_shards, optimizer) if self.step.is_sharded else 0
             for chunk in chunks
         )
         return (
@@ -325,7 +344,8 @@ class ChunkFacts:
     @cached_property
     def all_gather_work(self) -> Work:
         """By chunk: the exchange of its parameters."""
-        return Work(moved_bytes=self.part("gathered_bytes"), num_ranks=self.step.num_ranks)
+        step = self.step
+        return Work(moved_bytes=self.part("gathered_bytes"), num_ranks=step.num_shards, axis=step.shard_axis)
 
     @cached_property
     def offload_work(self) -> Work:
@@ -351,8 +371,14 @@ class ChunkFacts:
 
     @cached_property
     def scatter_work(self) -> Work:
-        """By chunk: the sum of its gradients over ranks; each keeps its part."""
-        return Work(moved_bytes=self.part("reduced_bytes"), num_ranks=self.step.num_ranks)
+        """By chunk: the sum of its gradients over the ranks of a shard group; each keeps its part."""
+        step = self.step
+        return Work(moved_bytes=self.part("reduced_bytes"), num_ranks=step.num_shards, axis=step.shard_axis)
+
+    @cached_property
+    def replica_work(self) -> Work:
+        """By chunk: the sum of such a part over all shard groups."""
+        return Work(moved_bytes=self.part("gradient_bytes"), num_ranks=self.step.num_replicas, axis=RankAxis.REPLICA)
 
     @cached_property
     def all_reduce_work(self) -> Work:

@@ -24,7 +24,9 @@ the last backward that adds to it.  The policies are written in steps:
 - What a block in mode SWAP saved leaves when its forward has ended, and comes back like a chunk: not before the step
   ``prefetch_depth`` before its backward has begun.
 
-``FullTraining`` (``sections.py``), ``Residency`` and ``Updates`` hold these policies.
+``FullTraining`` and ``Pairs`` (``sections.py``, ``pairs.py``), ``Residency`` and ``Updates`` hold these policies.
+
+Steps of bypass distillation are those of [Note: Pairs] in ``pairs.py``.
 
 [Note: Disk]
 The last offloaded chunks may have their optimizer state on the host's disk (``Plan.n_disk_state``), and the last of
@@ -59,6 +61,21 @@ of the collective lane.  Since that lane has one order, all ranks enter its task
 - A norm of gradients that are sharded, on hosts or devices, is known when the sums of squares of all ranks have been
   added up.
 
+[Note: Shard groups]
+SHARDED ranks may form equal groups of neighbours (``Plan.shard_ranks``; hybrid sharding, HSDP): rank r is member
+r % shard_ranks of group r // shard_ranks.  A chunk is cut into as many parts as a group has ranks, and every group has
+a replica of all parts.  So what chunks need of each other passes between neighbours, in a node for instance, and the
+network carries nothing but one part of the gradients per rank:
+
+- All-gathers and reduce-scatters have the ranks of one group (``RankAxis.SHARD``), and so has the norm: groups know
+  the same one.
+- The part that a reduce-scatter leaves is all-reduced over the ranks that have the same part (``RankAxis.REPLICA``):
+  what leaves the device in every micro-batch, before it leaves; what stays there once, after the last micro-batch's
+  reduce-scatter, before the norm and device Adam.
+- Gradients of chunks that stay whole are all-reduced over all ranks (``RankAxis.WORLD``).  On hosts that goes by way
+  of the same two axes: every gradient is added up within the groups first, whatever its chunk's residency.  NCCL adds
+  them up over all ranks in place, in an order of its own.
+
 [Note: Memory of compute tasks]
 A phase's curve already contains what the task allocates and frees while it runs, so the buffers of a compute task
 count from its end on, and those that it frees count until its end.  What a backward leaves behind beyond saved
@@ -79,29 +96,39 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ..layout.layout import Layout, build_layout, check_layout
+from ..layout.layout import Layout, check_layout, layout_of
 from ..layout.looked_up import as_planned
 from ..layout.shards import stepped_bytes
-from ..schema.plan import Plan
+from ..schema.plan import Plan, TrainingMethod
 from ..schema.schedule import Schedule
 from ..schema.workload import Workload, check_plan
 from .family import Family, family_of
 from .homes import add_homes
+from .pairs import Pairs
 from .program import Draft
 from .residency import Residency
-from .sections import FullTraining
+from .sections import FullTraining, Sections
 from .staging import Staging
 from .updates import Updates
 from .views import tasks_and_buffers
 
-__all__ = ["FULL_TRAINING", "Policies", "check_plan", "compile_schedule", "drafted", "stepped_bytes"]
+__all__ = [
+    "BYPASS",
+    "FULL_TRAINING",
+    "POLICIES",
+    "Policies",
+    "check_plan",
+    "compile_schedule",
+    "drafted",
+    "stepped_bytes",
+]
 
 
 @dataclass(frozen=True)
 class Policies:
     """Who answers the compiler's three questions; a training method replaces or extends one of them."""
 
-    sections: type[FullTraining] = FullTraining
+    sections: type[Sections] = FullTraining
     """What computes, in which order."""
     residency: type[Residency] = Residency
     """What lies where, when."""
@@ -110,25 +137,34 @@ class Policies:
     staging: type[Staging] = Staging
     """What passes between the host's disk and the rest."""
 
+    @property
+    def move_plainly(self) -> bool:
+        """Whether chunks come, gradients leave and parameters are stepped as [Note: Steps] says, whatever computes."""
+        return self.residency is Residency and self.updates is Updates
+
 
 FULL_TRAINING: Final = Policies()
+BYPASS: Final = Policies(sections=Pairs)
+POLICIES: Final = {TrainingMethod.FULL: FULL_TRAINING, TrainingMethod.BYPASS: BYPASS}
 
 
 def compile_schedule(
-    plan: Plan, workload: Workload, layout: Layout | None = None, *, policies: Policies = FULL_TRAINING
+    plan: Plan, workload: Workload, layout: Layout | None = None, *, policies: Policies | None = None
 ) -> Schedule:
     """The schedule of one steady-state iteration of ``workload`` under ``plan``.
 
-    ``layout`` spares building it again; it must be the one of ``plan.chunk_bytes``.
+    ``layout`` spares building it again; it must be the one of ``plan.chunk_bytes``.  ``policies``: of the training
+    method, where it is another than the plan names.
     Raises PlanError if the plan belongs to another workload or its knobs contradict the layout.
     """
     check_plan(plan, workload)
     if layout is None:
-        layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
+        layout = layout_of(workload, plan.chunk_bytes)
     check_layout(layout, plan, workload)
     workload, layout = as_planned(plan, workload, layout)
     family = family_of(plan, workload, layout)
-    tasks, buffers = tasks_and_buffers(drafted(family, policies, with_operands=True), family)
+    draft = drafted(family, policies or POLICIES[plan.method], with_operands=True)
+    tasks, buffers = tasks_and_buffers(draft, family)
     return Schedule(
         plan_id=plan.identity,
         tasks=tasks,
@@ -139,6 +175,7 @@ def compile_schedule(
         micro_batches=plan.micro_batches,
         num_ranks=plan.num_ranks,
         parallel=plan.parallel,
+        shard_ranks=plan.shard_ranks,
         optimizer=plan.optimizer,
     )
 

@@ -170,6 +170,7 @@ def family_of(plan: Plan, workload: Workload, layout: Layout) -> Family:
         plan.num_ranks,
         plan.optimizer,
         plan.host_gradients,
+        plan.shard_ranks,
     )
     return Family(
         workload=workload,

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..layout.uses import numbered_section
-from ..schema.schedule import Content, Memory, Section, TaskKind
+from ..schema.schedule import Content, Memory, RankAxis, Section, TaskKind
 from ..schema.workload import Phase
 
 IntArray = npt.NDArray[np.int64]
@@ -74,6 +74,7 @@ class Work:
     stepped_bytes: Integers = 0
     num_tensors: Integers = 0
     num_ranks: int = 1
+    axis: RankAxis = RankAxis.WORLD
     stated_s: float | None = None
     """Seconds that the schedule itself states: of added kinds, which have no price."""
 

@@ -14,7 +14,7 @@ from .chunk_facts import Stays
 from .family import Family
 from .homes import Homes
 from .program import NOT_THERE, BufferGroup, Draft, IntArray, Integers, Operand, Part, TaskGroup, Work, spread
-from .sections import FullTraining
+from .sections import Sections
 
 READS, COPIES, EXCHANGES, _PER_STAY = range(4)
 """The order of what brings one stay."""
@@ -27,7 +27,7 @@ class Residency:
     that swap.
     """
 
-    def __init__(self, family: Family, draft: Draft, sections: FullTraining) -> None:
+    def __init__(self, family: Family, draft: Draft, sections: Sections) -> None:
         self.family = family
         self.draft = draft
         self.sections = sections

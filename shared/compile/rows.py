@@ -20,7 +20,7 @@ from .chunk_facts import ChunkFacts
 from .family import Family
 from .homes import Homes
 from .program import NOT_THERE, BufferGroup, Draft, IntArray, Operand, Part, TaskGroup, Work, spread
-from .sections import FullTraining
+from .sections import Sections
 
 _PROLOGUE = 0
 """Its number among the sections."""
@@ -36,7 +36,7 @@ class Rows:
     Nothing is there unless the plan looks rows up.
     """
 
-    def __init__(self, family: Family, draft: Draft, sections: FullTraining, order: IntArray) -> None:
+    def __init__(self, family: Family, draft: Draft, sections: Sections, order: IntArray) -> None:
         """``order``: trainable chunks as their gradients are complete."""
         facts = family.facts
         self.family, self.draft, self.sections = family, draft, sections

@@ -1,15 +1,18 @@
-"""The section program of full training: what computes, in which order ([Note: Steps] in ``compile.py``)."""
+"""Section programs: what computes, in which order; that of full training ([Note: Steps] in ``compile.py``)."""
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import numpy as np
 
 from ..schema.schedule import Content, Memory, TaskKind
 from ..schema.workload import BlockProfile, Phase, Workload
-from .activation_levels import ActivationAccount
+from .activation_levels import ActivationAccount, ActivationLevels, activation_levels
 from .family import Family
 from .positions import Positions
-from .program import NOT_THERE, BufferGroup, Draft, IntArray, Operand, Part, PhaseWork, TaskGroup, spread
+from .program import NOT_THERE, BoolArray, BufferGroup, Draft, IntArray, Operand, Part, PhaseWork, TaskGroup, spread
 
 _PROLOGUE_FORWARD, _EPILOGUE_FORWARD, _EPILOGUE_BACKWARD, _PROLOGUE_BACKWARD, _PROFILES = range(5)
 """Rows of the work of compute tasks."""
@@ -17,12 +20,19 @@ _FORWARD, _CHECKPOINT_FORWARD, _RECOMPUTE, _BACKWARD, _CHECKPOINT_BACKWARD, _PER
 """Rows of each profile, after those."""
 
 
-class FullTraining:
-    """Forward of all sections, then backward of all, micro-batch by micro-batch.
+class Sections(ABC):
+    """What computes, in which order: the compute tasks of all sections, micro-batch by micro-batch, but device Adam.
 
     Shapes: n blocks, M micro-batches, S steps.  Sections go by their numbers ([Note: Numbers of sections] in
     ``shared/layout/uses.py``).
     """
+
+    has_modes: ClassVar[bool]
+    """Whether blocks may be checkpointed or swap what they save."""
+    forwards: IntArray
+    """(M, ...) the forwards of all sections that have one, from the prologue on."""
+    backwards: IntArray
+    """(M, ...) the backwards of all sections that have one, in the order of the program."""
 
     def __init__(self, family: Family, draft: Draft) -> None:
         self.family = family
@@ -33,7 +43,7 @@ class FullTraining:
         """(M, 1)"""
         self._blocks = 1 + np.arange(num_blocks)
         """(n,) the blocks among the sections."""
-        positions = self.positions = Positions(num_blocks, micro_batches)
+        positions = self.positions = self.positions_of(family.workload, micro_batches)
         self.step_number = positions.step_number
         """(S,) the number of each step within its micro-batch."""
         steps = np.arange(positions.num_steps)
@@ -41,14 +51,42 @@ class FullTraining:
         """(S,) where the first task of each step stands."""
         self.end_position = positions.step_end(steps)
         """(S,) where the last one stands."""
-        self.forwards, self.recomputations, self.backwards = self._add_tasks()
-        """(M, n + 2) of all sections; (M, n) of blocks; (M, n + 2) of all sections from the last on."""
-        end = np.concatenate([self.forwards[:, :-1], self.backwards], axis=1)
-        self.step_end: IntArray = end.ravel()
-        """(S,) the last task of each step."""
-        begin = np.concatenate([self.forwards, self.recomputations[:, ::-1], self.backwards[:, -1:]], axis=1)
+        begin, end = self._add_tasks()
         self.step_begin: IntArray = begin.ravel()
         """(S,) the first task of each step, whether the plan has it or not."""
+        self.step_end: IntArray = end.ravel()
+        """(S,) the last task of each step."""
+
+    @staticmethod
+    @abstractmethod
+    def positions_of(workload: Workload, micro_batches: int = 1) -> Positions:
+        """Where the tasks of so many micro-batches stand."""
+
+    @staticmethod
+    def levels_of(
+        workload: Workload, is_checkpoint: BoolArray, is_swap: BoolArray, micro_batches: int
+    ) -> ActivationLevels | None:
+        """What ``wire`` has on the device for many choices of modes at once, (K, n) blocks in each.
+
+        None for programs without modes: it is read from the buffers that ``wire`` adds.
+        """
+        del workload, is_checkpoint, is_swap, micro_batches
+        return None
+
+    @abstractmethod
+    def _add_tasks(self) -> tuple[IntArray, IntArray]:
+        """Add all compute tasks but device Adam; gives (M, steps) the first task of every step, and the last one."""
+
+    @abstractmethod
+    def backward_of(self, section: IntArray) -> IntArray:
+        """(M, ...) the backward of each section."""
+
+    @abstractmethod
+    def wire(self, device_adam: IntArray) -> None:
+        """Add what sections leave for others in the family's one plan, who uses it, and the phases.
+
+        What backwards leave beside gradients, and nobody else takes away, stays for ``device_adam``, (1,).
+        """
 
     def forward_step(self, section: IntArray) -> IntArray:
         """(M, ...) the forward step of each section."""
@@ -58,15 +96,82 @@ class FullTraining:
         """(M, ...) the backward step of each section."""
         return self.positions.backward_step(section, self.micro_batch)
 
+    def _in_every_micro_batch(
+        self,
+        kind: TaskKind,
+        work: PhaseWork,
+        places: IntArray,
+        section: IntArray,
+        rows: IntArray,
+        checkpointed: IntArray | None = None,
+    ) -> IntArray:
+        """(M, tasks) these tasks of one micro-batch, in every one."""
+        shape = (len(self.micro_batch), len(places))
+        group = TaskGroup(
+            kind,
+            (self.positions.micro_length * self.micro_batch + places).ravel(),
+            Part.RUNS,
+            work,
+            spread(rows, shape),
+            None if checkpointed is None else spread(checkpointed, shape),
+            section=spread(section, shape),
+            micro_batch=spread(self.micro_batch, shape),
+        )
+        return self.draft.tasks(group).reshape(shape)
+
+    def _buffers(
+        self,
+        content: Content,
+        size_bytes: IntArray,
+        section: IntArray,
+        made: tuple[IntArray, Operand],
+        freed: tuple[IntArray, Operand],
+    ) -> IntArray:
+        """(M, n') buffers of sections in every micro-batch, with the tasks that make and free them."""
+        shape = made[0].shape
+        group = BufferGroup(
+            content,
+            Memory.DEVICE,
+            spread(size_bytes, shape),
+            section=spread(section, shape),
+            micro_batch=spread(self.micro_batch, shape),
+            made_by=made[0].ravel(),
+            made_at=made[1].at(),
+            freed_by=freed[0].ravel(),
+            freed_at=freed[1].at(spread(self.micro_batch, shape)),
+        )
+        return self.draft.buffers(group).reshape(shape)
+
+
+class FullTraining(Sections):
+    """Forward of all sections, then backward of all, micro-batch by micro-batch.
+
+    Beside the tasks of ``Sections`` (M, n) ``recomputations`` of blocks; forwards and backwards are (M, n + 2).
+    """
+
+    has_modes = True
+
+    @staticmethod
+    def positions_of(workload: Workload, micro_batches: int = 1) -> Positions:
+        """Where the tasks of so many micro-batches stand."""
+        return Positions(workload.num_blocks, micro_batches)
+
+    @staticmethod
+    def levels_of(
+        workload: Workload, is_checkpoint: BoolArray, is_swap: BoolArray, micro_batches: int
+    ) -> ActivationLevels:
+        """Of all choices of modes at once."""
+        return activation_levels(workload, is_checkpoint, is_swap, micro_batches)
+
     def backward_of(self, section: IntArray) -> IntArray:
         """(M, ...) the backward of each section."""
         return self.backwards[:, self.num_blocks + 1 - section]
 
     # -- tasks -------------------------------------------------------------------------------------------------------
 
-    def _add_tasks(self) -> tuple[IntArray, IntArray, IntArray]:
-        """Add all compute tasks but device Adam; a recomputation for every block, with no row where it has none."""
-        num_blocks, blocks = self.num_blocks, self._blocks
+    def _add_tasks(self) -> tuple[IntArray, IntArray]:
+        """A recomputation for every block, with no row where it has none."""
+        num_blocks, blocks, work = self.num_blocks, self._blocks, self.family.once(_phase_work)
         prologue, epilogue = 0, num_blocks + 1
         of_profile = _PROFILES + _PER_PROFILE * np.array([block.profile for block in self.family.workload.blocks])
         at_backward = self.positions.backward(blocks)
@@ -75,49 +180,33 @@ class FullTraining:
             """(n + 2,) values of blocks, and of the sections around them."""
             return np.concatenate([[first], of_blocks, [last]])
 
-        forwards = self._in_every_micro_batch(
+        self.forwards = self._in_every_micro_batch(
             TaskKind.FORWARD,
+            work,
             np.arange(num_blocks + 2),
             around(prologue, blocks, epilogue),
             around(_PROLOGUE_FORWARD, of_profile + _FORWARD, _EPILOGUE_FORWARD),
             around(_PROLOGUE_FORWARD, of_profile + _CHECKPOINT_FORWARD, _EPILOGUE_FORWARD),
         )
-        recomputations = self._in_every_micro_batch(
-            TaskKind.RECOMPUTE, at_backward - 1, blocks, np.full(num_blocks, NOT_THERE), of_profile + _RECOMPUTE
+        self.recomputations = self._in_every_micro_batch(
+            TaskKind.RECOMPUTE, work, at_backward - 1, blocks, np.full(num_blocks, NOT_THERE), of_profile + _RECOMPUTE
         )
-        backwards = self._in_every_micro_batch(
+        self.backwards = self._in_every_micro_batch(
             TaskKind.BACKWARD,
+            work,
             around(num_blocks + 2, at_backward[::-1], 3 * num_blocks + 3),
             around(epilogue, blocks[::-1], prologue),
             around(_EPILOGUE_BACKWARD, of_profile[::-1] + _BACKWARD, _PROLOGUE_BACKWARD),
             around(_EPILOGUE_BACKWARD, of_profile[::-1] + _CHECKPOINT_BACKWARD, _PROLOGUE_BACKWARD),
         )
-        return forwards, recomputations, backwards
-
-    def _in_every_micro_batch(
-        self, kind: TaskKind, places: IntArray, section: IntArray, rows: IntArray, checkpointed: IntArray
-    ) -> IntArray:
-        """(M, tasks) these tasks of one micro-batch, in every one."""
-        shape = (len(self.micro_batch), len(places))
-        group = TaskGroup(
-            kind,
-            (self.positions.micro_length * self.micro_batch + places).ravel(),
-            Part.RUNS,
-            self.family.once(_phase_work),
-            spread(rows, shape),
-            spread(checkpointed, shape),
-            section=spread(section, shape),
-            micro_batch=spread(self.micro_batch, shape),
-        )
-        return self.draft.tasks(group).reshape(shape)
+        again, last = self.recomputations[:, ::-1], self.backwards[:, -1:]
+        begin = np.concatenate([self.forwards, again, last], axis=1)
+        return begin, np.concatenate([self.forwards[:, :-1], self.backwards], axis=1)
 
     # -- one plan ----------------------------------------------------------------------------------------------------
 
     def wire(self, device_adam: IntArray) -> None:
-        """Add what sections leave for others in the family's one plan, who uses it, and the phases.
-
-        What the prologue's backward leaves beside gradients stays for ``device_adam``, (1,).
-        """
+        """What the prologue's backward leaves beside gradients stays for ``device_adam``."""
         family, num_blocks = self.family, self.num_blocks
         account = ActivationAccount(family.workload, family.is_checkpoint, family.is_swap[None])
         is_checkpoint = family.is_checkpoint[0]
@@ -160,29 +249,6 @@ class FullTraining:
         self._read(outputs, saved, handed)
         self.draft.read(device_adam, handed[:, -1], Operand.HANDED.at())
         self._state_phases(account)
-
-    def _buffers(
-        self,
-        content: Content,
-        size_bytes: IntArray,
-        section: IntArray,
-        made: tuple[IntArray, Operand],
-        freed: tuple[IntArray, Operand],
-    ) -> IntArray:
-        """(M, n') buffers of sections in every micro-batch, with the tasks that make and free them."""
-        shape = made[0].shape
-        group = BufferGroup(
-            content,
-            Memory.DEVICE,
-            spread(size_bytes, shape),
-            section=spread(section, shape),
-            micro_batch=spread(self.micro_batch, shape),
-            made_by=made[0].ravel(),
-            made_at=made[1].at(),
-            freed_by=freed[0].ravel(),
-            freed_at=freed[1].at(spread(self.micro_batch, shape)),
-        )
-        return self.draft.buffers(group).reshape(shape)
 
     def _read(self, outputs: IntArray, saved: IntArray, handed: IntArray) -> None:
         """(M, n + 1) outputs of the prologue and blocks; (M, n + 1) what blocks and the epilogue saved; (M, n + 2)."""

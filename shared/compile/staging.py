@@ -14,7 +14,7 @@ from .family import Family
 from .homes import Homes, staged_sizes
 from .program import NOT_THERE, BufferGroup, Draft, IntArray, Operand, Part, TaskGroup, Work
 from .residency import READS, Residency
-from .sections import FullTraining
+from .sections import Sections
 from .updates import DISK_READS, DISK_WRITES, TASKS_PER_CHUNK, Updates
 
 
@@ -26,7 +26,7 @@ class Staging:
     """
 
     def __init__(
-        self, family: Family, draft: Draft, sections: FullTraining, residency: Residency, updates: Updates
+        self, family: Family, draft: Draft, sections: Sections, residency: Residency, updates: Updates
     ) -> None:
         self.family = family
         self.draft = draft

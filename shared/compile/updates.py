@@ -12,9 +12,9 @@ from .family import Family
 from .homes import Homes
 from .program import NOT_THERE, BufferGroup, Draft, IntArray, Operand, Part, TaskGroup, Work, spread
 from .rows import Rows
-from .sections import FullTraining
+from .sections import Sections
 
-DISK_WRITES, DISK_READS, _REDUCES, _OFFLOADS, _ACCUMULATES, STEPS, TASKS_PER_CHUNK = range(7)
+DISK_WRITES, DISK_READS, _REDUCES, _REPLICATES, _OFFLOADS, _ACCUMULATES, STEPS, TASKS_PER_CHUNK = range(8)
 """The order of what becomes of one chunk's gradients behind a backward; behind the norm of all, of what steps it."""
 _NORM, _NORM_PARTS = -2, -1
 """The order of what follows the last backward of all, ahead of what steps chunks."""
@@ -27,7 +27,7 @@ class Updates:
     devices, P chunks whose gradients stay, each in the order in which they are complete.
     """
 
-    def __init__(self, family: Family, draft: Draft, sections: FullTraining) -> None:
+    def __init__(self, family: Family, draft: Draft, sections: Sections) -> None:
         self.family = family
         self.draft = draft
         self.sections = sections
@@ -117,7 +117,23 @@ class Updates:
                 TaskKind.ALL_REDUCE, facts.all_reduce_work, self.staying, _REDUCES, slice(-1, None)
             )
             draft.wait(self.summing, self._ends(self.staying)[-1])
-        self.summed += [self.parting.ravel(), self.summing]
+        self._replicate()
+        self.summed += [self.parting.ravel(), self.agreeing, self.summing]
+
+    def _replicate(self) -> None:
+        """Add up parts over shard groups: those that leave, in every micro-batch, and those that stay, in the last."""
+        facts, draft, kind = self.family.facts, self.draft, TaskKind.ALL_REDUCE
+        self.reduced_by: IntArray = self.reducing
+        """(M, U) what ends the reductions of gradients that leave."""
+        self.agreeing: IntArray = np.zeros(0, dtype=np.int64)
+        """(V,) reductions of parts that stay; none without shard groups."""
+        if self.family.step.num_replicas == 1:
+            return
+        self.reduced_by = self._behind_backward(kind, facts.replica_work, self.leaving, _REPLICATES)
+        draft.wait(self.reduced_by.ravel(), self.reducing.ravel())
+        last = slice(-1, None)
+        (self.agreeing,) = self._behind_backward(kind, facts.replica_work, self.parted, _REPLICATES, last)
+        draft.wait(self.agreeing, self.parting[-1])
 
     def _offload(self) -> None:
         """Copy gradients to the host, where those of later micro-batches are added to the first ones'.
@@ -127,7 +143,7 @@ class Updates:
         facts, draft, sent = self.family.facts, self.draft, self.sent
         self.offloads = self._behind_backward(TaskKind.GRADIENT_OFFLOAD, facts.offload_work, sent, _OFFLOADS)
         """(M, U')"""
-        complete = self.reducing if self.family.step.num_ranks > 1 else self._ends(sent)
+        complete = self.reduced_by if self.family.step.num_ranks > 1 else self._ends(sent)
         draft.wait(self.offloads.ravel(), complete.ravel())
         self._leave_in_time(self.offloads, self.last_steps(sent))
         # Those to which gradients of rows are added wait for them.
@@ -223,7 +239,7 @@ class Updates:
         if not step.is_sharded or not len(self.leaving) + len(self.parted):
             return self.norm
         # Of sharded gradients every rank knows the norm of its own shards only.
-        work = Work(moved_bytes=NORM_BYTES, num_ranks=step.num_ranks)
+        work = Work(moved_bytes=NORM_BYTES, num_ranks=step.num_shards, axis=step.shard_axis)
         known = self._behind_all(TaskKind.ALL_REDUCE, work, _NORM_PARTS)
         draft.wait(known, self.norm)
         return known
@@ -239,7 +255,8 @@ class Updates:
             return self.sections.backwards[-1, -1:]
         if not stays.any():
             return np.zeros(0, dtype=np.int64)
-        last: IntArray = self.sections.backward_of(completing[stays].min(keepdims=True))[-1]
+        ends = self.sections.backward_step(completing[stays])[-1]
+        last: IntArray = self.sections.step_end[ends.max(keepdims=True)]
         return last
 
     def _wait_for_all(self, task: IntArray, *others: IntArray) -> None:
@@ -365,6 +382,10 @@ class Updates:
             draft.read(self.reducing[:, number], gradients, places)
             if not self.family.step.is_sharded:
                 draft.update(self.reducing[:, number], gradients, places)
+        if self.family.step.num_replicas > 1:
+            for use in (draft.read, draft.update):
+                use(self.reduced_by, self.reduced, 0)
+                use(self.agreeing, homes.gradients[self.parted], 0)
         if self.family.step.is_sharded:
             draft.read(self.offloads, self.reduced, 0)
         else:

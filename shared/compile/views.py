@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..schema.schedule import Allocation, Section, Task, TaskKind
-from .assembly import heirs, is_there, lanes_of_tasks, task_order
+from ..schema.schedule import Allocation, RankAxis, Section, Task, TaskKind
 from .family import Family
+from .lanes import heirs, is_there, lanes_of_tasks, task_order
 from .program import NOT_THERE, BufferGroup, Draft, IntArray, Uses, Wait, Work, sections_by_number, spread
 
 _BEFORE_TASKS: Final = -(2**62)
@@ -42,7 +42,7 @@ def tasks_and_buffers(
         _operands(uses, rank, number, len(order))
         for uses in (*_lifetimes(draft.buffer_groups), draft.reads, draft.updates)
     )
-    kinds, stated_s, places, work = _of_tasks(draft, order)
+    kinds, axes, stated_s, places, work = _of_tasks(draft, order)
     section, chunk, micro_batch = places
     tasks = map(
         Task,
@@ -58,6 +58,7 @@ def tasks_and_buffers(
         map(add, made, updated),
         map(draft.phases.get, order.tolist()),
         *work,
+        axes,
         stated_s,
     )
     return tuple(tasks), buffers
@@ -68,15 +69,20 @@ def tasks_and_buffers(
 
 def _of_tasks(
     draft: Draft, order: IntArray
-) -> tuple[list[TaskKind], list[float | None], list[list[int]], list[list[int]]]:
-    """Kinds of tasks, and the seconds that they state; their sections, chunks and micro-batches; and what they do."""
+) -> tuple[list[TaskKind], list[RankAxis], list[float | None], list[list[int]], list[list[int]]]:
+    """Kinds of tasks, the ranks that meet in them, and the seconds that they state.
+
+    Their sections, chunks and micro-batches; and what they do.
+    """
     values = np.zeros((len(_PLACES) + len(_WORK), draft.num_tasks), dtype=np.int64)
     values[-1] = 1  # ranks
     kinds: list[TaskKind] = []
+    axes: list[RankAxis] = []
     stated_s: list[float | None] = []
     for ids, group in draft.groups:
         here = slice(ids[0], ids[-1] + 1)
         kinds += [group.kind] * len(ids)
+        axes += [group.work.axis if isinstance(group.work, Work) else RankAxis.WORLD] * len(ids)
         stated_s += [group.work.stated_s if isinstance(group.work, Work) else None] * len(ids)
         for row, name in enumerate(_PLACES):
             values[row, here] = getattr(group, name)
@@ -88,6 +94,7 @@ def _of_tasks(
     numbers = order.tolist()
     return (
         [kinds[task] for task in numbers],
+        [axes[task] for task in numbers],
         [stated_s[task] for task in numbers],
         columns[: len(_PLACES)],
         columns[len(_PLACES) :],

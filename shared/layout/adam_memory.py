@@ -50,11 +50,11 @@ def together_gradient_bytes(chunk: Chunk, parameters: Sequence[Parameter], optim
     return sum(p.size_bytes for p in found if p.trainable and not is_stepped_alone(p.dtype, optimizer))
 
 
-def widened_part_bytes(chunk: Chunk, parameters: Sequence[Parameter], num_ranks: int, optimizer: Optimizer) -> int:
-    """The most that stepping one rank's part of ``chunk`` adds to the level before."""
+def widened_part_bytes(chunk: Chunk, parameters: Sequence[Parameter], num_shards: int, optimizer: Optimizer) -> int:
+    """The most that stepping one of so many parts of ``chunk`` adds to the level before."""
     return max(
         (
-            widened_scalars(region.shard_elements(num_ranks), optimizer, WIDENED_SCALARS)
+            widened_scalars(region.shard_elements(num_shards), optimizer, WIDENED_SCALARS)
             * master_bytes(region.dtype, optimizer)
             for region in regions(chunk, parameters)
             if region.trainable

@@ -5,6 +5,7 @@ parameters stay together; a block begins a chunk of its own unless it fits whole
 parameter larger than ``chunk_bytes`` has a chunk to itself.  Parameters that no block alone uses come with the first
 section that uses them, and share chunks with parameters of the same uses alone: others would travel with them for
 nothing, such as an embedding, which backward does not need, with the norm behind it, or a block with a tied head.
+In bypass distillation a teacher's and a student's parameters never share a chunk: the ones are never written.
 Source of the packing: ProTrain (arXiv 2406.08334), hierarchical chunk management.
 """
 
@@ -18,7 +19,7 @@ from typing import Any, Final
 from ..basics.errors import PlanError
 from ..basics.shown import Shown
 from ..optimizers.check import check_host_gradients, check_optimizer
-from ..schema.plan import ParallelMode, Plan, why_no_disk, why_not_parallel
+from ..schema.plan import ParallelMode, Plan, TrainingMethod, why_no_disk, why_not_parallel, why_not_shard_ranks
 from ..schema.schedule import ChunkId
 from ..schema.workload import Parameter, Workload
 from .uses import NumberedUses, numbered_uses
@@ -94,7 +95,8 @@ class Chunk:
     def completed_by(self) -> int | None:
         """The section whose backward completes its gradients, as the last one; None if nothing is trainable.
 
-        Of embeddings whose rows are looked up, the prologue.
+        In bypass distillation it is the only one: no other section has gradients of a student block's parameters.  Of
+        embeddings whose rows are looked up, the prologue.
         """
         if self.rows is not None and self.is_trainable:
             return 0
@@ -108,6 +110,8 @@ class Layout(Shown):
     chunk_bytes: int
     chunks: tuple[Chunk, ...]
     num_blocks: int
+    method: TrainingMethod = TrainingMethod.FULL
+    """It decides in which order sections run."""
 
     @cached_property
     def derived(self) -> dict[Hashable, Any]:
@@ -119,14 +123,25 @@ class Layout(Shown):
         """The chunks that each step of a micro-batch needs, in the order of the program.
 
         For n blocks, step s up to n is the forward of section s, step n + 1 is forward and backward of the epilogue,
-        and step 2 (n + 1) - s is the backward of section s.
+        and step 2 (n + 1) - s is the backward of section s.  In bypass distillation step s is all of section s, and the
+        epilogue has none.
         """
         last = self.num_blocks + 1
+        if self.method is TrainingMethod.BYPASS:
+            return tuple(
+                tuple(chunk.id for chunk in self.chunks if section in (*chunk.forward, *chunk.backward))
+                for section in range(last)
+            )
         forward, backward = (
             [tuple(chunk.id for chunk in self.chunks if section in of_chunk(chunk)) for section in range(last + 1)]
             for of_chunk in (_forward, _backward)
         )
         return (*forward, *backward[last - 1 :: -1])
+
+    @property
+    def backwards_ascend(self) -> bool:
+        """Whether the first section's backward is the first, as in bypass distillation; else it is the last."""
+        return self.method is TrainingMethod.BYPASS
 
     def persistent(self, n_persist: int) -> frozenset[ChunkId]:
         """The first ``n_persist`` chunks.  Raises PlanError if there are fewer."""
@@ -185,7 +200,23 @@ def _backward(chunk: Chunk) -> tuple[int, ...]:
     return chunk.backward
 
 
-def build_layout(parameters: Sequence[Parameter], *, num_blocks: int, chunk_bytes: int) -> Layout:
+def layout_of(workload: Workload, chunk_bytes: int) -> Layout:
+    """The layout of a workload's parameters, for its method, in chunks of at most ``chunk_bytes``.
+
+    Raises PlanError if ``chunk_bytes`` is not positive.
+    """
+    return build_layout(
+        workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes, method=workload.method
+    )
+
+
+def build_layout(
+    parameters: Sequence[Parameter],
+    *,
+    num_blocks: int,
+    chunk_bytes: int,
+    method: TrainingMethod = TrainingMethod.FULL,
+) -> Layout:
     """Pack parameters, given in execution order, into chunks of at most ``chunk_bytes``.
 
     Raises PlanError if ``chunk_bytes`` is not positive.
@@ -196,7 +227,9 @@ def build_layout(parameters: Sequence[Parameter], *, num_blocks: int, chunk_byte
     packing = _Packing(parameters, uses, chunk_bytes)
     for common, members in _groups_in_order(uses, num_blocks):
         sizes = [aligned(parameters[index].size_bytes) for index in members]
-        if packing.is_open and (packing.common != common or not packing.has_room(sum(sizes))):
+        # Blocks of the two models stand by turns, so that no block shares a chunk with another one.
+        is_other_model = method is TrainingMethod.BYPASS
+        if packing.is_open and (is_other_model or packing.common != common or not packing.has_room(sum(sizes))):
             packing.seal()
         packing.common = common
         for index, size_bytes in zip(members, sizes, strict=True):
@@ -204,7 +237,7 @@ def build_layout(parameters: Sequence[Parameter], *, num_blocks: int, chunk_byte
                 packing.seal()
             packing.place(index, size_bytes)
     packing.seal()
-    return Layout(chunk_bytes=chunk_bytes, chunks=tuple(packing.chunks), num_blocks=num_blocks)
+    return Layout(chunk_bytes=chunk_bytes, chunks=tuple(packing.chunks), num_blocks=num_blocks, method=method)
 
 
 def check_layout(layout: Layout, plan: Plan, workload: Workload) -> None:
@@ -224,6 +257,11 @@ def check_layout(layout: Layout, plan: Plan, workload: Workload) -> None:
             f"the layout holds {len(placed)} parameters of {layout.num_blocks} blocks but the workload has "
             f"{len(workload.parameters)} of {workload.num_blocks}. Build it for this workload."
         )
+    if layout.method is not workload.method:
+        raise PlanError(
+            f"the layout was built for method {layout.method} but the workload is one of method {workload.method}. "
+            f"Build it for this workload."
+        )
     if plan.n_host_stepped and plan.parallel is ParallelMode.SHARDED:
         raise PlanError(
             f"n_host_stepped is {plan.n_host_stepped} but parallel is {plan.parallel}: only ranks with whole chunks on "
@@ -234,6 +272,8 @@ def check_layout(layout: Layout, plan: Plan, workload: Workload) -> None:
             f"n_shard is {plan.n_shard} but parallel is {plan.parallel}: only ranks in mode sharded have chunks that "
             f"lie on their devices in parts. Set n_shard to 0, or parallel to sharded."
         )
+    if (reason := why_not_shard_ranks(plan.shard_ranks, plan.num_ranks, plan.parallel)) is not None:
+        raise PlanError(f"{reason}.")
     check_optimizer(plan.optimizer, workload.parameters)
     check_host_gradients(plan.host_gradients, workload.parameters)
     if (reason := why_not_parallel(plan.optimizer, plan.parallel)) is not None:

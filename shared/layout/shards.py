@@ -4,10 +4,14 @@ An offloaded chunk lies on the hosts, a sharded one on the devices; the parts ar
 
 [Note: Shards]
 A *region* is a run of neighbouring parameters of a chunk with one element type and one trainability, the alignment
-between them included.  Each region is cut into as many equal shards as there are ranks, of whole elements, and the last
-one is padded.  So every rank steps equally many scalars, a collective moves equal parts, which lie in the chunk's
-buffer in the order of the ranks, and a chunk of fewer elements than ranks has shards of one element.  Parameters begin
-at multiples of 256 bytes: with 2, 4, 8 and up to 64 ranks there is nothing to pad for elements of at most 4 bytes.
+between them included.  Each region is cut into as many equal shards as a shard group has ranks, of whole cache lines,
+and the last ones are padded.  So every rank steps equally many scalars, a collective moves equal parts, which lie in
+the chunk's buffer in the order of the ranks, and a chunk of fewer cache lines than ranks has shards of one.
+Parameters begin at multiples of 256 bytes: with 2 and 4 ranks there is nothing to pad.
+
+Lines are whole because of the optimizer: torch's fused AdamW steps as many scalars at once as a vector register holds,
+at most a cache line's, and the rest of a tensor one by one, which rounds otherwise.  A stretch of a parameter that ends
+with a shard has no such rest: its scalars get the bits that they get as a part of the whole parameter.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Final
 
 from ..optimizers.state import Stepped, paged_bytes, state_bytes, stepped_of, summed_dtype
 from ..optimizers.work import host_step_bytes, traffic_bytes
@@ -22,6 +27,9 @@ from ..schema.optimizer import Optimizer
 from ..schema.plan import ParallelMode
 from ..schema.workload import DType, Parameter
 from .layout import Chunk, aligned
+
+_LINE_BYTES: Final = 64
+"""Of a cache line; the widest vector registers hold as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +41,10 @@ class Region:
     size_bytes: int
     """With the alignment after each parameter."""
 
-    def shard_elements(self, num_ranks: int) -> int:
-        """Elements of one rank's shard, padding included."""
-        return -(-(self.size_bytes // self.dtype.item_bytes) // num_ranks)
+    def shard_elements(self, num_shards: int) -> int:
+        """Elements of one of so many shards, padding included."""
+        lines = -(-self.size_bytes // _LINE_BYTES)
+        return -(-lines // num_shards) * (_LINE_BYTES // self.dtype.item_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +134,10 @@ def regions(chunk: Chunk, parameters: Sequence[Parameter]) -> list[Region]:
     return found
 
 
-def stepped_parts(chunk: Chunk, parameters: Sequence[Parameter], num_ranks: int) -> Sequence[Stepped]:
-    """What is stepped one by one of a chunk: its parameters, or one of ``num_ranks`` parts of its regions."""
-    if num_ranks > 1:
-        return [(r.dtype, (r.shard_elements(num_ranks),)) for r in regions(chunk, parameters) if r.trainable]
+def stepped_parts(chunk: Chunk, parameters: Sequence[Parameter], num_shards: int) -> Sequence[Stepped]:
+    """What is stepped one by one of a chunk: its parameters, or one of ``num_shards`` parts of its regions."""
+    if num_shards > 1:
+        return [(r.dtype, (r.shard_elements(num_shards),)) for r in regions(chunk, parameters) if r.trainable]
     return stepped_members(chunk, parameters)
 
 
@@ -136,14 +145,15 @@ def rank_part(
     chunk: Chunk,
     parameters: Sequence[Parameter],
     parallel: ParallelMode,
-    num_ranks: int,
+    num_shards: int,
     optimizer: Optimizer,
     *,
     widens: bool = False,
 ) -> RankPart:
-    """What each of so many ranks holds of ``chunk``, if it is offloaded or sharded over the devices.
+    """What each rank holds of ``chunk``, if it is offloaded or sharded over the devices.
 
-    ``widens``: the host adds gradients up in float32 (``widens_on_host`` in ``shared/schema/plan.py``).
+    ``num_shards``: equal parts that it is cut into in mode SHARDED (``Plan.num_shards``).  ``widens``: the host adds
+    gradients up in float32 (``widens_on_host`` in ``shared/schema/plan.py``).
     """
     if parallel is not ParallelMode.SHARDED:
         return RankPart(
@@ -162,7 +172,7 @@ def rank_part(
             host_stepped_bytes=host_stepped_bytes(stepped_members(chunk, parameters), optimizer, widens=widens),
             host_step_bytes=host_step_bytes(stepped_members(chunk, parameters), optimizer, widens=widens),
         )
-    shards = [(region, region.shard_elements(num_ranks)) for region in regions(chunk, parameters)]
+    shards = [(region, region.shard_elements(num_shards)) for region in regions(chunk, parameters)]
     parameter_bytes = sum(count * region.dtype.item_bytes for region, count in shards)
     trained = [(region.dtype, count) for region, count in shards if region.trainable]
     stepped = [(dtype, (count,)) for dtype, count in trained]
@@ -170,12 +180,12 @@ def rank_part(
     summed_bytes = _summed_bytes(trained, widens=widens)
     return RankPart(
         parameter_bytes=parameter_bytes,
-        gathered_bytes=num_ranks * parameter_bytes,
+        gathered_bytes=num_shards * parameter_bytes,
         gradient_bytes=gradient_bytes,
         arrival_bytes=gradient_bytes,
         summed_bytes=summed_bytes,
         staging_bytes=summed_bytes,
-        reduced_bytes=num_ranks * gradient_bytes,
+        reduced_bytes=num_shards * gradient_bytes,
         state_bytes=state_bytes(stepped, optimizer),
         paged_bytes=paged_bytes(stepped, optimizer),
         num_stepped=sum(count for _, count in trained),

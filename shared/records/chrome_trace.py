@@ -14,6 +14,7 @@ from ..basics.errors import ProtwinError
 from ..basics.units import format_seconds
 from ..schema.record import MemoryCurve, Origin, Record, TaskTiming
 from ..schema.schedule import Lane, Memory, Schedule, TaskId
+from .ranks import name_of_rank
 
 Event = dict[str, Any]
 
@@ -23,24 +24,37 @@ _NANOSECONDS_PER_S = 10**9
 def chrome_trace(records: Mapping[str, Record], *, schedule: Schedule | None = None) -> str:
     """The records as one Chrome trace: each a process, named by its key, and each lane of it a thread.
 
-    Every record's time zero, the start of its first compute task, lies at the same place; all are shifted together so
-    that nothing starts below zero.  Times are microseconds, rounded to nanoseconds.  ``schedule``, where it is at
-    hand, adds to every task the bytes that it moves, allocates and frees, and what it waits for, and to a simulated
-    record what its device memory holds.
+    Of a record of several ranks each is a process of its own, on their common clock; before a collective stands what
+    its rank waits for the others.  Every record's time zero, the start of its first compute task, lies at the same
+    place; all are shifted together so that nothing starts below zero.  Times are microseconds, rounded to nanoseconds.
+    ``schedule``, where it is at hand, adds to every task the bytes that it moves, allocates and frees, and what it
+    waits for, and to a simulated record what its device memory holds.
     Raises ProtwinError if ``schedule`` belongs to another plan than one of the records.
     """
     for label, record in records.items():
         check_schedule(record, schedule, label=label)
-    zero_ns = -min((_first_ns(record) for record in records.values()), default=0)
+    shown = [one for label, record in records.items() for one in _ranks(label, record)]
+    first_ns = min((_first_ns(record) + begins_ns for _, record, begins_ns, _ in shown), default=0)
     events: list[Event] = []
-    for process, (label, record) in enumerate(records.items(), start=1):
+    for process, (label, record, begins_ns, waits_s) in enumerate(shown, start=1):
+        zero_ns = begins_ns - first_ns
         events.extend(_names(process, label, record))
         events.extend(_marks(process, record, zero_ns))
+        events.extend(_rank_waits(process, record, waits_s, zero_ns))
         events.extend(_tasks(process, record, schedule, zero_ns))
         events.extend(_levels(process, record, zero_ns))
         events.extend(_contents(process, record, schedule, zero_ns))
     lines = ",\n".join(json.dumps(event, ensure_ascii=False, allow_nan=False) for event in events)
     return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'
+
+
+def _ranks(label: str, record: Record) -> Iterator[tuple[str, Record, int, dict[int, float]]]:
+    """Label, record, begin in nanoseconds and waits for others of every rank; of the record itself if it has none."""
+    if not record.ranks:
+        yield label, record, 0, {}
+    for one in record.ranks:
+        waits_s = {wait.task: wait.seconds for wait in one.rank_waits}
+        yield f"{label}, {name_of_rank(record, one)}", record.of_rank(one.rank), _ns(one.begins_s), waits_s
 
 
 def check_schedule(record: Record, schedule: Schedule | None, *, label: str) -> None:
@@ -148,6 +162,28 @@ def _tasks(process: int, record: Record, schedule: Schedule | None, zero_ns: int
             "dur": _us(max(0, end_ns - start_ns)),
             "args": _arguments(timing, schedule),
         }
+
+
+def _rank_waits(process: int, record: Record, waits_s: Mapping[int, float], zero_ns: int) -> Iterator[Event]:
+    """What stands before collectives: from when this rank came to them, or its one before has ended, to their start."""
+    thread = list(Lane).index(Lane.COLLECTIVE) + 1
+    ended_ns = None
+    for timing in sorted((t for t in record.tasks if t.lane is Lane.COLLECTIVE), key=lambda t: (t.start_s, t.task)):
+        start_ns = _ns(timing.start_s)
+        came_ns = start_ns - _ns(waits_s.get(timing.task, 0.0))
+        came_ns = came_ns if ended_ns is None else max(came_ns, ended_ns)
+        if came_ns < start_ns:
+            yield {
+                "name": "waiting for other ranks",
+                "cat": "rank_wait",
+                "ph": "X",
+                "pid": process,
+                "tid": thread,
+                "ts": _us(came_ns + zero_ns),
+                "dur": _us(start_ns - came_ns),
+                "args": {"before": timing.name},
+            }
+        ended_ns = _ns(timing.end_s)
 
 
 def _arguments(timing: TaskTiming, schedule: Schedule | None) -> dict[str, object]:

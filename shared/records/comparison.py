@@ -13,7 +13,7 @@ from typing import ClassVar, Final
 
 from pydantic import NonNegativeFloat, NonNegativeInt
 
-from ..basics.documents import Document, FrozenModel
+from ..basics.documents import Document, FrozenModel, Name
 from ..basics.errors import ProtwinError
 from ..schema.record import Origin, Record, TaskTiming
 from ..schema.schedule import Lane, Memory, TaskKind, in_kind_order
@@ -78,6 +78,23 @@ class TaskComparison(FrozenModel):
     differs_in: tuple[Difference, ...]
 
 
+class RankComparison(FrozenModel):
+    """One of several ranks; its prediction is that of a rank like it."""
+
+    rank: NonNegativeInt
+    """Its number."""
+    name: Name = ""
+    """What tells it from the others in words: its host."""
+    iteration: TimePair
+    """Mean seconds from one start of its first compute task to the next."""
+    computing: TimePair
+    """Tasks of its compute lane together."""
+    waiting: TimePair
+    """For other ranks, on the collective lane."""
+    peak_device: BytesPair | None
+    """None if one of the records does not hold that memory."""
+
+
 class Comparison(Document):
     """Two records of one plan."""
 
@@ -111,6 +128,10 @@ class Comparison(Document):
     only_predicted: tuple[str, ...]
     """Names of tasks that the measured record lacks."""
     only_measured: tuple[str, ...]
+    rank: NonNegativeInt = 0
+    """The measured rank that everything above is of, where several were: the one that waits least for the others."""
+    ranks: tuple[RankComparison, ...] = ()
+    """Every measured rank, where several were."""
 
 
 def signed_error_frac(predicted: float, measured: float) -> float | None:
@@ -124,10 +145,13 @@ def signed_error_frac(predicted: float, measured: float) -> float | None:
 def compare_records(predicted: Record, measured: Record) -> Comparison:
     """Lay two records of one plan side by side.
 
+    Of several measured ranks the slowest is laid beside the prediction of a rank like it, and each in ``ranks``.
     Raises ProtwinError if they follow different plans, if they are given in the wrong order, or if they name one task
     differently.
     """
     _check_pair(predicted, measured)
+    ranks = _compare_ranks(predicted, measured)
+    predicted = predicted.of_rank(measured.rank)
     tolerance_frac = max(MIN_TOLERANCE_FRAC, 2 * measured.iteration_noise_frac)
     tasks = _compare_tasks(predicted, measured, tolerance_frac)
     return Comparison(
@@ -153,7 +177,27 @@ def compare_records(predicted: Record, measured: Record) -> Comparison:
         largest_differences=_largest(tasks),
         only_predicted=_missing(predicted, measured),
         only_measured=_missing(measured, predicted),
+        rank=measured.rank,
+        ranks=ranks,
     )
+
+
+def _compare_ranks(predicted: Record, measured: Record) -> tuple[RankComparison, ...]:
+    compared = []
+    for one in measured.ranks:
+        left, right = predicted.of_rank(one.rank), measured.of_rank(one.rank)
+        predicted_waits_s = sum(found.waited_s for found in predicted.ranks if found.rank == left.rank)
+        compared.append(
+            RankComparison(
+                rank=one.rank,
+                name=one.name,
+                iteration=_times(left.iteration_s, right.iteration_s),
+                computing=_times(left.lane(Lane.COMPUTE).busy_s, right.lane(Lane.COMPUTE).busy_s),
+                waiting=_times(predicted_waits_s, one.waited_s),
+                peak_device=_peaks(left, right, Memory.DEVICE),
+            )
+        )
+    return tuple(compared)
 
 
 def _check_pair(predicted: Record, measured: Record) -> None:

@@ -16,7 +16,7 @@ from typing import Final
 
 from ..schema.schedule import Allocation, AllocationId, Content, Schedule, Section, TaskId
 
-_NEVER_LEAVES: Final = (Content.RESIDENT, Content.OUTPUT, Content.INCOMING_GRADIENT)
+_NEVER_LEAVES: Final = (Content.RESIDENT, Content.OUTPUT, Content.LOSS, Content.INCOMING_GRADIENT)
 _OF_WORK: Final = (Content.PARAMETERS, Content.ACTIVATIONS, Content.SWAPPED)
 """What stays while a task of its section runs."""
 

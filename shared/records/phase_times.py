@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from ..schema.record import IterationPhase
 from ..schema.schedule import Schedule, TaskKind
+
+_PHASE_OF: Final = {
+    TaskKind.FORWARD: IterationPhase.FORWARD,
+    TaskKind.TEACHER_FORWARD: IterationPhase.FORWARD,
+    TaskKind.LOSS: IterationPhase.FORWARD,
+    TaskKind.RECOMPUTE: IterationPhase.BACKWARD,
+    TaskKind.BACKWARD: IterationPhase.BACKWARD,
+}
 
 
 def phase_times_s(schedule: Schedule, ends_s: Sequence[float]) -> tuple[float, float]:
@@ -24,20 +33,19 @@ def phase_times_s(schedule: Schedule, ends_s: Sequence[float]) -> tuple[float, f
 
 
 def phase_spans_s(schedule: Schedule, ends_s: Sequence[float]) -> Iterator[tuple[IterationPhase, float, float]]:
-    """Begin and end of every micro-batch's forward and backward, in order, each from the end of the one before.
+    """Begin and end of forwards and backwards, in order, each from the end of the one before.
 
-    ``ends_s`` as of ``phase_times_s``.  The optimizer's phase is what remains of the iteration.
+    In full training a micro-batch has one of each, in bypass distillation one for every pair of blocks, whose loss is a
+    part of forward.  ``ends_s`` as of ``phase_times_s``.  The optimizer's phase is what remains of the iteration.
     """
-    last_s: dict[tuple[int, TaskKind], float] = {}
+    at_s = end_s = 0.0
+    current, micro_batch = IterationPhase.FORWARD, 0
     for task in schedule.tasks:
-        part = task.micro_batch, task.kind
-        last_s[part] = max(last_s.get(part, 0.0), ends_s[task.id])
-    at_s = 0.0
-    for micro_batch in range(schedule.micro_batches):
-        for phase, kind in (
-            (IterationPhase.FORWARD, TaskKind.FORWARD),
-            (IterationPhase.BACKWARD, TaskKind.BACKWARD),
-        ):
-            end_s = max(at_s, last_s[micro_batch, kind])
-            yield phase, at_s, end_s
-            at_s = end_s
+        phase = _PHASE_OF.get(task.kind)
+        if phase is None:
+            continue
+        if (phase, task.micro_batch) != (current, micro_batch):
+            yield current, at_s, end_s
+            at_s, current, micro_batch = end_s, phase, task.micro_batch
+        end_s = max(end_s, ends_s[task.id])
+    yield current, at_s, end_s

@@ -8,6 +8,9 @@ followed back until it has covered the whole gap between two compute tasks.  A g
 add up to the gap.  Of tasks that end at the same instant, one that is waited for in this iteration counts before one
 of the previous iteration, and this one before the task before it on the lane.
 
+Where the chain comes to a collective that began late because other ranks came to it late, that time is a wait for
+ranks.
+
 It is the critical path of the iteration as it ran: shortening the cause shortens the wait until another chain is as
 long.  No compute task is ever a cause, since all that a compute task can wait for through other tasks has ended when
 the compute task before it ends.
@@ -15,7 +18,8 @@ the compute task before it ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 from ..schema.record import IterationPhase, PhaseWait, TaskTiming
@@ -28,32 +32,40 @@ SpanOf = Callable[[int, TaskId], Span | None]
 """The span of a task in the iteration that is looked at (0), in those before it (-1, ...) and in the next one (1); None
 for iterations that are not known."""
 _Occurrence = tuple[int, TaskId]
+_Cause = tuple[TaskKind | None, bool]
+"""The kind of what runs, if anything does; else whether other ranks had not come to a collective."""
 _PHASES: Final = tuple(IterationPhase)
 _ROUNDING_FRAC: Final = 1e-12
 """Of the iteration: waits below are differences of rounded times."""
 
 
-def phase_waits(schedule: Schedule, span_of: SpanOf, window_s: Span) -> tuple[PhaseWait, ...]:
+def phase_waits(
+    schedule: Schedule,
+    span_of: SpanOf,
+    window_s: Span,
+    rank_waits_s: Mapping[TaskId, float] = MappingProxyType({}),
+) -> tuple[PhaseWait, ...]:
     """Seconds of every phase in which compute waits, by cause; see [Note: The chain of waits].
 
-    ``window_s``: begin and end of the iteration.  In the order of the phases, the longest wait of each first; together
-    with the time in which compute tasks run they are the phase.
+    ``window_s``: begin and end of the iteration.  ``rank_waits_s``: of collectives that begin when the last of several
+    ranks has come to them, what this one waits before.  In the order of the phases, the longest wait of each first;
+    together with the time in which compute tasks run they are the phase.
     """
     begin_s = window_s[0]
     ends_s = [_known(span_of(0, task.id))[1] - begin_s for task in schedule.tasks]
     phases = list(phase_spans_s(schedule, ends_s))
     before_on_lane = _before_on_lane(schedule)
-    totals: dict[tuple[IterationPhase, TaskKind | None], float] = {}
+    totals: dict[tuple[IterationPhase, _Cause], float] = {}
     for gap_s, waiting in _gaps(schedule, span_of, window_s):
         # A phase ends when a compute task does, so a gap is never in two of them.
         at_s = gap_s[0] - begin_s
         phase = next((phase for phase, _, end_s in phases if at_s < end_s), IterationPhase.OPTIMIZER)
-        for cause, seconds in _causes(schedule, span_of, before_on_lane, gap_s, waiting):
+        for cause, seconds in _causes(schedule, span_of, before_on_lane, rank_waits_s, gap_s, waiting):
             totals[phase, cause] = totals.get((phase, cause), 0.0) + seconds
     rounding_s = _ROUNDING_FRAC * (window_s[1] - begin_s)
     waits = [
-        PhaseWait(phase=phase, cause=cause, seconds=seconds)
-        for (phase, cause), seconds in totals.items()
+        PhaseWait(phase=phase, cause=cause, seconds=seconds, for_ranks=for_ranks)
+        for (phase, (cause, for_ranks)), seconds in totals.items()
         if seconds > rounding_s
     ]
     return tuple(sorted(waits, key=lambda wait: (_PHASES.index(wait.phase), -wait.seconds)))
@@ -85,21 +97,26 @@ def _causes(
     schedule: Schedule,
     span_of: SpanOf,
     before_on_lane: dict[TaskId, _Occurrence],
+    rank_waits_s: Mapping[TaskId, float],
     gap_s: Span,
     waiting: _Occurrence,
-) -> Iterator[tuple[TaskKind | None, float]]:
+) -> Iterator[tuple[_Cause, float]]:
     """The causes of one gap with their seconds, the last first."""
     begin_s, at_s = gap_s
     while at_s > begin_s:
         found = _held_up_by(schedule, span_of, before_on_lane, waiting)
         start_s, end_s = (begin_s, begin_s) if found is None else _known(span_of(*found))
         if (ended_s := max(end_s, begin_s)) < at_s:
-            yield None, at_s - ended_s
+            came_s = max(ended_s, at_s - rank_waits_s.get(waiting[1], 0.0))
+            if came_s < at_s:
+                yield (None, True), at_s - came_s
+            if ended_s < came_s:
+                yield (None, False), came_s - ended_s
             at_s = ended_s
         if found is None:
             return
         if (started_s := max(start_s, begin_s)) < at_s:
-            yield schedule.tasks[found[1]].kind, at_s - started_s
+            yield (schedule.tasks[found[1]].kind, False), at_s - started_s
             at_s = started_s
         waiting = found
 

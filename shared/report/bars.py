@@ -23,6 +23,8 @@ KIND_COLOURS: Final[dict[TaskKind, str]] = {
     TaskKind.FORWARD: "blue",
     TaskKind.RECOMPUTE: "sky",
     TaskKind.BACKWARD: "orange",
+    TaskKind.TEACHER_FORWARD: "slate",
+    TaskKind.LOSS: "coral",
     TaskKind.GATHER: "green",
     TaskKind.GRADIENT_OFFLOAD: "red",
     TaskKind.GRADIENT_ACCUMULATE: "pink",

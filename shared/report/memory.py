@@ -29,6 +29,7 @@ CONTENT_COLOURS: Final[dict[Content | None, str]] = {
     Content.ACTIVATIONS: "green",
     Content.SWAPPED: "teal",
     Content.OUTPUT: "sky",
+    Content.LOSS: "coral",
     Content.INCOMING_GRADIENT: "red",
     Content.RESIDENT: "grey",
     Content.FLAT_GRADIENTS: "olive",

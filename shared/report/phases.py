@@ -18,6 +18,8 @@ _COMPUTING: Final[dict[IterationPhase, str]] = {
     IterationPhase.BACKWARD: KIND_COLOURS[TaskKind.BACKWARD],
     IterationPhase.OPTIMIZER: KIND_COLOURS[TaskKind.DEVICE_ADAM],
 }
+RANKS_COLOUR: Final = "maroon"
+"""Of waits for other ranks."""
 
 
 def phase_chart(records: Sequence[Record]) -> Figure | None:
@@ -67,6 +69,8 @@ def _row(record: Record, phase: IterationPhase, parts: Sequence[PhasePart], *, w
 def _colour(part: PhasePart, phase: IterationPhase) -> str:
     if not part.is_waiting:
         return _COMPUTING[phase]
+    if part.for_ranks:
+        return RANKS_COLOUR
     return "rest" if part.cause is None else kind_colour(part.cause)
 
 

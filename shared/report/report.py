@@ -27,12 +27,13 @@ from ..tables.labels import (
     num_blocks,
 )
 from ..tables.question import question_table
-from ..tables.record import alive_table, beyond_table, plan_table, traffic_table
+from ..tables.record import alive_table, beyond_table, plan_table, ranks_table, traffic_table
 from .alive import alive_chart
 from .losses import agreement, losses_chart
 from .memory import CONTENT_COLOURS, Limit, limits, memory_chart, stack_chart
 from .page import Card, PageTable, Part, Report, Section, quiet
 from .phases import phase_chart
+from .ranks import rank_charts
 from .search import plain_result, search_sections
 from .svg import Figure, tag
 from .timeline import lane_charts, time_range_s
@@ -40,6 +41,10 @@ from .timeline import lane_charts, time_range_s
 _ONE_ITERATION: Final = (
     "One iteration of the steady state, to its end. A task that runs past the end, or begins before the iteration, is "
     "drawn where the neighbouring iteration's task lies within this one."
+)
+_OF_RANKS: Final = (
+    " Of several ranks the slowest is drawn, and the one that waits most for the others, each from its own first "
+    "compute task on. The exported timeline has all of them on one clock."
 )
 _SWATCHES: Final = {CONTENT_NAMES[content]: colour for content, colour in CONTENT_COLOURS.items()}
 
@@ -88,7 +93,8 @@ def report(title: str, facts: Facts) -> Report:
     sections = [
         Section("Plan", ((knobs, PageTable(traffic_table(records))),)),
         Section("Where the time goes", _phases(records)),
-        Section("Timeline", (quiet(_ONE_ITERATION), *lane_charts(records, facts.schedule))),
+        Section("Ranks", _ranks(records)),
+        Section("Timeline", _timeline(facts)),
         Section("Device memory", _memory_figures(facts, held_against)),
         Section("Alive at the peak", _alive(records, held_against)),
     ]
@@ -135,7 +141,20 @@ def _subtitle(records: Sequence[Record]) -> str:
     first = records[0]
     origins = " and ".join(ORIGIN_NAMES[record.origin] for record in records)
     machine = next((record.machine for record in records if record.machine), first.hardware_name)
-    return f"{first.model_name} on {machine}: {first.num_tokens:,} tokens per iteration, {origins}"
+    ranks = f" of {first.plan.num_ranks} ranks" if first.plan.num_ranks > 1 else ""
+    return f"{first.model_name} on {machine}: {first.num_tokens:,} tokens per iteration{ranks}, {origins}"
+
+
+def _ranks(records: Sequence[Record]) -> tuple[Part, ...]:
+    """What each of several ranks does, beside each other."""
+    tables = [PageTable(replace(ranks_table(r), title=f"Ranks, {ORIGIN_NAMES[r.origin]}")) for r in records if r.ranks]
+    return (*rank_charts(records), *tables)
+
+
+def _timeline(facts: Facts) -> tuple[Part, ...]:
+    """What every lane does when."""
+    words = (_ONE_ITERATION, _OF_RANKS) if any(record.ranks for record in facts.records) else (_ONE_ITERATION,)
+    return (quiet(*words), *lane_charts(facts.records, facts.schedule))
 
 
 def _phases(records: Sequence[Record]) -> tuple[Figure, ...]:
@@ -219,7 +238,9 @@ def _peak_card(predicted: Record, measured: Record | None) -> Card:
     if measured is None or not measured.peak_device_bytes:
         return Card("Peak device memory, predicted", format_bytes(predicted.peak_device_bytes), (bound,))
     error = format_error(signed_error_frac(predicted.peak_device_bytes, measured.peak_device_bytes))
-    details = (_predicted(format_bytes(predicted.peak_device_bytes), error), bound)
+    details: tuple[str, ...] = (_predicted(format_bytes(predicted.peak_device_bytes), error), bound)
+    if measured.highest_peak_device_bytes > measured.peak_device_bytes:
+        details = (*details, f"the highest of any rank is {format_bytes(measured.highest_peak_device_bytes)}")
     return Card("Peak device memory, measured", format_bytes(measured.peak_device_bytes), details)
 
 

@@ -114,9 +114,9 @@ def modes_chart(result: SearchResult) -> Figure | None:
         return None
     times_s = [time_s for one in result.modes for time_s in (one.best_iteration_s, one.shortest_possible_s) if time_s]
     rightwards = across(0.0, max(times_s, default=result.prediction.iteration_s))
-    rows = [_mode_row(one, is_chosen=one.parallel is result.plan.parallel) for one in result.modes]
+    rows = [_mode_row(one, is_chosen=one.has(result.plan)) for one in result.modes]
     drawing = bar_rows(rows, rightwards, time_unit(rightwards.high), title="iteration")
-    is_rivalled = any(one.best_iteration_s and one.parallel is not result.plan.parallel for one in result.modes)
+    is_rivalled = any(one.best_iteration_s and not one.has(result.plan) for one in result.modes)
     return Figure(
         name="modes",
         is_rows=True,
@@ -134,9 +134,9 @@ def modes_chart(result: SearchResult) -> Figure | None:
 def _mode_row(one: ModeChoice, *, is_chosen: bool) -> BarRow:
     best_s, words = one.best_iteration_s, _mode_words(one)
     return BarRow(
-        name=one.parallel,
+        name=one.words,
         words=words,
-        title=f"{one.parallel}: {words}" + (f". {one.reason}" if one.reason else ""),
+        title=f"{one.words}: {words}" + (f". {one.reason}" if one.reason else ""),
         bars=() if best_s is None else (Segment(0.0, best_s, "blue" if is_chosen else "rest"),),
         bound=one.shortest_possible_s,
         is_stressed=is_chosen,

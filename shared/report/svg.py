@@ -32,6 +32,8 @@ STROKES: Final[dict[str, str]] = {
     "navy": "M4 1v2M4 5v2",
     "lime": "M0 6l2-2 2 2 2-2 2 2",
     "maroon": "M1 1h2v2h-2zM5 5h2v2h-2z",
+    "slate": "M0 1h4v4M4 5h4",
+    "coral": "M1 4h6M4 1v2",
     "rest": "M3 4h2",
 }
 """Every colour also has a texture, so that areas stay apart without colour: strokes upon it in a tile of 8 by 8."""

@@ -32,15 +32,21 @@ _NEIGHBOURS_MARK: Final = tag("rect", x=5.0, y=0.0, width=14.0, height=12.0, cla
 
 def time_range_s(records: Sequence[Record]) -> tuple[float, float]:
     """From the beginning of an iteration to its end, of the longest one if several are laid over each other."""
-    return 0.0, max(record.iteration_s for record in records)
+    of_ranks = [one.iteration_s for record in records for one in record.ranks]
+    return 0.0, max([record.iteration_s for record in records] + of_ranks)
 
 
 def lane_charts(records: Sequence[Record], schedule: Schedule | None) -> tuple[Figure, ...]:
-    """One chart per record on a common time axis, and where it leaves much untold a closer look at a part of it."""
+    """One chart per record on a common time axis, and where it leaves much untold a closer look at a part of it.
+
+    Of a record of several ranks the slowest is drawn, and the one that waits most for the others.
+    """
     scale = across(*time_range_s(records))
     names = [ORIGIN_NAMES[record.origin] for record in records]
     if len(set(names)) < len(names):
         names = [f"{name}-{place}" for place, name in enumerate(names, start=1)]
+    pairs = [pair for record, name in zip(records, names, strict=True) for pair in _ranks_drawn(record, name)]
+    records, names = [record for record, _ in pairs], [name for _, name in pairs]
     charts = []
     for record, name in zip(records, names, strict=True):
         bars = Bars.of(record, scale, schedule)
@@ -53,6 +59,15 @@ def lane_charts(records: Sequence[Record], schedule: Schedule | None) -> tuple[F
         *(replace(one, has_legend_on_page=one.legend != following.legend) for one, following in pairwise(charts)),
         charts[-1],
     )
+
+
+def _ranks_drawn(record: Record, name: str) -> Iterator[tuple[Record, str]]:
+    if not record.ranks:
+        yield record, name
+        return
+    waits_most = max(record.ranks, key=lambda one: one.waited_s).rank
+    for rank in dict.fromkeys((record.rank, waits_most)):
+        yield record.of_rank(rank), f"{name}-rank-{rank}"
 
 
 def _overview(record: Record, scale: Scale, bars: Bars, name: str) -> Figure:
@@ -117,7 +132,7 @@ def telling_stretch_s(record: Record) -> tuple[float, float]:
 
 
 def _words(name: str) -> str:
-    return name.replace("-", ", number ").capitalize()
+    return name.replace("-rank-", ", rank ").replace("-", ", number ").capitalize()
 
 
 def _chart(

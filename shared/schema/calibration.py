@@ -74,6 +74,18 @@ class Calibration(Document):
         return self
 
     def factor(self, kind: TaskKind) -> float:
-        """The factor of a task kind; 1 where none was fitted."""
-        found = self.factors.get(kind)
+        """The factor of a task kind; 1 where none was fitted.
+
+        A teacher's forward and a loss are forwards where no run of distillation was among the fitted ones.
+        """
+        found = self.factors.get(self._fitted(kind))
         return found.value if found is not None else 1.0
+
+    def overhead(self, kind: TaskKind) -> float:
+        """Seconds added to every task of a kind; of kinds as ``factor`` says."""
+        return self.overhead_s.get(self._fitted(kind), 0.0)
+
+    def _fitted(self, kind: TaskKind) -> TaskKind:
+        """The kind whose figures count for ``kind``."""
+        is_forward = kind in (TaskKind.TEACHER_FORWARD, TaskKind.LOSS)
+        return TaskKind.FORWARD if is_forward and kind not in self.factors else kind

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from itertools import accumulate
 from typing import Annotated, ClassVar, Final, Self
@@ -135,7 +136,7 @@ class Host(FrozenModel):
 
 
 class LinkPoint(FrozenModel):
-    """A measured copy."""
+    """A measured copy, or a measured collective."""
 
     size_bytes: PositiveInt
     seconds: PositiveFloat
@@ -154,9 +155,48 @@ class Link(FrozenModel):
 
     @model_validator(mode="after")
     def _table_ascends(self) -> Self:
+        _check_ascending("table", self.table)
+        return self
+
+
+def _check_ascending(name: str, table: Sequence[LinkPoint]) -> None:
+    sizes = [point.size_bytes for point in table]
+    if sizes != sorted(set(sizes)):
+        raise ValueError(f"{name} must ascend strictly in size_bytes")
+
+
+class Collective(StrEnum):
+    """An exchange that all ranks take part in."""
+
+    ALL_REDUCE = "all_reduce"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_GATHER = "all_gather"
+    ALL_TO_ALL = "all_to_all"
+
+
+class MeasuredCollective(FrozenModel):
+    """Seconds of a collective over some number of ranks, alone and beside compute.
+
+    A size is that of the whole buffer: what every rank ends up with (ALL_GATHER, ALL_REDUCE) or begins with
+    (REDUCE_SCATTER).
+    """
+
+    collective: Collective
+    num_ranks: Annotated[int, Field(ge=2)]
+    table: tuple[LinkPoint, ...] = Field(min_length=1)
+    """Alone, ascending in size."""
+    beside_compute: tuple[LinkPoint, ...] = ()
+    """The same sizes while every rank computes; empty: not measured."""
+    compute_slowdown: Annotated[float, Field(ge=1)] = 1.0
+    """How much longer compute takes meanwhile than alone."""
+    source: str = ""
+
+    @model_validator(mode="after")
+    def _tables_ascend(self) -> Self:
+        _check_ascending("table", self.table)
         sizes = [point.size_bytes for point in self.table]
-        if sizes != sorted(set(sizes)):
-            raise ValueError("table must ascend strictly in size_bytes")
+        if self.beside_compute and [point.size_bytes for point in self.beside_compute] != sizes:
+            raise ValueError("beside_compute must have the sizes of table")
         return self
 
 
@@ -270,10 +310,22 @@ class Hardware(Document):
     """None: one device in one machine."""
     network: Network | None = None
     """None: one machine."""
+    collectives: tuple[MeasuredCollective, ...] = ()
+    """Measured on this machine; they replace what its links imply (``sim/costs/fabrics.py``)."""
     price_usd_per_hour: PositiveFloat | None = None
     """Rent of one machine with all of its devices, in US dollars."""
     overrides: tuple[str, ...] = ()
     """What was changed of it, as ``--set`` takes it: ``device.memory_bytes=40GiB``."""
+
+    @model_validator(mode="after")
+    def _collectives_are_its_own(self) -> Self:
+        measured = [(one.collective, one.num_ranks) for one in self.collectives]
+        most = max((one.num_ranks for one in self.collectives), default=1)
+        if most > self.num_devices:
+            raise ValueError(f"collectives has a table of {most} ranks, but the machine has {self.num_devices} devices")
+        if len(set(measured)) != len(measured):
+            raise ValueError("collectives has two tables of one collective over the same number of ranks")
+        return self
 
     @property
     def devices_per_node(self) -> int:

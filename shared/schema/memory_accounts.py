@@ -85,8 +85,8 @@ class HostMemory(FrozenModel):
     device_bytes: NonNegativeInt
     """What is on the device, where the device is the host's own memory; else 0."""
     loading_bytes: NonNegativeInt
-    """The most that is there while the model moves into its chunks: its own copy, less what has moved, and the chunks'
-    homes."""
+    """The most that is there while chunks are filled from files: their homes, and one chunk where the device is the
+    host's own memory.  A model that lies in memory before is there besides."""
     process_bytes: NonNegativeInt
     """Python, PyTorch and the other libraries."""
     step_bytes: NonNegativeInt = 0

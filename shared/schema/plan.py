@@ -38,6 +38,15 @@ class ActivationMode(StrEnum):
     """What the block itself made and saved goes to the host and comes back; its input stays."""
 
 
+class TrainingMethod(StrEnum):
+    """What a schedule trains, by what means."""
+
+    FULL = "full"
+    """Forward of the whole model, then backward of the whole model: every parameter that the workload trains."""
+    BYPASS = "bypass"
+    """Bypass distillation: every block of a student by a loss of its own, beside its teacher (``Distillation``)."""
+
+
 class ParallelMode(StrEnum):
     """What several equal ranks, each with a device of its own, do together in one step."""
 
@@ -60,6 +69,38 @@ def why_not_parallel(optimizer: Optimizer, parallel: ParallelMode) -> str | None
             "optimizer, ddp or replicated"
         )
     return None
+
+
+def why_not_shard_ranks(shard_ranks: int | None, num_ranks: int, parallel: ParallelMode) -> str | None:
+    """Why ranks cannot form shard groups of ``shard_ranks``; None if they can, or form none."""
+    if shard_ranks is None:
+        return None
+    if parallel is not ParallelMode.SHARDED:
+        return f"shard_ranks: {shard_ranks} with parallel {parallel}; only ranks in mode sharded have groups of shards"
+    if shard_ranks == 1:
+        return "shard_ranks: 1 leaves nobody to share a chunk with; name ddp or replicated"
+    if num_ranks % shard_ranks:
+        divisors = [number for number in range(2, min(num_ranks, MOST_RANKS) + 1) if num_ranks % number == 0]
+        return (
+            f"shard_ranks: {shard_ranks} does not divide num_ranks {num_ranks} into equal groups. Choose from "
+            f"{', '.join(map(str, divisors))}"
+        )
+    return None
+
+
+def mode_words(parallel: ParallelMode, shard_ranks: int | None) -> str:
+    """``sharded``, or ``sharded in groups of 8``."""
+    return str(parallel) if shard_ranks is None else f"{parallel} in groups of {shard_ranks:,}"
+
+
+def num_shards(parallel: ParallelMode, num_ranks: int, shard_ranks: int | None) -> int:
+    """Equal parts of a gathered chunk (``Plan.num_shards``)."""
+    return (shard_ranks or num_ranks) if parallel is ParallelMode.SHARDED else 1
+
+
+def num_replicas(num_ranks: int, shard_ranks: int | None) -> int:
+    """Shard groups (``Plan.num_replicas``)."""
+    return 1 if shard_ranks is None else num_ranks // shard_ranks
 
 
 def widens_on_host(host_gradients: HostGradients, micro_batches: int, *, limits_norm: bool) -> bool:
@@ -89,6 +130,28 @@ def why_no_disk(plan: Plan) -> str | None:
     return None
 
 
+def why_not_bypass(plan: Plan) -> str | None:
+    """Why the knobs of ``plan`` contradict bypass distillation; None if they do not, or if it is of another method."""
+    if plan.method is not TrainingMethod.BYPASS:
+        return None
+    for name in ("n_swap", "n_checkpoint"):
+        if getattr(plan, name):
+            return (
+                f"{name}: {getattr(plan, name)} with method {plan.method}; a student block's backward follows its "
+                f"forward at once, so that nothing saved has to go. Set it to 0"
+            )
+    if plan.parallel is not ParallelMode.SINGLE:
+        return f"parallel: {plan.parallel} with method {plan.method}; one rank alone knows it. Set it to single"
+    if plan.looks_up_rows:
+        return f"looks_up_rows with method {plan.method}; embeddings of a teacher are gathered whole. Leave it out"
+    if plan.max_gradient_norm is not None:
+        return (
+            f"max_gradient_norm: {plan.max_gradient_norm:g} with method {plan.method}; norms of single blocks are not "
+            f"known yet. Leave it out"
+        )
+    return None
+
+
 class Plan(Document):
     """How one workload is trained on one device, or on several equal ranks: each trains on a batch of its own.
 
@@ -102,6 +165,8 @@ class Plan(Document):
 
     workload_id: str
     """Identity of the workload (``Workload.identity``)."""
+    method: TrainingMethod = TrainingMethod.FULL
+    """What is trained, by what means.  A file has the field where it is not ``full``."""
     chunk_bytes: PositiveInt
     """Upper bound of a chunk's size; a larger parameter has a chunk of its own."""
     n_persist: NonNegativeInt
@@ -147,6 +212,9 @@ class Plan(Document):
     """What the ranks do together."""
     num_ranks: PositiveInt = 1
     """Ranks, each with a device; a step trains on the micro-batches of all of them."""
+    shard_ranks: PositiveInt | None = None
+    """Neighbouring ranks that have one chunk in parts between them (a shard group), which only SHARDED knows; all such
+    groups have replicas of the same parts.  None: all ranks are one group.  A file has the field where it is set."""
     note: str | None = Field(default=None, max_length=1000)
     """What a reader should know of the plan, such as that nothing is proven about it; no part of its identity.  A file
     without a note has no such field."""
@@ -193,8 +261,23 @@ class Plan(Document):
         return self
 
     @model_validator(mode="after")
+    def _shard_groups_are_equal(self) -> Self:
+        if (reason := why_not_shard_ranks(self.shard_ranks, self.num_ranks, self.parallel)) is not None:
+            raise ValueError(reason)
+        if self.shard_ranks == self.num_ranks:
+            # One group of all ranks is the usual plan, whose identity it has.
+            object.__setattr__(self, "shard_ranks", None)
+        return self
+
+    @model_validator(mode="after")
     def _disk_knobs_agree(self) -> Self:
         if (reason := why_no_disk(self)) is not None:
+            raise ValueError(reason)
+        return self
+
+    @model_validator(mode="after")
+    def _method_knows_knobs(self) -> Self:
+        if (reason := why_not_bypass(self)) is not None:
             raise ValueError(reason)
         return self
 
@@ -217,14 +300,28 @@ class Plan(Document):
         fields: dict[str, Any] = handler(self)
         if self.note is None:
             fields.pop("note", None)
+        if self.method is TrainingMethod.FULL:
+            fields.pop("method", None)
         if not self.looks_up_rows:
             fields.pop("looks_up_rows", None)
+        if self.shard_ranks is None:
+            fields.pop("shard_ranks", None)
         return fields
 
     @property
     def num_kept(self) -> int:
         """The first chunks, whose parameters stay on the device whole, whoever steps them."""
         return self.n_persist + self.n_host_stepped
+
+    @property
+    def num_shards(self) -> int:
+        """Equal parts that gathered chunks are cut into: one for each rank of a shard group, or the whole chunk."""
+        return num_shards(self.parallel, self.num_ranks, self.shard_ranks)
+
+    @property
+    def num_replicas(self) -> int:
+        """Shard groups, which have the same parts and reduce the gradients of these; 1 where ranks form no groups."""
+        return num_replicas(self.num_ranks, self.shard_ranks)
 
     @property
     def widens_on_host(self) -> bool:

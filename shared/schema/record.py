@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any, ClassVar, Final, Self
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from ..basics.documents import Document, FrozenModel
+from ..basics.documents import Document, FrozenModel, Name
 from ..basics.errors import PlanError
 from .memory_accounts import DeviceReserved, HostMemory
 from .plan import Plan
@@ -98,8 +99,62 @@ class PhaseWait(FrozenModel):
     phase: IterationPhase
     cause: TaskKind | None
     """What ran at that time and held the next compute task up, directly or through other tasks that wait for it.  None
-    where all of that had ended: time to start a task, or in a prediction of unlike ranks, waiting for another rank."""
+    where all of that had ended: time to start a task."""
     seconds: NonNegativeFloat
+    for_ranks: bool = False
+    """Whether it waited for other ranks, which had not come to a collective yet; without a cause then."""
+
+
+class RankWait(FrozenModel):
+    """What one rank waited for the others before one collective."""
+
+    task: NonNegativeInt
+    """The task's id in the schedule."""
+    seconds: NonNegativeFloat
+    """From when this rank came to it until the last one did."""
+
+
+class RankRecord(FrozenModel):
+    """One rank in the iteration of a record of several, or in a prediction ranks that are alike."""
+
+    rank: NonNegativeInt
+    """Its number; of ranks that are alike, the first."""
+    num_alike: PositiveInt = 1
+    """Ranks that it stands for."""
+    name: Name = ""
+    """What tells it from the others in words: its host, or the name of its group in a prediction."""
+    machine: str = ""
+    """The machine that measured it; empty for a prediction."""
+    begins_s: float
+    """When its first compute task started, in seconds after the one of the record's own rank.
+
+    Ranks of one machine share a clock.  Clocks of several machines are laid over each other where their ranks met: a
+    collective ends on all ranks at about one time, so that differences below its seconds tell nothing.
+    """
+    iteration_s: PositiveFloat
+    """Mean seconds from one start of its first compute task to the next."""
+    forward_s: NonNegativeFloat
+    backward_s: NonNegativeFloat
+    optimizer_s: NonNegativeFloat
+    """From the end of backward to the start of the next iteration."""
+    waits: tuple[PhaseWait, ...] | None = None
+    """Of these three, the time in which compute waits, by cause; None in records that do not say."""
+    rank_waits: tuple[RankWait, ...] = ()
+    """What it waited for other ranks on the collective lane, beside compute or not; the others of its collectives began
+    as soon as it came to them."""
+    tasks: tuple[TaskTiming, ...]
+    """Since its own first compute task started."""
+    lanes: tuple[LaneUse, ...]
+    memory: tuple[MemoryCurve, ...]
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds per iteration in which its collective lane waits for other ranks."""
+        return sum(wait.seconds for wait in self.rank_waits)
+
+
+OF_RANKS: Final = ("iteration_s", "forward_s", "backward_s", "optimizer_s", "waits", "tasks", "lanes", "memory")
+"""Fields of a record that every rank has of its own."""
 
 
 class RemedyKind(StrEnum):
@@ -214,6 +269,24 @@ class Record(Document):
     """What the process holds of the host's memory; None where it is not predicted."""
     question: Question | None = None
     """What was asked; None in records that do not say."""
+    rank: NonNegativeInt = 0
+    """The rank that times and memory are of, if the record has several: the one that waits least for the others."""
+    ranks: tuple[RankRecord, ...] = ()
+    """What each of several ranks did, by rank; empty where one stands for all that there are.
+
+    A collective starts when the last of its ranks has come to it, here and in ``tasks``.
+    """
+
+    @model_validator(mode="after")
+    def _ranks_agree(self) -> Self:
+        if not self.ranks:
+            return self
+        for one, following in pairwise(self.ranks):
+            if one.rank + one.num_alike > following.rank:
+                raise ValueError(f"rank {following.rank} follows {one.num_alike} from rank {one.rank} on in ranks")
+        if self.rank not in {one.rank for one in self.ranks}:
+            raise ValueError(f"rank is {self.rank}, which is none of ranks")
+        return self
 
     @model_validator(mode="after")
     def _tasks_agree(self) -> Self:
@@ -225,6 +298,26 @@ class Record(Document):
             if timing.end_s < timing.start_s:
                 raise ValueError(f"{timing.name} ends at {timing.end_s} s, before its start at {timing.start_s} s")
         return self
+
+    def of_rank(self, rank: int) -> Self:
+        """The record with the times and the memory of ``rank``, or of one that is like it; itself if all are alike.
+
+        Raises KeyError if it has none of that number.
+        """
+        if not self.ranks:
+            return self
+        found = next((one for one in self.ranks if one.rank <= rank < one.rank + one.num_alike), None)
+        if found is None:
+            raise KeyError(rank)
+        if found.rank == self.rank:
+            return self
+        own = {name: getattr(found, name) for name in OF_RANKS}
+        return self.model_copy(update={**own, "rank": found.rank, "machine": found.machine})
+
+    @property
+    def highest_peak_device_bytes(self) -> int:
+        """The highest peak of device memory of any rank; 0 if none was measured."""
+        return max([self.peak_device_bytes, *(self.of_rank(one.rank).peak_device_bytes for one in self.ranks)])
 
     def asking(self, **changes: Any) -> Self:
         """The record with some fields of its question changed: what its maker could not know.  Itself without one."""

@@ -16,7 +16,7 @@ from typing import ClassVar, Final, NewType
 
 from ..basics.shown import Shown
 from .optimizer import Optimizer
-from .plan import ParallelMode
+from .plan import ParallelMode, num_shards
 from .workload import OuterSection as OuterSection
 from .workload import Phase
 from .workload import Section as Section
@@ -57,6 +57,17 @@ def lanes_of(num_ranks: int, *, has_disk: bool = False) -> tuple[Lane, ...]:
     return LANES_ALONE + beside
 
 
+class RankAxis(StrEnum):
+    """Which ranks meet in a collective; see [Note: Shard groups] in ``shared/compile/compile.py``."""
+
+    WORLD = "world"
+    """All of them."""
+    SHARD = "shard"
+    """Those of one shard group, which have a chunk in parts between them: neighbours."""
+    REPLICA = "replica"
+    """Those that have the same part, one of every shard group."""
+
+
 class TaskKind(StrEnum):
     """What a task does.
 
@@ -67,6 +78,10 @@ class TaskKind(StrEnum):
     FORWARD = "forward"
     RECOMPUTE = "recompute"
     BACKWARD = "backward"
+    TEACHER_FORWARD = "teacher_forward"
+    """Forward of a teacher's section in bypass distillation: nothing but its output outlives it."""
+    LOSS = "loss"
+    """The loss of a student's block in bypass distillation: its output against the teacher's."""
     GATHER = "gather"
     """Copy a chunk's parameters to the device."""
     GRADIENT_OFFLOAD = "gradient_offload"
@@ -119,6 +134,8 @@ LANE_OF: dict[TaskKind, Lane] = {
     TaskKind.FORWARD: Lane.COMPUTE,
     TaskKind.RECOMPUTE: Lane.COMPUTE,
     TaskKind.BACKWARD: Lane.COMPUTE,
+    TaskKind.TEACHER_FORWARD: Lane.COMPUTE,
+    TaskKind.LOSS: Lane.COMPUTE,
     TaskKind.DEVICE_ADAM: Lane.COMPUTE,
     TaskKind.GATHER: Lane.H2D,
     TaskKind.GRADIENT_OFFLOAD: Lane.D2H,
@@ -202,6 +219,8 @@ class Content(StrEnum):
     """Those of them that travel to the host and back."""
     OUTPUT = "output"
     """A section's output, which the next section reads in forward and, saved, in backward."""
+    LOSS = "loss"
+    """The loss of a student's block, and what it saves for the block's backward."""
     INCOMING_GRADIENT = "incoming_gradient"
     """What one section's backward hands to the next, with the parts of gradients that others complete."""
     RESIDENT = "resident"
@@ -256,6 +275,8 @@ class Task:
     """Tensors that an Adam task steps, each by itself unless the optimizer has one kernel for all."""
     num_ranks: int = 1
     """Ranks that do it together."""
+    axis: RankAxis = RankAxis.WORLD
+    """Which ranks these are."""
     stated_s: float | None = None
     """Seconds that the schedule itself states: of an added kind, which has no price in ``sim/costs``; else None."""
 
@@ -290,6 +311,8 @@ class Schedule(Shown):
     micro_batches: int = 1
     num_ranks: int = 1
     parallel: ParallelMode = ParallelMode.SINGLE
+    shard_ranks: int | None = None
+    """Ranks of one shard group; None where all are one, or none shards anything."""
     optimizer: Optimizer = Optimizer.ADAMW
     """What tasks of the kinds CPU_ADAM and DEVICE_ADAM step with."""
 
@@ -300,6 +323,11 @@ class Schedule(Shown):
         for task in self.tasks:
             programs[task.lane].append(task.id)
         return {lane: tuple(program) for lane, program in programs.items()}
+
+    @property
+    def num_shards(self) -> int:
+        """Equal parts that gathered chunks are cut into (``Plan.num_shards``)."""
+        return num_shards(self.parallel, self.num_ranks, self.shard_ranks)
 
     def static_bytes(self, memory: Memory) -> int:
         """Bytes that are there for good."""

@@ -8,7 +8,7 @@ from typing import ClassVar, Final, Self
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from ..basics.documents import Document, FrozenModel
-from .plan import ParallelMode, Plan
+from .plan import ParallelMode, Plan, mode_words
 from .plan_kind import PlanKind, Uncertainty
 from .record import Record
 
@@ -227,6 +227,8 @@ class ModeChoice(FrozenModel):
     """What became of one parallel mode."""
 
     parallel: ParallelMode
+    shard_ranks: PositiveInt | None = None
+    """Ranks of its shard groups; None where all ranks are one, or none shards anything."""
     num_candidates: NonNegativeInt
     num_simulated: NonNegativeInt
     best_iteration_s: PositiveFloat | None
@@ -235,6 +237,15 @@ class ModeChoice(FrozenModel):
     """No plan of this mode that fits has a shorter iteration; None where none fits, or where nothing is proven."""
     reason: str = ""
     """Why it has no plan, or none that fits."""
+
+    @property
+    def words(self) -> str:
+        """``sharded``, or ``sharded in groups of 8``."""
+        return mode_words(self.parallel, self.shard_ranks)
+
+    def has(self, plan: Plan) -> bool:
+        """Whether ``plan`` is one of this mode."""
+        return (plan.parallel, plan.shard_ranks) == (self.parallel, self.shard_ranks)
 
 
 class SearchResult(Document):

@@ -12,13 +12,29 @@ import json
 from enum import StrEnum
 from functools import cached_property
 from math import inf, prod
-from typing import Annotated, ClassVar, Final, NewType, Self
+from typing import Any, ClassVar, Final, NewType, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from ..basics.documents import Document, FrozenModel, Name
 from ..basics.errors import PlanError
-from .plan import ActivationMode, Plan
+from ..phases.distillation import Distillation
+from ..phases.operations import MAX_BYTES as MAX_BYTES
+from ..phases.operations import Bytes as Bytes
+from ..phases.operations import DType as DType
+from ..phases.operations import DTypeOrigin as DTypeOrigin
+from ..phases.operations import Operation as Operation
+from ..phases.operations import OperationClass as OperationClass
+from ..phases.operations import SignedBytes as SignedBytes
+from ..phases.phase import Phase as Phase
+from .plan import ActivationMode, Plan, TrainingMethod
 from .shared_inputs import SharedInput
 
 BlockId = NewType("BlockId", int)
@@ -34,210 +50,8 @@ class OuterSection(StrEnum):
 Section = BlockId | OuterSection
 """What a compute task runs: a block by its index, or the part before the first or after the last."""
 
-MAX_BYTES: Final = 2**60
-Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
-SignedBytes = Annotated[int, Field(ge=-MAX_BYTES, le=MAX_BYTES)]
-
 SMALLEST_SWAPPED_BYTES: Final = 512
 """Storages below this stay on the device in mode SWAP."""
-
-
-class DType(StrEnum):
-    """Element types of parameters and compute, by their torch names."""
-
-    FLOAT64 = "float64"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-    FLOAT8_E4M3FN = "float8_e4m3fn"
-    FLOAT8_E5M2 = "float8_e5m2"
-    INT64 = "int64"
-    INT32 = "int32"
-    INT16 = "int16"
-    INT8 = "int8"
-    UINT8 = "uint8"
-    BOOL = "bool"
-
-    @classmethod
-    def _missing_(cls, value: object) -> DType | None:
-        """The type that people call so: ``bf16``, ``fp32``, ``half``, ``torch.float16``, in any case."""
-        if not isinstance(value, str):
-            return None
-        name = value.strip().casefold().removeprefix("torch.")
-        return cls._value2member_map_.get(_USUAL_NAMES.get(name, name))  # type: ignore[return-value]
-
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of one element."""
-        return _ITEM_BYTES[self]
-
-
-_USUAL_NAMES: Final = {
-    "bf16": "bfloat16",
-    "double": "float64",
-    "f16": "float16",
-    "f32": "float32",
-    "fp16": "float16",
-    "fp32": "float32",
-    "fp64": "float64",
-    "half": "float16",
-    "single": "float32",
-}
-
-_ITEM_BYTES: Final[dict[DType, int]] = {
-    DType.FLOAT64: 8,
-    DType.FLOAT32: 4,
-    DType.BFLOAT16: 2,
-    DType.FLOAT16: 2,
-    DType.FLOAT8_E4M3FN: 1,
-    DType.FLOAT8_E5M2: 1,
-    DType.INT64: 8,
-    DType.INT32: 4,
-    DType.INT16: 2,
-    DType.INT8: 1,
-    DType.UINT8: 1,
-    DType.BOOL: 1,
-}
-
-
-class DTypeOrigin(StrEnum):
-    """Who chose the element type of the weights."""
-
-    ASKED = "asked"
-    """The user, by ``--dtype``."""
-    PUBLISHED = "published"
-    """Whoever published the model."""
-    DEVICE = "device"
-    """The device: another one than published, which its matrix units compute in."""
-
-
-class OperationClass(StrEnum):
-    """Operations whose cost follows the same law."""
-
-    MATMUL = "matmul"
-    ATTENTION = "attention"
-    NORMALIZATION = "normalization"
-    ELEMENTWISE = "elementwise"
-    REDUCTION = "reduction"
-    EMBEDDING = "embedding"
-
-
-class Operation(FrozenModel):
-    """Operations of one kind and size within a phase."""
-
-    name: str
-    """The ATen operator."""
-    operation_class: OperationClass
-    dtype: DType
-    flops: NonNegativeInt
-    """Floating-point operations of one call (a multiply-add is two)."""
-    bytes_moved: Bytes
-    """Bytes read plus bytes written by one call, each tensor once."""
-    count: PositiveInt = 1
-    shape: tuple[NonNegativeInt, ...] = ()
-    """Of a matrix product (batch, m, n, k): batch products of m x k by k x n; of attention (batch * heads, queries,
-    keys, width of a head); () where it is not known or does not matter."""
-
-
-class Phase(FrozenModel):
-    """One stretch of the compute lane: its operations, its memory, and its seconds where they were measured."""
-
-    operations: tuple[Operation, ...] = ()
-    net_bytes: SignedBytes = 0
-    """Device bytes alive at its end minus at its start, its parameters' gradients included."""
-    gradient_bytes: Bytes | None = None
-    """Of these, gradients of parameters that had none before; 0: none, as of a block under ``torch.no_grad()``; None:
-    the phase does not say, and a block's backward is taken to leave gradients of all its trainable parameters.  Where
-    they have some already, a backward adds to them and leaves so much less behind."""
-    curve: tuple[tuple[Annotated[float, Field(gt=0, le=1)], SignedBytes], ...] = ()
-    """Highest level, relative to the start, within consecutive stretches: (end of stretch as a fraction of the
-    phase's time, bytes).  Ascending, the last fraction is 1; empty for an empty phase."""
-    adding_curve: tuple[tuple[Annotated[float, Field(gt=0, le=1)], SignedBytes], ...] = ()
-    """``curve`` where all of ``gradient_bytes`` are added to gradients that are there already: each goes as soon as it
-    is final.  Empty where there are none, or where they are not known."""
-    looked_up_bytes: Bytes = 0
-    """Rows of embeddings that it looks up on the host and copies to the device; beside ``measured_s``."""
-    measured_s: NonNegativeFloat | None = None
-    """Median seconds on ``Workload.measured_on``, alone on the machine."""
-
-    @property
-    def adding(self) -> Phase:
-        """The phase as it is in a later micro-batch, if all its gradients are added to those of the first.
-
-        Without ``adding_curve``, its levels are those of the first: an upper bound.
-        """
-        return self._adding if self.stated_gradient_bytes else self
-
-    @property
-    def stated_gradient_bytes(self) -> int:
-        """``gradient_bytes``, of a phase outside the blocks above all; 0 where the phase does not say."""
-        return self.gradient_bytes or 0
-
-    @cached_property
-    def _adding(self) -> Phase:
-        # Made anew: a copy would take along what is cached here.
-        return Phase(
-            operations=self.operations,
-            net_bytes=self.net_bytes - self.stated_gradient_bytes,
-            gradient_bytes=0,
-            curve=self.adding_curve or self.curve,
-            looked_up_bytes=self.looked_up_bytes,
-            measured_s=self.measured_s,
-        )
-
-    def with_more_gradients(self, size_bytes: int) -> Phase:
-        """The phase if so many more of the bytes that it leaves are final gradients.
-
-        One that does not say how many are leaves all that there may be.
-        """
-        if self.gradient_bytes is None:
-            return self
-        # Made anew: a copy would take along what is cached here.
-        fields = {name: getattr(self, name) for name in Phase.model_fields}
-        return Phase(**{**fields, "gradient_bytes": self.gradient_bytes + size_bytes})
-
-    def with_shared(self, *, held_bytes: int = 0, freed_bytes: int = 0) -> Phase:
-        """The phase where it does not let go of ``held_bytes`` of shared inputs, or does of ``freed_bytes``.
-
-        The first are there all the time; the last go at its end.  See [Note: Shared inputs] in ``shared_inputs.py``.
-        """
-        if not held_bytes and not freed_bytes:
-            return self
-        key = (held_bytes, freed_bytes)
-        if key not in self._with_shared:
-            self._with_shared[key] = Phase(
-                operations=self.operations,
-                net_bytes=self.net_bytes + held_bytes - freed_bytes,
-                gradient_bytes=self.gradient_bytes,
-                curve=tuple((end, level + held_bytes) for end, level in self.curve),
-                adding_curve=tuple((end, level + held_bytes) for end, level in self.adding_curve),
-                looked_up_bytes=self.looked_up_bytes,
-                measured_s=self.measured_s,
-            )
-        return self._with_shared[key]
-
-    @cached_property
-    def _with_shared(self) -> dict[tuple[int, int], Phase]:
-        """Each made once: costs know phases by their identity."""
-        return {}
-
-    @cached_property
-    def peak_bytes(self) -> int:
-        """Highest level within the phase above the level at its start, both of its ends included; at least 0."""
-        return max(0, self.net_bytes, *(level for _, level in self.curve))
-
-    @cached_property
-    def flops(self) -> int:
-        """Floating-point operations of the whole phase."""
-        return sum(op.flops * op.count for op in self.operations)
-
-    @model_validator(mode="after")
-    def _curve_ascends(self) -> Self:
-        for name in ("curve", "adding_curve"):
-            ends = [end for end, _ in getattr(self, name)]
-            if ends and (ends != sorted(set(ends)) or ends[-1] != 1):
-                raise ValueError(f"{name} fractions must ascend strictly and end at 1")
-        return self
 
 
 class BlockProfile(FrozenModel):
@@ -389,6 +203,9 @@ class Workload(Document):
     shared_inputs: tuple[SharedInput, ...] = ()
     """Tensors whose life depends on the activation modes of several blocks.  Phases count them as if no block held them
     for its backward."""
+    distillation: Distillation | None = None
+    """What a workload of bypass distillation has beside; None for full training.  A file has the field where it is
+    set."""
     row_lookups: RowLookups | None = None
     """Embeddings whose rows the prologue may look up on the host; None where there are none, or nobody knows."""
     resident_bytes: Bytes = 0
@@ -428,6 +245,19 @@ class Workload(Document):
                 names.add(name)
         return self
 
+    @model_validator(mode="after")
+    def _is_made_of_pairs(self) -> Self:
+        if self.distillation is not None and (reason := why_no_pairs(self)) is not None:
+            raise ValueError(f"distillation: {reason}")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        if self.distillation is None:
+            fields.pop("distillation", None)
+        return fields
+
     def _check_uses(self, name: str, block: int | None, uses: Uses) -> None:
         if block is not None:
             raise ValueError(f"parameter {name} has block {block}, which alone uses it, and names other uses")
@@ -438,7 +268,7 @@ class Workload(Document):
     @cached_property
     def identity(self) -> str:
         """Hash of what a plan depends on: model, batch shapes, parameters and who uses them; not of any timing."""
-        facts = [
+        facts: list[Any] = [
             self.model_hash,
             sorted((name, list(shape)) for name, shape in self.batch_shapes.items()),
             [
@@ -447,12 +277,19 @@ class Workload(Document):
             ],
             [block.name for block in self.blocks],
         ]
+        if self.distillation is not None:
+            facts.append([self.distillation.keys_to_learn, self.distillation.loss])
         return hashlib.sha256(json.dumps(facts, separators=(",", ":")).encode()).hexdigest()[:16]
 
     @property
     def num_blocks(self) -> int:
         """Number of blocks."""
         return len(self.blocks)
+
+    @property
+    def method(self) -> TrainingMethod:
+        """How it is trained."""
+        return TrainingMethod.FULL if self.distillation is None else TrainingMethod.BYPASS
 
     def profile_of(self, block: int) -> BlockProfile:
         """The profile of block ``block``."""
@@ -469,8 +306,48 @@ class Workload(Document):
         return all(phase.measured_s is not None for profile in self.profiles for phase in profile.phases)
 
 
+def why_no_pairs(workload: Workload) -> str | None:
+    """Why ``workload`` cannot be of bypass distillation as ``Distillation`` describes it; None if it can."""
+    distillation, blocks = workload.distillation, workload.blocks
+    if distillation is None:
+        return "the workload names none"
+    if len(blocks) % 2:
+        return f"{len(blocks)} blocks are no pairs of a teacher's and a student's"
+    if len(distillation.losses) != len(workload.profiles):
+        return f"{len(distillation.losses)} losses for {len(workload.profiles)} profiles of blocks"
+    for number, block in enumerate(blocks):
+        if not block.name.startswith(model := ("teacher.", "student.")[number % 2]):
+            return f"block {number} is called {block.name}, which does not begin with {model}"
+    if shared := {block.profile for block in blocks[::2]} & {block.profile for block in blocks[1::2]}:
+        return f"profile {min(shared)} is of a teacher's and of a student's block"
+    for parameter in workload.parameters:
+        if parameter.trainable and (parameter.block is None or parameter.block % 2 == 0):
+            return f"{parameter.name} is trained, and belongs to no block of the student"
+    for parameter in workload.parameters:
+        if parameter.block is None and (
+            parameter.uses is None or OuterSection.EPILOGUE in (*parameter.uses.forward, *parameter.uses.backward)
+        ):
+            return f"{parameter.name} belongs to no block, and nobody says which of the sections up to the last use it"
+    if workload.shared_inputs or workload.row_lookups is not None:
+        return "what passes by all blocks stands in passing_bytes; shared inputs and looked-up rows are not known"
+    for block in blocks[::2]:
+        profile = workload.profiles[block.profile]
+        behind = (profile.backward, profile.recompute, profile.checkpoint_backward, distillation.losses[block.profile])
+        if profile.forward != profile.checkpoint_forward or any(phase != Phase() for phase in behind):
+            return f"{block.name} does more than one forward, of which nothing but the output stays"
+    outside = (workload.epilogue_forward, workload.epilogue_backward, workload.prologue_backward)
+    if any(phase != Phase() for phase in outside):
+        return "prologue's backward and epilogue do nothing; their phases are empty"
+    return None
+
+
 def check_plan(plan: Plan, workload: Workload) -> None:
-    """Raise PlanError if ``plan`` was made for another workload."""
+    """Raise PlanError if ``plan`` was made for another workload, or for another method of training."""
+    if plan.method is not workload.method:
+        raise PlanError(
+            f"the plan is one of method {plan.method}, the workload ({workload.model_name}) one of method "
+            f"{workload.method}. Name the other method, or another workload."
+        )
     if plan.workload_id != workload.identity:
         shapes = ", ".join(f"{name} {list(shape)}" for name, shape in workload.batch_shapes.items())
         raise PlanError(

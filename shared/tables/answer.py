@@ -193,6 +193,8 @@ def short_plan(outcome: PlanOutcome) -> str:
         shown.append(f"n_host_stepped {plan.n_host_stepped}")
     if plan.n_shard:
         shown.append(f"n_shard {plan.n_shard}")
+    if plan.shard_ranks is not None:
+        shown.append(f"shard_ranks {plan.shard_ranks:,}")
     if plan.looks_up_rows:
         shown.append("looks_up_rows")
     shown += [f"n_buffer {plan.n_buffer}", f"prefetch_depth {plan.prefetch_depth}", f"n_checkpoint {plan.n_checkpoint}"]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ..basics.units import format_bytes, format_seconds
 from ..records.comparison import BytesPair, Comparison, TaskComparison, TimePair
+from ..records.ranks import rank_name
 from .labels import LANE_NAMES, NO_VALUE, format_error, format_share, kind_name, task_name
 from .table import Heading, Parts, Row, Table
 
@@ -21,7 +22,7 @@ def comparison_tables(comparison: Comparison) -> Parts:
 
 def pair_tables(comparison: Comparison) -> tuple[Table, ...]:
     """Times and peaks, task kinds, lanes, and the tasks that differ most."""
-    tables = [_totals_table(comparison), _kinds_table(comparison), _lanes_table(comparison)]
+    tables = [_totals_table(comparison), *_ranks_tables(comparison), _kinds_table(comparison), _lanes_table(comparison)]
     if comparison.largest_differences:
         tables.append(_tasks_table(comparison.largest_differences))
     return tuple(tables)
@@ -62,6 +63,26 @@ def _totals_table(comparison: Comparison) -> Table:
     ]
     title = f"Iteration and peaks; the measurement's noise is ± {format_share(comparison.noise_frac)}"
     return _pair_table(title, ("quantity",), pairs, stressed=(3, 4), ruled=frozenset({4}))
+
+
+def _ranks_tables(comparison: Comparison) -> list[Table]:
+    """One row per rank and quantity; nothing where no rank was told from the others."""
+    pairs: list[tuple[Row, _Pair]] = []
+    first_rows = set()
+    with_names = len({one.name for one in comparison.ranks}) > 1
+    for one in comparison.ranks:
+        first_rows.add(len(pairs))
+        name = rank_name(one.rank, name=one.name if with_names else "")
+        pairs += [
+            ((name, "computing"), one.computing),
+            (("", "waiting for ranks"), one.waiting),
+            (("", "iteration"), one.iteration),
+            (("", "peak device memory"), one.peak_device),
+        ]
+    if not pairs:
+        return []
+    title = f"Ranks; the other tables are of rank {comparison.rank}, which waits least for the others"
+    return [_pair_table(title, ("rank", "quantity"), pairs, ruled=frozenset(first_rows - {0}))]
 
 
 def _kinds_table(comparison: Comparison) -> Table:

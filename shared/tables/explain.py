@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from ..basics.units import format_bytes
 from ..compile.compile import compile_schedule
-from ..layout.layout import Chunk, Layout, build_layout
+from ..layout.layout import Chunk, Layout, layout_of
 from ..layout.uses import numbered_section
 from ..optimizers.state import master_bytes, summed_dtype
 from ..schema.plan import ActivationMode, ParallelMode, Plan
@@ -136,8 +136,8 @@ def _section(
         if task.section != section:
             continue
         made = [schedule.buffers[buffer] for buffer in task.allocates]
-        if task.kind is TaskKind.FORWARD and task.micro_batch == 0:
-            kept_bytes += _size_bytes(made, Content.OUTPUT, Content.ACTIVATIONS)
+        if task.kind in (TaskKind.FORWARD, TaskKind.TEACHER_FORWARD, TaskKind.LOSS) and task.micro_batch == 0:
+            kept_bytes += _size_bytes(made, Content.OUTPUT, Content.ACTIVATIONS, Content.LOSS)
         elif task.kind is TaskKind.RECOMPUTE:
             recomputed_bytes += _size_bytes(made, Content.ACTIVATIONS)
         elif task.kind in (TaskKind.ACTIVATION_OFFLOAD, TaskKind.ACTIVATION_FETCH):
@@ -176,7 +176,7 @@ def _chunk(schedule: Schedule, chunk: Chunk, workload: Workload) -> ChunkAccount
 
 def explain_plan(plan: Plan, workload: Workload) -> str:
     """``explain`` of the schedule that carries ``plan`` out.  Raises PlanError if the workload cannot follow it."""
-    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
+    layout = layout_of(workload, plan.chunk_bytes)
     return explain(compile_schedule(plan, workload, layout), plan, workload, layout)
 
 
@@ -276,7 +276,7 @@ def _residency_sentences(found: Account, schedule: Schedule, plan: Plan) -> list
         num_gathers = sum(chunk.num_gathers for chunk in sharded)
         sentences.append(
             f"Shards: {_count(len(sharded), 'chunk')} sharded over the devices "
-            f"({_total(c.chunk.size_bytes for c in sharded)}, 1/{plan.num_ranks:,} of it on each, with gradients and "
+            f"({_total(c.chunk.size_bytes for c in sharded)}, 1/{plan.num_shards:,} of it on each, with gradients and "
             f"optimizer state), gathered {_count(num_gathers, 'time')} "
             f"({_total(c.gathered_bytes for c in sharded)}) into {_count(schedule.num_slots, 'buffer')}."
         )
@@ -294,7 +294,9 @@ def _residency_sentences(found: Account, schedule: Schedule, plan: Plan) -> list
     if plan.num_ranks > 1:
         sent_bytes = _total(task.moved_bytes for task in schedule.tasks if task.lane is Lane.COLLECTIVE)
         places = (("device", "sharded", sharded), ("host", "offloaded", offloaded))
-        parts = [f"every {place} has 1/{plan.num_ranks:,} of the {kind} chunks" for place, kind, some in places if some]
+        parts = [
+            f"every {place} has 1/{plan.num_shards:,} of the {kind} chunks" for place, kind, some in places if some
+        ]
         on_hosts = [kind for kind, some in (("offloaded", offloaded), ("host-stepped", host_stepped)) if some]
         words = {
             ParallelMode.DDP: "every device has all chunks",
@@ -303,7 +305,8 @@ def _residency_sentences(found: Account, schedule: Schedule, plan: Plan) -> list
             else "every device has all chunks",
             ParallelMode.SHARDED: " and ".join(parts) or "every device has all chunks",
         }[plan.parallel]
-        sentences.append(f"Ranks: {plan.num_ranks:,} train together; {words}; {sent_bytes} pass between them.")
+        groups = f", in {plan.num_replicas:,} groups of {plan.shard_ranks:,}" if plan.shard_ranks else ""
+        sentences.append(f"Ranks: {plan.num_ranks:,} train together{groups}; {words}; {sent_bytes} pass between them.")
     return sentences
 
 
@@ -441,7 +444,8 @@ def _count(number: int, noun: str) -> str:
 
 def schedule_tables(schedule: Schedule) -> Parts:
     """Tasks and bytes by lane and kind, and allocations by memory."""
-    ranks = f", rank of {schedule.num_ranks:,} ({schedule.parallel})" if schedule.num_ranks > 1 else ""
+    groups = f", shard groups of {schedule.shard_ranks:,}" if schedule.shard_ranks else ""
+    ranks = f", rank of {schedule.num_ranks:,} ({schedule.parallel}{groups})" if schedule.num_ranks > 1 else ""
     heading = f"Schedule of plan {schedule.plan_id}: {len(schedule.tasks):,} tasks an iteration{ranks}"
     return Heading(heading), _task_table(schedule), _memory_table(schedule)
 

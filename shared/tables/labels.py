@@ -9,14 +9,16 @@ from typing import Final
 from ..basics.units import format_bytes
 from ..records.chrome_trace import subject_of
 from ..schema.optimizer import HostGradients, Optimizer
-from ..schema.plan import ParallelMode, Plan
-from ..schema.record import IterationPhase, MemoryCurve, Origin, Record, Remedy, RemedyKind
+from ..schema.plan import ParallelMode, Plan, TrainingMethod
+from ..schema.record import IterationPhase, MemoryCurve, Origin, PhaseWait, Record, Remedy, RemedyKind
 from ..schema.schedule import Content, Lane, Memory, TaskKind
 
 KIND_NAMES: Final[dict[TaskKind, str]] = {
     TaskKind.FORWARD: "forward",
     TaskKind.RECOMPUTE: "recompute",
     TaskKind.BACKWARD: "backward",
+    TaskKind.TEACHER_FORWARD: "teacher's forward",
+    TaskKind.LOSS: "loss",
     TaskKind.GATHER: "gather",
     TaskKind.GRADIENT_OFFLOAD: "gradient offload",
     TaskKind.GRADIENT_ACCUMULATE: "adding gradients up",
@@ -51,6 +53,7 @@ CONTENT_NAMES: Final[dict[Content | None, str]] = {
     Content.ACTIVATIONS: "saved activations",
     Content.SWAPPED: "swapped activations",
     Content.OUTPUT: "block outputs",
+    Content.LOSS: "block losses",
     Content.INCOMING_GRADIENT: "incoming gradient",
     Content.RESIDENT: "module buffers and batch",
     Content.FLAT_GRADIENTS: "gradients, laid flat",
@@ -123,6 +126,10 @@ def task_name(name: str, kind: TaskKind) -> str:
     return name.replace(str(kind), kind_name(kind), 1) if name.startswith(str(kind)) else name
 
 
+_METHOD_WORDS: Final[dict[TrainingMethod, str]] = {
+    TrainingMethod.FULL: "the whole model, by its own loss",
+    TrainingMethod.BYPASS: "every block of a student by a loss of its own, beside its teacher",
+}
 _PARALLEL_WORDS: Final[dict[ParallelMode, str]] = {
     ParallelMode.SINGLE: "one rank alone",
     ParallelMode.DDP: "every rank has all chunks on its device",
@@ -135,6 +142,7 @@ def knobs(plan: Plan, *, num_blocks: int | None = None) -> tuple[Knob, ...]:
     """The plan's knobs in the order of ``Plan``, each in words."""
     of_blocks = f" of {num_blocks}" if num_blocks else ""
     shown = [
+        *([Knob("method", plan.method, _METHOD_WORDS[plan.method])] if plan.method is not TrainingMethod.FULL else []),
         Knob("chunk_bytes", format_bytes(plan.chunk_bytes), "parameters packed into one flat buffer, at most"),
         Knob("n_persist", str(plan.n_persist), "first chunks that stay on the device for good"),
         *(
@@ -159,8 +167,9 @@ def knobs(plan: Plan, *, num_blocks: int | None = None) -> tuple[Knob, ...]:
         *([Knob("looks_up_rows", "yes", "rows of embeddings come from the host")] if plan.looks_up_rows else []),
         Knob("n_buffer", str(plan.n_buffer), "device places for the other chunks"),
         Knob("prefetch_depth", str(plan.prefetch_depth), "sections ahead that chunks are gathered"),
-        Knob("n_checkpoint", f"{plan.n_checkpoint}{of_blocks}", "blocks whose activations are recomputed"),
     ]
+    if plan.method is TrainingMethod.FULL:
+        shown.append(Knob("n_checkpoint", f"{plan.n_checkpoint}{of_blocks}", "blocks whose activations are recomputed"))
     if plan.n_swap:
         shown.append(
             Knob("n_swap", f"{plan.n_swap}{of_blocks}", "blocks whose activations travel to the host and back")
@@ -176,6 +185,10 @@ def knobs(plan: Plan, *, num_blocks: int | None = None) -> tuple[Knob, ...]:
     if plan.num_ranks > 1:
         shown.append(Knob("parallel", plan.parallel, _PARALLEL_WORDS[plan.parallel]))
         shown.append(Knob("num_ranks", f"{plan.num_ranks:,}", "devices that train together, each on its own batches"))
+    if plan.shard_ranks is not None:
+        shown.append(
+            Knob("shard_ranks", f"{plan.shard_ranks:,}", "neighbours that share chunks; such groups have replicas")
+        )
     if plan.activation_modes is not None:
         runs = [(mode, len(list(group))) for mode, group in groupby(plan.activation_modes)]
         modes = ", ".join(f"{mode} × {count}" for mode, count in runs)
@@ -241,6 +254,7 @@ class PhasePart:
     seconds: float
     is_waiting: bool
     cause: TaskKind | None = None
+    for_ranks: bool = False
 
 
 def phase_parts(record: Record, phase: IterationPhase, *, smallest_frac: float = _SMALLEST_FRAC) -> list[PhasePart]:
@@ -257,7 +271,7 @@ def phase_parts(record: Record, phase: IterationPhase, *, smallest_frac: float =
         return []
     parts = [PhasePart("computing", max(0.0, record.phase_s(phase) - waiting_s), is_waiting=False)]
     parts += [
-        PhasePart(f"waiting for {cause_name(wait.cause, record.origin)}", wait.seconds, True, wait.cause)
+        PhasePart(f"waiting for {cause_name(wait, record.origin)}", wait.seconds, True, wait.cause, wait.for_ranks)
         for wait in told
     ]
     rest_s = sum(wait.seconds for wait in waits if wait.seconds <= least_s)
@@ -266,11 +280,12 @@ def phase_parts(record: Record, phase: IterationPhase, *, smallest_frac: float =
     return parts
 
 
-def cause_name(cause: TaskKind | None, origin: Origin) -> str:
+def cause_name(wait: PhaseWait, origin: Origin) -> str:
     """``"CPU Adam"``; where no task is the cause, what is then to blame."""
-    if cause is not None:
-        return kind_name(cause)
-    return "slower ranks" if origin is Origin.SIMULATED else "tasks to be started"
+    if wait.cause is not None:
+        return kind_name(wait.cause)
+    # A prediction starts tasks at once; one of an older release does not say that ranks were waited for.
+    return "slower ranks" if wait.for_ranks or origin is Origin.SIMULATED else "tasks to be started"
 
 
 def remedy_sentence(record: Record) -> str:

@@ -19,7 +19,7 @@ from ..catalogue.parts import (
     node_names,
     node_part,
 )
-from ..schema.hardware import Device, Disk, Hardware, Host, Link, Network, Node
+from ..schema.hardware import Device, Disk, Hardware, Host, Link, MeasuredCollective, Network, Node
 from ..schema.workload import DType
 from .labels import NO_VALUE
 from .table import Heading, Parts, Row, Table
@@ -169,8 +169,24 @@ def _cluster(hardware: Hardware) -> Iterator[Table | str]:
                 yield _part(title, link.name, _link_rows(link), link.source)
     if (network := hardware.network) is not None:
         yield _part("Network", network.name, _network_rows(network) | _link_rows(network.link), network.link.source)
+    if hardware.collectives:
+        yield _collectives_table(hardware.collectives)
     if hardware.price_usd_per_hour is not None:
         yield f"One machine costs {hardware.price_usd_per_hour:.4g} USD an hour."
+
+
+def _collectives_table(measured: Sequence[MeasuredCollective]) -> Table:
+    """Every measured collective, size by size, and what each does to compute beside it."""
+    rows = []
+    for one in measured:
+        beside = one.beside_compute or (None,) * len(one.table)
+        for place, (alone, other) in enumerate(zip(one.table, beside, strict=True)):
+            beside_s = NO_VALUE if other is None else format_seconds(other.seconds)
+            slowdown = f"{one.compute_slowdown:.2f}" if other is not None and place == 0 else ""
+            label = (str(one.collective), str(one.num_ranks)) if place == 0 else ("", "")
+            rows.append((*label, format_bytes(alone.size_bytes), format_seconds(alone.seconds), beside_s, slowdown))
+    columns = ("collective", "ranks", "buffer", "alone", "beside compute", "compute takes, times")
+    return Table(title="Collectives, measured", columns=columns, rows=rows)
 
 
 def _part(title: str, name: str, rows: Mapping[str, str], source: str) -> Table:

@@ -21,6 +21,7 @@ _STAYS: Final[dict[Content | None, str]] = {
     Content.ACTIVATIONS: "of activations saved for it",
     Content.SWAPPED: "of activations saved for it",
     Content.OUTPUT: "of outputs that backward begins with",
+    Content.LOSS: "of its loss",
     Content.INCOMING_GRADIENT: "of its output's gradient",
     Content.RESIDENT: "of module buffers and batch",
 }
@@ -109,7 +110,7 @@ def _host_words(host: HostMemory) -> str:
     ]
     listed = ", ".join(f"{format_bytes(size)} {name}" for size, name in parts if size)
     if host.loading_bytes > host.training_bytes:
-        return f"while the model loads; then {listed}"
+        return f"while chunks are filled; then {listed}"
     return listed
 
 
@@ -144,10 +145,9 @@ def host_warning(record: Record, memory_bytes: int) -> str | None:
     training_bytes = host.process_bytes + host.training_bytes
     if training_bytes <= memory_bytes:
         return (
-            f"this plan needs {format_bytes(host.total_bytes)} of host memory while the model loads, whose own copy is "
-            f"there too, and {format_bytes(training_bytes)} from then on, but the host has "
-            f"{format_bytes(memory_bytes)}. Give the system swap space for the difference, or use "
-            f"--set host.memory_bytes=SIZE."
+            f"this plan needs {format_bytes(host.total_bytes)} of host memory while its chunks are filled, and "
+            f"{format_bytes(training_bytes)} from then on, but the host has {format_bytes(memory_bytes)}. Give the "
+            f"system swap space for the difference, or use --set host.memory_bytes=SIZE."
         )
     return (
         f"this plan needs {format_bytes(host.total_bytes)} of host memory in all, but the host has "

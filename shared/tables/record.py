@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ..basics.units import format_bytes, format_count, format_duration, format_flop_per_s, format_number, format_seconds
+from ..records.ranks import name_of_rank, ranks_shown
 from ..schema.plan import Plan
 from ..schema.record import IterationPhase, MemoryCurve, Record
 from ..schema.schedule import Lane, Memory
@@ -37,6 +38,8 @@ def record_tables(record: Record) -> Parts:
     if record.emulated:
         parts.append(f"emulated: {', '.join(record.emulated)}")
     parts += [plan_table(record.plan, num_blocks=num_blocks(record)), iteration_table(record)]
+    if record.ranks:
+        parts.append(ranks_table(record))
     if record.run is not None:
         parts.append(run_table(record.run))
     parts.append(memory_table(record))
@@ -76,6 +79,45 @@ def iteration_table(record: Record) -> Table:
         styles={num_phase_rows: "bold"},
         ruled=frozenset({num_phase_rows}),
     )
+
+
+def ranks_table(record: Record) -> Table:
+    """What each of several ranks computes, waits for the others and holds; the slowest is marked."""
+    rows, slowest = [], 0
+    for place, one in enumerate(ranks_shown(record)):
+        own = record.of_rank(one.rank)
+        held_up_s = sum(wait.seconds for wait in own.waits or () if wait.for_ranks)
+        curve = own.curve(Memory.DEVICE)
+        if one.rank == record.rank:
+            slowest = place
+        rows.append(
+            (
+                name_of_rank(record, one),
+                format_seconds(own.lane(Lane.COMPUTE).busy_s),
+                format_seconds(held_up_s),
+                format_share(held_up_s / own.iteration_s),
+                format_seconds(one.waited_s),
+                format_bytes(curve.peak_bytes) if curve is not None else NO_VALUE,
+                "◀ slowest" if one.rank == record.rank else "",
+            )
+        )
+    return Table(
+        title="Ranks",
+        columns=("rank", ">computing", ">held up\nby ranks", ">share", ">collectives\nheld up", ">device peak", ""),
+        rows=rows,
+        styles={slowest: "bold"},
+        notes=[_whose(record)],
+    )
+
+
+def _whose(record: Record) -> str:
+    """Whose times a record has; of many ranks, how many are not shown.  Empty where one stands for all."""
+    if not record.ranks:
+        return ""
+    own = next(one for one in record.ranks if one.rank == record.rank)
+    told = f"Times and memory elsewhere are those of {name_of_rank(record, own)}, which waits least for the others."
+    num_hidden = len(record.ranks) - len(ranks_shown(record))
+    return f"{told} {num_hidden:,} ranks, which wait neither least nor most, are not shown." if num_hidden else told
 
 
 def has_tokens(record: Record) -> bool:

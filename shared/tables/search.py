@@ -70,10 +70,10 @@ def mode_table(result: SearchResult) -> Table:
     for mode in result.modes:
         state = "does not fit" if mode.num_candidates else "no plan"
         if not mode.reason:
-            state = "◀ chosen" if mode.parallel is result.plan.parallel else ""
+            state = "◀ chosen" if mode.has(result.plan) else ""
         rows.append(
             (
-                str(mode.parallel),
+                mode.words,
                 _seconds(mode.best_iteration_s),
                 _seconds(mode.shortest_possible_s),
                 f"{mode.num_candidates:,}",
@@ -85,8 +85,8 @@ def mode_table(result: SearchResult) -> Table:
         title=f"What {result.plan.num_ranks:,} ranks do together",
         columns=("mode", ">best\niteration", ">not\nbelow", ">plans", ">simulated", ""),
         rows=rows,
-        styles={place: "bold" for place, mode in enumerate(result.modes) if mode.parallel is result.plan.parallel},
-        notes=[f"{mode.parallel}: {mode.reason}" for mode in result.modes if mode.reason],
+        styles={place: "bold" for place, mode in enumerate(result.modes) if mode.has(result.plan)},
+        notes=[f"{mode.words}: {mode.reason}" for mode in result.modes if mode.reason],
     )
 
 

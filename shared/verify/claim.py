@@ -10,7 +10,7 @@ from typing import Final, NoReturn
 
 from ..basics.errors import ScheduleError
 from ..layout.layout import Chunk, Layout
-from ..schema.plan import ActivationMode, Plan
+from ..schema.plan import ActivationMode, Plan, TrainingMethod
 from ..schema.schedule import (
     Allocation,
     AllocationId,
@@ -27,8 +27,15 @@ from ..schema.schedule import (
 )
 from ..schema.workload import BlockId, Uses, Workload
 from .happens_before import HappensBefore, Occurrence, OrderError
-from .shards import Held, held
+from .steps import Held, held
 
+_OF_SECTIONS: Final = (
+    TaskKind.FORWARD,
+    TaskKind.RECOMPUTE,
+    TaskKind.BACKWARD,
+    TaskKind.TEACHER_FORWARD,
+    TaskKind.LOSS,
+)
 ITERATIONS: Final = 3
 """The first, the one that is examined, and the one after it; dependencies reach no further."""
 _EXAMINED: Final = 1
@@ -58,22 +65,33 @@ class Claim:
 
     @cached_property
     def steps(self) -> list[list[TaskId]]:
-        """The compute tasks of every step: a forward, a backward with its recomputation, or both of the epilogue."""
+        """The compute tasks of every step: a forward, a backward with its recomputation, or both of the epilogue.
+
+        In bypass distillation all tasks of a section.
+        """
         steps: list[list[TaskId]] = []
         is_open = False
-        for task in self.tasks_of(TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD):
+        for task in self.tasks_of(*_OF_SECTIONS):
             if is_open:
                 steps[-1].append(task.id)
             else:
                 steps.append([task.id])
             is_at_turn = task.kind is TaskKind.FORWARD and task.section is OuterSection.EPILOGUE
-            is_open = task.kind is TaskKind.RECOMPUTE or is_at_turn
+            if self.plan.method is TrainingMethod.BYPASS:
+                is_open = task.kind in (TaskKind.FORWARD, TaskKind.LOSS)
+            else:
+                is_open = task.kind is TaskKind.RECOMPUTE or is_at_turn
         return steps
 
     @cached_property
     def step_of(self) -> dict[TaskId, int]:
         """The step of every compute task of a section."""
         return {task: step for step, tasks in enumerate(self.steps) for task in tasks}
+
+    @cached_property
+    def backward_steps(self) -> dict[tuple[int, int | OuterSection | None], int]:
+        """The step of every section's backward, by micro-batch."""
+        return {(t.micro_batch, t.section): self.step_of[t.id] for t in self.tasks_of(TaskKind.BACKWARD)}
 
     @cached_property
     def sections(self) -> list[Section]:
@@ -350,6 +368,7 @@ def check_form(claim: Claim) -> None:
         ("micro_batches", schedule.micro_batches, plan.micro_batches),
         ("num_ranks", schedule.num_ranks, plan.num_ranks),
         ("parallel", schedule.parallel, plan.parallel),
+        ("shard_ranks", schedule.shard_ranks, plan.shard_ranks),
         ("optimizer", schedule.optimizer, plan.optimizer),
     ):
         if found != expected:
@@ -368,8 +387,6 @@ def check_form(claim: Claim) -> None:
             reject(f"task {task.id} stands at place {place}")
         if not 0 <= task.micro_batch < plan.micro_batches:
             reject(f"{task.name} names micro-batch {task.micro_batch} of {plan.micro_batches}")
-        if task.num_ranks != (plan.num_ranks if task.lane is Lane.COLLECTIVE else 1):
-            reject(f"{task.name} is done by {task.num_ranks} ranks together of {plan.num_ranks}")
         if task.stated_s is not None and not (task.kind.is_added and isfinite(task.stated_s) and task.stated_s >= 0):
             reject(f"{task.name} states that it takes {task.stated_s} s")
         _check_names(claim, task)

@@ -131,8 +131,11 @@ def looking_up(claim: Claim, forward: Expected) -> Expected:
     """The prologue's ``forward`` with its lookups: it reads embeddings where the host has them, and stages rows."""
     tables: set[Name] = {(Content.PARAMETERS, chunk, None, 0) for chunk in claim.looked_up}
     staged: set[Name] = {(Content.LOOKED_UP_ROWS, chunk, None, 0) for chunk in claim.looked_up}
-    homes = (claim.homes[content, chunk].id for content, chunk, _, _ in tables | staged)
-    return replace(forward, reads=forward.reads | tables, updates=staged, on_host=frozenset(homes))
+    homes = [claim.homes.get((content, chunk)) for content, chunk, _, _ in tables | staged]
+    if None in homes:
+        reject("the host lacks embeddings of which rows are looked up, or room for these")
+    on_host = frozenset(home.id for home in homes if home is not None)
+    return replace(forward, reads=forward.reads | tables, updates=staged, on_host=on_host)
 
 
 # -- rows of embeddings ----------------------------------------------------------------------------------------------

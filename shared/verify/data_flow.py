@@ -22,6 +22,8 @@ def check_no_deadlock(claim: Claim) -> None:
 def turn(task: Task) -> Turn:
     """Whose turn it is at a static buffer: micro-batch by micro-batch out, added or back, then the norm, then Adam.
 
+    A part of the gradients that stays is added up over groups of ranks after its reduce-scatter.
+
     Parameters are read, by gathers, from the disk and on the device, before this iteration's Adam writes them, or, on
     the disk, before it is written what Adam has made.
     """
@@ -29,7 +31,8 @@ def turn(task: Task) -> Turn:
         return _AT_THE_END, 1
     if task.kind is TaskKind.GRADIENT_NORM:
         return _AT_THE_END, 0
-    return task.micro_batch, task.kind in (TaskKind.GRADIENT_ACCUMULATE, TaskKind.ACTIVATION_FETCH)
+    later = (TaskKind.GRADIENT_ACCUMULATE, TaskKind.ACTIVATION_FETCH, TaskKind.ALL_REDUCE)
+    return task.micro_batch, task.kind in later
 
 
 def check_data_flow(claim: Claim, *, turn_of: Callable[[Task], Turn] = turn) -> None:

@@ -26,6 +26,7 @@ from .sections import check_program
 from .updates import (
     check_accumulations,
     check_all_reduces,
+    check_axes,
     check_cpu_adam,
     check_device_adam,
     check_gradient_offloads,
@@ -72,6 +73,7 @@ FULL_TRAINING: Final = Rules(
         Rule(Stage.CHUNKS, check_norm, (TaskKind.GRADIENT_NORM,)),
         Rule(Stage.RANKS, check_reduce_scatters, (TaskKind.REDUCE_SCATTER,)),
         Rule(Stage.RANKS, check_all_reduces, (TaskKind.ALL_REDUCE,)),
+        Rule(Stage.RANKS, check_axes),
         Rule(Stage.CHUNK_ORDER, check_gradient_window),
         Rule(Stage.RANK_ORDER, check_reduction_order),
         Rule(Stage.RANK_ORDER, check_norm_order),

@@ -11,7 +11,7 @@ from math import prod
 
 from ..layout.adam_memory import WIDENED_SCALARS
 from ..schema.plan import ParallelMode
-from ..schema.schedule import ChunkId, Content, OuterSection, Task, TaskKind
+from ..schema.schedule import Allocation, ChunkId, Content, Lane, OuterSection, RankAxis, Task, TaskKind
 from ..schema.workload import Phase
 from .claim import Claim, check_amounts, check_earlier, check_in_place, chunk_of, compare_buffers, reject
 from .compute_tasks import (
@@ -24,8 +24,7 @@ from .compute_tasks import (
     trained_rows,
 )
 from .rules import Meeting
-from .shards import fullest_regions
-from .steps import Stepped, extra_bytes, goes_alone, moved_bytes, stepped_of
+from .steps import Stepped, extra_bytes, fullest_regions, goes_alone, groups_of, moved_bytes, ranks_of_group, stepped_of
 
 _NORM_BYTES = 8
 """A float64."""
@@ -99,8 +98,7 @@ def _check_offload(claim: Claim, task: Task) -> None:
     if chunk.id in claim.looked_up:
         gradients = [b for b in gradients if b.section is not OuterSection.PROLOGUE]
     if claim.plan.parallel is ParallelMode.SHARDED:
-        named = (Content.REDUCED_GRADIENTS, chunk.id, task.micro_batch)
-        gradients = [b for b in claim.schedule.buffers if (b.content, b.chunk, b.micro_batch) == named]
+        gradients = _left_of(claim, task, chunk.id)
     is_beside = task.micro_batch > 0 or claim.plan.widens_on_host
     content = Content.ARRIVING_GRADIENTS if is_beside else Content.GRADIENTS
     compare_buffers(task, task.reads, gradients, "reads")
@@ -198,25 +196,31 @@ def check_device_adam(claim: Claim) -> None:
 
     It ends the iteration, and is there even where nothing is left for it to step.
     """
+    left: set[Name] = {
+        (Content.INCOMING_GRADIENT, None, OuterSection.PROLOGUE, micro_batch)
+        for micro_batch in range(claim.plan.micro_batches)
+    }
+    check_one_device_adam(claim, left)
+
+
+def check_one_device_adam(claim: Claim, left: set[Name]) -> None:
+    """Raise ScheduleError unless device Adam is what it must be; ``left``: what it drops beside gradients."""
     tasks = claim.tasks_of(TaskKind.DEVICE_ADAM)
     if len(tasks) != 1:
         reject(f"device Adam runs {len(tasks)} times, not once")
     (task,) = tasks
-    check_compute_task(claim, task, _device_adam(claim))
+    check_compute_task(claim, task, _device_adam(claim, left))
     stepped = stepped_of((c for c in claim.layout.chunks if c.id in claim.persistent), claim.workload.parameters)
     for chunk in claim.scattered:
         stepped += claim.held[chunk].stepped
     _check_stepped(claim, task, stepped)
 
 
-def _device_adam(claim: Claim) -> Expected:
+def _device_adam(claim: Claim, left: set[Name]) -> Expected:
     trainable = {chunk.id for chunk in claim.layout.chunks if chunk.is_trainable and chunk.id in claim.persistent}
     updates: set[Name] = {(Content.PARAMETERS, chunk, None, 0) for chunk in trainable}
     updates |= {(Content.OPTIMIZER_STATE, chunk, None, 0) for chunk in trainable}
-    drops: set[Name] = {
-        (Content.INCOMING_GRADIENT, None, OuterSection.PROLOGUE, micro_batch)
-        for micro_batch in range(claim.plan.micro_batches)
-    }
+    drops = set(left)
     for section in claim.sections:
         made, _ = gradients_of(claim, section, 0)
         drops |= {name for name in made if name[1] in trainable}
@@ -249,7 +253,8 @@ def _widening(claim: Claim, stepped: set[ChunkId]) -> Phase | None:
             highest = max(highest, level + extra)
             level -= parameter.size_bytes
     for chunk_id in claim.scattered:
-        runs = fullest_regions(claim.layout.chunks[chunk_id], claim.workload.parameters, claim.plan.num_ranks)
+        num_parts = claim.held[chunk_id].num_parts
+        runs = fullest_regions(claim.layout.chunks[chunk_id], claim.workload.parameters, num_parts)
         for dtype, scalars in runs:
             highest = max(highest, level + extra_bytes((dtype, (scalars,)), optimizer, WIDENED_SCALARS))
     return Phase(curve=((1.0, highest),)) if highest else None
@@ -270,7 +275,11 @@ def _check_stepped(claim: Claim, task: Task, stepped: list[Stepped], *, is_wide:
 
 
 def reductions(claim: Claim) -> Iterator[Meeting]:
-    """Gradients that leave are added up in every micro-batch, those that stay in the last, parts of the norm once."""
+    """Gradients that leave are added up in every micro-batch, those that stay in the last, parts of the norm once.
+
+    Where several groups of ranks have parts of their own, what is left of gradients that leave is added up over the
+    groups in every micro-batch too, and parts that stay in the last.
+    """
     plan = claim.plan
     if plan.parallel is ParallelMode.SINGLE:
         return
@@ -281,6 +290,10 @@ def reductions(claim: Claim) -> Iterator[Meeting]:
     leaving = TaskKind.REDUCE_SCATTER if is_sharded else TaskKind.ALL_REDUCE
     for chunk_id in claim.updated + (claim.scattered if is_sharded else []):
         yield from ((leaving, chunk_id, None, micro_batch) for micro_batch in range(plan.micro_batches))
+    if is_sharded and groups_of(plan) > 1:
+        for chunk_id in claim.updated:
+            yield from ((TaskKind.ALL_REDUCE, chunk_id, None, micro_batch) for micro_batch in range(last + 1))
+        yield from ((TaskKind.ALL_REDUCE, chunk_id, None, last) for chunk_id in claim.scattered)
     if is_sharded and plan.max_gradient_norm is not None and (claim.updated or claim.scattered):
         yield TaskKind.ALL_REDUCE, None, None, 0
 
@@ -318,24 +331,63 @@ def _check_reduce_scatter(claim: Claim, task: Task) -> None:
 
 
 def check_all_reduces(claim: Claim) -> None:
-    """An all-reduce adds gradients up where they lie, or the parts of their norm."""
+    """An all-reduce adds gradients up where they lie, whole or a part of them, or the parts of their norm."""
     for task in claim.tasks_of(TaskKind.ALL_REDUCE):
         _check_all_reduce(claim, task)
 
 
 def _check_all_reduce(claim: Claim, task: Task) -> None:
-    """Gradients where they lie; or, of the norm, nothing that has a buffer."""
+    """Gradients where they lie; or, of the norm, nothing that has a buffer.
+
+    Of a chunk in parts, that is what a reduce-scatter has left: on its way to the host, or where it stays.
+    """
     if task.phase is not None or task.section is not None:
         reject(f"{task.name} has a section or a phase")
     if task.chunk is not None:
         chunk = chunk_of(claim, task)
-        micro_batch = 0 if chunk.id in claim.persistent else task.micro_batch
-        gradients = claim.gradients.get((chunk.id, micro_batch), [])
-        size_bytes = chunk.gradient_bytes
+        if claim.plan.parallel is ParallelMode.SHARDED and chunk.id not in claim.persistent:
+            gradients, size_bytes = _left_of(claim, task, chunk.id), claim.held[chunk.id].gradient_bytes
+        else:
+            micro_batch = 0 if chunk.id in claim.persistent else task.micro_batch
+            gradients = claim.gradients.get((chunk.id, micro_batch), [])
+            size_bytes = chunk.gradient_bytes
     else:
         gradients, size_bytes = [], _NORM_BYTES
     check_in_place(task, gradients)
     check_amounts(task, moved_bytes=size_bytes)
+
+
+def _left_of(claim: Claim, task: Task, chunk: ChunkId) -> list[Allocation]:
+    """The part of the gradients of ``chunk`` that reduce-scatters leave the rank in the task's micro-batch."""
+    if chunk in claim.sharded:
+        return [claim.homes[Content.REDUCED_GRADIENTS, chunk]]
+    named = (Content.REDUCED_GRADIENTS, chunk, task.micro_batch)
+    return [b for b in claim.schedule.buffers if (b.content, b.chunk, b.micro_batch) == named]
+
+
+def check_axes(claim: Claim) -> None:
+    """Every collective has the ranks that it is for.
+
+    Where groups of ranks have parts: those of one group gather, scatter and add up parts of the norm; those that have
+    the same part, one of every group, add it up; all ranks add up gradients of chunks that stay whole.
+    """
+    plan = claim.plan
+    is_grouped = plan.parallel is ParallelMode.SHARDED and groups_of(plan) > 1
+    numbers = {
+        RankAxis.WORLD: plan.num_ranks,
+        RankAxis.SHARD: ranks_of_group(plan),
+        RankAxis.REPLICA: groups_of(plan),
+    }
+    for task in claim.schedule.tasks:
+        axis = RankAxis.WORLD
+        if is_grouped and task.kind in (TaskKind.ALL_GATHER, TaskKind.REDUCE_SCATTER):
+            axis = RankAxis.SHARD
+        elif is_grouped and task.kind is TaskKind.ALL_REDUCE and task.chunk not in claim.persistent:
+            axis = RankAxis.SHARD if task.chunk is None else RankAxis.REPLICA
+        num_ranks = numbers[axis] if task.lane is Lane.COLLECTIVE else 1
+        if (task.axis, task.num_ranks) != (axis, num_ranks):
+            found = f"{task.num_ranks} of {plan.num_ranks} ranks together, along axis {task.axis}"
+            reject(f"{task.name} is done by {found}, not by {num_ranks} along axis {axis}")
 
 
 # -- order -----------------------------------------------------------------------------------------------------------
@@ -348,7 +400,6 @@ def check_gradient_window(claim: Claim) -> None:
     """
     steps = claim.steps
     num_steps = len(steps)
-    steps_each = num_steps // claim.plan.micro_batches
     alone = [task for task in claim.tasks_of(TaskKind.REDUCE_SCATTER) if task.chunk in claim.sharded]
     for offload in (*claim.tasks_of(TaskKind.GRADIENT_OFFLOAD), *alone):
         assert offload.chunk is not None
@@ -356,8 +407,8 @@ def check_gradient_window(claim: Claim) -> None:
         completing = [claim.completing(place) for place in places if claim.workload.parameters[place].trainable]
         if _is_of_rows(offload):
             completing = [OuterSection.PROLOGUE]
-        section = min(place for place, section in enumerate(claim.sections) if section in completing)
-        last_step = steps_each * (offload.micro_batch + 1) - 1 - section
+        sections = (section for section in completing if section is not None)
+        last_step = max(claim.backward_steps[offload.micro_batch, section] for section in sections)
         distance, step = divmod(last_step + claim.plan.prefetch_depth + 1, num_steps)
         # Beyond the next iteration the chunk's own next gather, which waits for its Adam, is the tighter bound.
         if distance <= 1 and not claim.before(offload.id, steps[step][0], distance):

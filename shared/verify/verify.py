@@ -2,8 +2,8 @@
 
 The verifier shares no code with the compiler beyond the data types: it derives what must hold from plan, workload and
 layout.  Its rules stand by policy: ``sections`` (what computes, in which order), ``residency`` (what lies where, when)
-and ``updates`` (what happens to a gradient until its parameter is new); ``full_training`` lists them.  Rules of order
-read the happens-before relation of the unrolled program, so that they hold for every timing.
+and ``updates`` (what happens to a gradient until its parameter is new); ``full_training`` and ``bypass`` list them.
+Rules of order read the happens-before relation of the unrolled program, so that they hold for every timing.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import Final
 
 from ..basics.errors import ScheduleError
 from ..basics.units import format_bytes
-from ..layout.layout import Layout, build_layout, check_layout
+from ..layout.layout import Layout, check_layout, layout_of
 from ..layout.looked_up import check_looked_up
-from ..schema.plan import Plan
+from ..schema.plan import Plan, TrainingMethod
 from ..schema.schedule import Memory, Schedule
 from ..schema.workload import Workload, check_plan
+from .bypass import BYPASS
 from .claim import Claim, check_form
 from .data_flow import check_no_deadlock
 from .full_training import FULL_TRAINING
@@ -24,6 +25,7 @@ from .guaranteed_peak import guaranteed_device_peak
 from .happens_before import HappensBefore
 from .rules import Rule, Rules, Stage
 
+RULES: Final = {TrainingMethod.FULL: FULL_TRAINING, TrainingMethod.BYPASS: BYPASS}
 COMMON: Final = (Rule(Stage.FORM, check_form), Rule(Stage.DATA_FLOW, check_no_deadlock))
 """Rules of every method."""
 
@@ -34,7 +36,7 @@ def verify_schedule(
     workload: Workload,
     layout: Layout | None = None,
     *,
-    rules: Rules = FULL_TRAINING,
+    rules: Rules | None = None,
     device_limit_bytes: int | None = None,
     pinned_limit_bytes: int | None = None,
     host_limit_bytes: int | None = None,
@@ -48,7 +50,7 @@ def verify_schedule(
     limit of their norm, after all gradients); of several ranks, chunks are gathered whole and gradients added up before
     anybody needs them, in one order on all ranks; buffers of one slot never overlap; gathers and gradients keep to the
     prefetch window; the memory that no timing can exceed stays under the limits.
-    ``rules``: of the training method, where it is another than full training; a task of a kind for which none of them
+    ``rules``: of the training method, where it is another than the plan names; a task of a kind for which none of them
     answers is refused.
     ``host_limit_bytes`` bounds pinned and pageable host memory together; ``layout`` spares building it again.
 
@@ -56,10 +58,11 @@ def verify_schedule(
     """
     check_plan(plan, workload)
     if layout is None:
-        layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
+        layout = layout_of(workload, plan.chunk_bytes)
     check_layout(layout, plan, workload)
     check_looked_up(plan, workload, layout)
     claim = Claim(schedule, plan, workload, layout)
+    rules = rules or RULES[plan.method]
     for rule in rules.in_order(*COMMON, Rule(Stage.FORM, rules.check_kinds)):
         rule.check(claim)
     if device_limit_bytes is not None:

@@ -95,6 +95,18 @@ def _row_lookups(model: TracedModel, num_blocks: int, observed: Observed, second
     )
 
 
+def phase_of(observation: Observation, measured_s: float | None) -> Phase:
+    """What was observed of one section, as a workload has it."""
+    return Phase(
+        operations=observation.counted(),
+        net_bytes=observation.net_bytes,
+        gradient_bytes=max(0, observation.gradient_bytes),
+        curve=observation.curve(),
+        adding_curve=observation.adding_curve(),
+        measured_s=measured_s,
+    )
+
+
 class _Assembly:
     """Observations and times as phases and profiles."""
 
@@ -110,15 +122,7 @@ class _Assembly:
 
     def phase(self, mode: ActivationMode, kind: TaskKind, section: Section) -> Phase:
         """One section's phase."""
-        observation = self._observed[mode][kind, section]
-        return Phase(
-            operations=observation.counted(),
-            net_bytes=observation.net_bytes,
-            gradient_bytes=max(0, observation.gradient_bytes),
-            curve=observation.curve(),
-            adding_curve=observation.adding_curve(),
-            measured_s=self._seconds.get(mode, {}).get((kind, section)),
-        )
+        return phase_of(self._observed[mode][kind, section], self._seconds.get(mode, {}).get((kind, section)))
 
     def outer_phase(self, kind: TaskKind, section: OuterSection) -> Phase:
         """A phase outside the blocks.
@@ -167,11 +171,11 @@ def _merge(profiles: Sequence[BlockProfile]) -> BlockProfile:
     for name in _PHASES:
         phases = [getattr(profile, name) for profile in profiles]
         times = [phase.measured_s for phase in phases if phase.measured_s is not None]
-        updates[name] = phases[0].model_copy(update={"measured_s": _median(times) if times else None})
+        updates[name] = phases[0].model_copy(update={"measured_s": median(times) if times else None})
     return profiles[0].model_copy(update=updates)
 
 
-def _median(times: Sequence[float]) -> float:
+def median(times: Sequence[float]) -> float:
     """Of at least one time.  A shipped workload has none, and does without the module and what that imports."""
     import statistics
 

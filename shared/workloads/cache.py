@@ -19,6 +19,7 @@ from ..basics.errors import FileError
 from ..schema.hardware import DeviceKind
 from ..schema.training_options import FULL_TRAINING, TrainingOptions
 from ..schema.workload import Workload
+from ..students.student import Student
 
 _SOFTWARE: Final = ("protwin", "torch", "transformers")
 _MAX_ENTRIES: Final = 64
@@ -52,12 +53,16 @@ class TraceRequest:
     options: TrainingOptions = FULL_TRAINING
     device_kind: DeviceKind = DeviceKind.CUDA
     """What it is to train on, where that decides which kernels run."""
+    student: Student | None = None
+    """What learns from the model, block by block; None: the model itself is trained."""
 
 
 def cache_key(request: TraceRequest) -> str:
     """Hash of everything that decides what a trace gives: the model, the shape, the software that traces."""
     facts = [
-        asdict(replace(request, options=FULL_TRAINING)) | {"options": request.options.model_dump(mode="json")},
+        asdict(replace(request, options=FULL_TRAINING, student=None))
+        | {"options": request.options.model_dump(mode="json")}
+        | ({} if request.student is None else {"student": request.student.model_dump(mode="json")}),
         Workload.SCHEMA_VERSION,
         {package: _version(package) for package in _SOFTWARE},
         _tracer_fingerprint(),

@@ -20,6 +20,7 @@ from ..catalogue.models import ModelConfiguration, known_model, load_model_confi
 from ..schema.hardware import Device, DeviceKind, Hardware
 from ..schema.training_options import FULL_TRAINING, TrainingOptions
 from ..schema.workload import DType, DTypeOrigin, Workload
+from ..students.student import Student
 from .cache import TraceRequest, cache_key, load_cached, store_cached
 from .check import check_magnitude, has_fused_dropout
 from .dtypes import choose_dtype
@@ -77,8 +78,11 @@ def resolve_workload(
     options: TrainingOptions = FULL_TRAINING,
     device: Device | None = None,
     device_kind: DeviceKind = DeviceKind.CUDA,
+    student: Student | None = None,
 ) -> Workload:
     """The workload that ``model`` names: a saved workload's path, a configuration's path, or a catalogue name.
+
+    With ``student``, of every block of the student learning beside its block.
 
     ``cache`` is the folder of traced workloads; None: trace anew and keep nothing.  ``options`` say what of the model
     is trained, ``device`` on what, where that decides which kernels run and, without ``dtype``, in which element type;
@@ -90,14 +94,14 @@ def resolve_workload(
     """
     saved = _saved_workload(model)
     if saved is not None:
-        check_magnitude(saved)
+        _check_saved(saved, model, options, student)
         _check_shape(saved, model, batch_size=batch_size, sequence_length=sequence_length, dtype=dtype)
-        if not options.is_full:
-            raise WorkloadError(
-                f"{model} is a workload, traced as it was to be trained. Leave out --lora-rank, --lora-targets, "
-                f"--freeze and --autocast, or name the model that it was traced from."
-            )
         return saved
+    if student is not None and not options.is_full:
+        raise WorkloadError(
+            "a student's file says what of it is learnt. Leave out --lora-rank, --lora-targets, --freeze and "
+            "--autocast, or --student."
+        )
     if dtype is not None:
         choose_dtype(None, dtype, device)  # refused before any file is read
     described = load_model_configuration(model)
@@ -116,9 +120,20 @@ def resolve_workload(
         None if dtype is None and chosen.origin is DTypeOrigin.PUBLISHED else chosen.dtype,
         options,
         device_kind if device is None else device.kind,
+        student,
     )
-    found = _shipped(described, request) if known_model(model) is not None else None
+    found = _shipped(described, request) if known_model(model) is not None and student is None else None
     return chosen.note_in(found if found is not None else _traced(request, cache, warn))
+
+
+def _check_saved(saved: Workload, model: str, options: TrainingOptions, student: Student | None) -> None:
+    """Raise WorkloadError if the user asks for another training than the saved one, or if it is of no sensible size."""
+    check_magnitude(saved)
+    if not options.is_full or student is not None:
+        raise WorkloadError(
+            f"{model} is a workload, traced as it was to be trained. Leave out --lora-rank, --lora-targets, "
+            f"--freeze, --autocast and --student, or name the model that it was traced from."
+        )
 
 
 def untraced_workload(
@@ -244,15 +259,16 @@ def _saved_workload(model: str) -> Workload | None:
 
 def _trace(request: TraceRequest) -> Workload:
     with progress_bar(f"tracing {request.name}") as on_progress:
-        traced = plugin("protwin.tracers", "transformers")(
+        is_full = request.student is None
+        traced = plugin("protwin.tracers", "transformers" if is_full else "students")(
             request.configuration,
             name=request.name,
             batch_size=request.batch_size,
             sequence_length=request.sequence_length,
             dtype=request.dtype,
-            options=request.options,
             device_kind=request.device_kind,
             on_progress=on_progress,
+            **({"options": request.options} if is_full else {"student": request.student}),
         )
     assert isinstance(traced, Workload)
     return traced

@@ -55,8 +55,14 @@ class LeastWork:
                 leaving_s = stepped_s(TaskKind.REDUCE_SCATTER, facts.scatter_work)
                 brought_s = alone_s(TaskKind.ALL_GATHER, facts.all_gather_work)
             leaving = (ChunkResidency.SHARDED, *STEPPED_BY_HOST)
+            replicated_s = np.zeros_like(summed_s)
+            if step.shard_ranks is not None:
+                replicated_s = stepped_s(TaskKind.ALL_REDUCE, facts.replica_work)
+            # Over shard groups, what leaves is added up in every micro-batch, and what stays once.
             lanes.append(
                 sum_of(micro_batches * leaving_s, *leaving)
+                + sum_of(micro_batches * replicated_s, *STEPPED_BY_HOST)
+                + sum_of(replicated_s, ChunkResidency.SHARDED)
                 + sum_of(brought_s, *GATHERED)
                 + sum_of(summed_s, ChunkResidency.PERSISTENT)
             )
@@ -99,7 +105,7 @@ def _disk_s(table: ChunkTable, prices: PriceList) -> FloatArray:
 
 
 class NoLeastWork:
-    """Of plans whose policies are not known."""
+    """Of plans whose chunks may come and go in other ways."""
 
     def period_s(self, prefixes: IntArray, modes: IntArray) -> FloatArray:
         """(F, K) nothing."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...shared.layout.residencies import GATHERED, ChunkResidency
 from ..space.chunk_table import ChunkTable
-from ..space.compute_table import ComputeTable, Positions
+from ..space.compute_table import ComputeTable
 from ..space.space import IntArray
 from .held_chunks import HeldChunks
 
@@ -29,20 +29,20 @@ class MemoryBounds:
         self._table = table
         self._levels = compute.levels
         self._static = table.static_device_bytes(table.places.all, resident_bytes)
-        positions = Positions(table.layout.num_blocks)
-        sections = np.arange(table.layout.num_blocks + 2)
+        positions = compute.positions
         self._step_begin = positions.step_begin(np.arange(positions.micro_steps))
         """(T,) the first position of each step."""
         step, chunk, _ = table.facts.uses
         self._held = HeldChunks(step, chunk, table.facts.size_bytes, positions.micro_steps)
         # Gradients that are there before each position: what the backwards before it have completed.
-        backward = positions.backward(sections)
-        self._is_made = backward[table.facts.gradients[1]] < np.arange(positions.micro_length)[:, None]
+        completed = positions.backward(table.facts.gradients[1])
+        self._is_made = completed < np.arange(positions.micro_length)[:, None]
         """(W, E)"""
-        swapped_bytes = np.where(compute.modes.is_swap, compute.swap_bytes, 0)
-        self._swapped = np.zeros((len(swapped_bytes), positions.micro_length), dtype=np.int64)
+        self._swapped = np.zeros((len(compute.modes.n_swap), positions.micro_length), dtype=np.int64)
         """(K, W) what has come back, and is there while the block's backward runs."""
-        self._swapped[:, backward[1:-1]] = swapped_bytes
+        swapping = np.flatnonzero(compute.modes.is_swap.any(axis=0))
+        swapped_bytes = np.where(compute.modes.is_swap, compute.swap_bytes, 0)
+        self._swapped[:, positions.backward(1 + swapping)] = swapped_bytes[:, swapping]
 
     @cached_property
     def activation_bytes(self) -> IntArray:
@@ -85,7 +85,7 @@ class MemoryBounds:
 
 
 class NoMemoryBounds:
-    """Of plans whose policies are not known."""
+    """Of plans whose chunks may come and go in other ways."""
 
     def __init__(self, num_modes: int) -> None:
         self.activation_bytes: IntArray = np.zeros(num_modes, dtype=np.int64)

@@ -28,10 +28,11 @@ from typing import Self
 
 import numpy as np
 
+from ...shared.compile.positions import Positions
 from ...shared.layout.residencies import STEPPED_BY_HOST
 from ...shared.schema.schedule import TaskKind
 from ..space.chunk_table import ChunkTable
-from ..space.compute_table import ComputeTable, Positions
+from ..space.compute_table import ComputeTable
 from ..space.prices import FloatArray
 from ..space.space import BoolArray, IntArray
 from .least_work import BOUND_FRAC, LeastWork
@@ -70,7 +71,7 @@ class RoundTrips(LeastWork):
         super().__init__(table, compute, throughput)
         self._modes, self._copies, self._ahead = compute.modes, _Copies.of(compute, throughput), deepest + 1
         self._weights = throughput.weights
-        self._positions, self._micro_batches = Positions(table.layout.num_blocks), table.step.micro_batches
+        self._positions, self._micro_batches = compute.positions, table.step.micro_batches
         self._until_s = np.concatenate([np.zeros((len(compute.seconds), 1)), compute.seconds.cumsum(axis=1)], axis=1)
         """(K, W + 1) of compute before each position."""
         self._device_adam_s = table.device_adam_s  # (P,)

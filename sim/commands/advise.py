@@ -48,11 +48,12 @@ from ...shared.schema.advice import Advice
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.optimizer import HostGradients, Optimizer
+from ...shared.students.student import Student
 from ..questions.advise import AdviceRequest, Offer, check_request, machines_with, search_machine, whole_machines
 from ..questions.advise import advise as advise_machines
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..space.step_spec import MOST_RANKS, check_shares
-from .options import MOST_SAMPLES, Margin, MaxGradientNorm, check_budget, price_files
+from .options import MOST_SAMPLES, Margin, MaxGradientNorm, StudentPath, check_budget, price_files
 
 if TYPE_CHECKING:
     from ...shared.report.page import Report
@@ -112,6 +113,7 @@ StatePath = Annotated[
 def advise_command(
     model: ModelName,
     global_batch: SamplesPerStep,
+    student: StudentPath = None,
     sequence_length: SequenceLength = None,
     dtype: DTypeName = None,
     hardware: Machines = None,
@@ -146,7 +148,7 @@ def advise_command(
     read |= {f"--calibration {path}": str(path) for path in calibrations or ()}
     keep_apart(
         {"--output": output, "--state": state, "--report": report},
-        {"--model": model, **read, **price_files(prices)},
+        {"--model": model, "--student": student, **read, **price_files(prices)},
         as_json=as_json,
     )
     machines = _machines(hardware or (*machine_names(), *cluster_names()), changes_of(changes), prices)
@@ -166,6 +168,7 @@ def advise_command(
         num_tokens=tokens,
         optimizer=optimizer or Optimizer.ADAMW,
         host_gradients=host_gradients or HostGradients.PARAMETERS,
+        student=None if student is None else Student.load(student),
     )
     numbers = sorted(set(ranks or ()))
     for number in numbers:

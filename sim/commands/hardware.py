@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -127,7 +128,10 @@ def show_command(
 
 
 @hardware.command(
-    name="probe", epilog=examples("protwin hardware probe --output machine.toml", "protwin hardware probe --seconds 5")
+    name="probe",
+    epilog=examples(
+        "protwin hardware probe --output machine.toml", "protwin hardware probe --ranks 2 --output machine.toml"
+    ),
 )
 def probe_command(
     seconds: Annotated[
@@ -138,15 +142,27 @@ def probe_command(
         Path | None,
         typer.Option("--disk-folder", metavar="FOLDER", file_okay=False, help="Measure the disk that it lies on too."),
     ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks", metavar="N", min=1, help="Start N processes that measure what each reaches beside them."
+        ),
+    ] = None,
     output: MachineOutput = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Measure this machine.
 
-    Its memory, its links, its arithmetic and its CPU Adam, with all cores but one, as training has them.
+    Its memory, its links, its arithmetic and its CPU Adam, with all cores but one, as training has them.  With --ranks,
+    by torchrun, what each of several processes that share the CPU has of them, and their collectives.
     --output writes the machine, as TOML to edit if the name ends so.
     """
     keep_apart({"--output": output}, {}, as_json=as_json)
+    if (ranks or 1) > 1 or os.environ.get("WORLD_SIZE", "1") != "1":
+        of_ranks = plugin("protwin.probes", "ranks")(ranks, seconds=seconds, disk_folder=disk_folder)
+        if of_ranks is not None:
+            _give(of_ranks, output, as_json=as_json)
+        return
     probe = plugin("protwin.probes", "torch")
     with progress_bar("measuring this machine") as on_progress:
         found = probe(seconds=seconds, on_progress=on_progress, leaves_a_core=True, disk_folder=disk_folder)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...shared.basics.errors import WorkloadError
 from ...shared.catalogue.models import known_model
 from ...shared.cli.options import cache_folder, options_of, warn
 from ...shared.schema.hardware import Device
+from ...shared.schema.plan import TrainingMethod
 from ...shared.schema.training_options import TrainingOptions
 from ...shared.schema.workload import Workload
+from ...shared.students.student import Student
 from ...shared.workloads.source import is_saved_workload, resolve_workload, saved_sizes, untraced_workload
 from ..searching.request import GlobalBatch
 from ..space.step_spec import check_shares
@@ -37,6 +42,10 @@ class ModelChoice:
     """Decides the element type and the kernels."""
     has_cache: bool
     """Whether traced workloads are kept."""
+    method: TrainingMethod | None = None
+    """None: what the model and the student say."""
+    student_path: Path | None = None
+    """The file of what learns from the model; None: nothing does."""
 
     @property
     def has_shapes(self) -> bool:
@@ -45,8 +54,22 @@ class ModelChoice:
 
     @property
     def is_known(self) -> bool:
-        """Whether it is of the catalogue."""
-        return known_model(self.name) is not None
+        """Whether it is of the catalogue, so that nothing has to be traced."""
+        return known_model(self.name) is not None and self.student_path is None
+
+    @cached_property
+    def student(self) -> Student | None:
+        """What learns from it.  Raises ProtwinError if the file is none of a student's, or goes with no method."""
+        if self.student_path is None:
+            if self.method is TrainingMethod.BYPASS and self.has_shapes:
+                raise WorkloadError(
+                    f"--method {self.method} trains a student of {self.name}, and nobody says which. Name its file "
+                    f"with --student."
+                )
+            return None
+        if self.method is TrainingMethod.FULL:
+            raise WorkloadError(f"--method {self.method} trains the model itself. Leave --student out, or --method.")
+        return Student.load(self.student_path)
 
     @property
     def options(self) -> TrainingOptions:
@@ -54,8 +77,8 @@ class ModelChoice:
         return options_of(self.lora_rank, self.lora_targets, self.frozen, self.autocast)
 
     def workload(self) -> Workload:
-        """What it does with the batch.  Raises what ``resolve_workload`` raises."""
-        return resolve_workload(
+        """What it does with the batch.  Raises what ``resolve_workload`` raises; WorkloadError of another method."""
+        found = resolve_workload(
             self.name,
             batch_size=self.batch_size,
             sequence_length=self.sequence_length,
@@ -64,7 +87,13 @@ class ModelChoice:
             warn=warn,
             options=self.options,
             device=self.device,
+            student=self.student,
         )
+        if self.method is not None and found.method is not self.method:
+            raise WorkloadError(
+                f"{self.name} is a workload of method {found.method}, and --method says {self.method}. Leave it out."
+            )
+        return found
 
     def at(self, batch_size: int | None, sequence_length: int | None) -> Workload:
         """What it does with another batch."""
@@ -80,6 +109,8 @@ class ModelChoice:
 
     def untraced(self, batch_size: int, sequence_length: int | None) -> Workload | None:
         """What it does with another batch, where no trace is needed to know; None where one is."""
+        if self.student_path is not None:
+            return None
         return untraced_workload(
             self.name,
             batch_size,

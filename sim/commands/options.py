@@ -15,7 +15,7 @@ from ...shared.basics.units import format_bytes
 from ...shared.catalogue.machines import load_hardware, override_hardware
 from ...shared.cli.options import changes_of, warn
 from ...shared.schema.hardware import Hardware
-from ...shared.schema.plan import ParallelMode, Plan
+from ...shared.schema.plan import ParallelMode, Plan, TrainingMethod
 from ...shared.schema.record import Record
 from ...shared.schema.search_result import BatchSearchResult, Goal
 from ...shared.workloads.dtypes import TRAINABLE
@@ -103,6 +103,18 @@ Shards = Annotated[
 ]
 
 
+ShardRanks = Annotated[
+    int | None,
+    typer.Option(
+        "--shard-ranks",
+        metavar="N",
+        min=1,
+        max=MOST_RANKS,
+        help="Neighbouring ranks that share chunks, with replicas across such groups; with --parallel sharded.",
+    ),
+]
+
+
 class WhatIfCommand(TyperCommand):
     """A command whose ``--what-if`` needs no value: alone it stands for the usual questions."""
 
@@ -146,14 +158,22 @@ def with_ranks(
     num_ranks: int | None,
     parallel: ParallelMode | None,
     n_shard: int | None = None,
+    shard_ranks: int | None = None,
 ) -> Plan:
-    """``plan`` for so many ranks, in this mode and with so many chunks sharded, each the plan's own if None.
+    """``plan`` for so many ranks, in this mode, with so many chunks sharded in such groups, the plan's own if None.
 
     A mode of several ranks alone takes all devices of the machine, one rank alone is single.
     Raises PlanError if ranks and mode do not agree; whether mode and shards do, compiling the plan says.
     """
     if n_shard is not None:
         plan = plan.model_copy(update={"n_shard": n_shard})
+    if shard_ranks is not None:
+        plan = _with_ranks(plan, hardware, num_ranks, parallel)
+        return plan.model_copy(update={"shard_ranks": None if shard_ranks == plan.num_ranks else shard_ranks})
+    return _with_ranks(plan, hardware, num_ranks, parallel)
+
+
+def _with_ranks(plan: Plan, hardware: Hardware, num_ranks: int | None, parallel: ParallelMode | None) -> Plan:
     if num_ranks is None and parallel is None:
         return plan
     if parallel is None:
@@ -211,6 +231,18 @@ def with_run(found: BatchSearchResult, num_tokens: int | None) -> BatchSearchRes
         return found
     prediction = found.result.prediction.for_tokens(num_tokens)
     return found.model_copy(update={"result": found.result.model_copy(update={"prediction": prediction})})
+
+
+MethodName = Annotated[
+    TrainingMethod | None,
+    typer.Option(
+        "--method", metavar="NAME", help="How it is trained: full, or bypass (every block of a student by itself)."
+    ),
+]
+StudentPath = Annotated[
+    Path | None,
+    typer.Option("--student", metavar="FILE", help="What learns from the model, block by block (student.toml)."),
+]
 
 
 def check_budget(budget_bytes: int | None, machine: Hardware) -> None:

@@ -60,8 +60,10 @@ from .options import (
     GoalName,
     Margin,
     MaxGradientNorm,
+    MethodName,
     MicroBatches,
     NumRanks,
+    StudentPath,
     WhatIfCommand,
     WhatIfQuestions,
     check_batch,
@@ -85,10 +87,12 @@ from .space_options import (
     AllowedModes,
     AllowedPersistent,
     AllowedPrefetchDepths,
+    AllowedShardRanks,
     AllowedShards,
     AllowedStaging,
     AllowedSwaps,
     LooksUpRows,
+    shard_groups_to_search,
 )
 
 if TYPE_CHECKING:
@@ -109,12 +113,16 @@ search = command_app()
         "protwin search --model workload.json --hardware machine.toml --device-budget 10GiB --output plan.json",
         "protwin search --model gpt2 --hardware rtx-3090 --batch-size 8 --sequence-length 512 --what-if rtx-4090",
         "protwin search --model llama-3-8b --hardware h100-80gb-x8 --batch-size 1 --sequence-length 2048 --ranks 8",
+        "protwin search --model llama-3-8b --student student.toml --hardware rtx-4090 --batch-size 1 "
+        "--sequence-length 2048",
     ),
 )
 @gc_paused()
 def search_command(
     model: ModelName,
     hardware: HardwareName,
+    method: MethodName = None,
+    student: StudentPath = None,
     batch_size: BatchSize = None,
     sequence_length: SequenceLength = None,
     dtype: DTypeName = None,
@@ -144,6 +152,7 @@ def search_command(
     global_batch: GlobalBatchSize = None,
     num_ranks: NumRanks = None,
     parallel: AllowedModes = None,
+    shard_ranks: AllowedShardRanks = None,
     questions: WhatIfQuestions = None,
     goal: GoalName = Goal.FASTEST,
     margin: Margin = None,
@@ -167,6 +176,7 @@ def search_command(
         {"--output": output, "--report": report},
         {
             "--model": model,
+            "--student": student,
             "--hardware": hardware,
             "--calibration": calibration,
             **{f"--baseline {path}": path for path in baseline or ()},
@@ -209,6 +219,8 @@ def search_command(
         autocast=autocast,
         device=machine.device,
         has_cache=not no_cache,
+        method=method,
+        student_path=student,
     )
 
     def workload_with(change: MethodChange) -> Workload | GlobalBatch:
@@ -233,6 +245,7 @@ def search_command(
                 host_gradients=host_gradients or HostGradients.PARAMETERS,
                 num_ranks=num_ranks,
                 modes=tuple(parallel or ()) or SEVERAL,
+                shard_ranks=shard_groups_to_search(shard_ranks, num_ranks, parallel or ()),
             ),
         )
         # A question that cannot be answered is told at once.

@@ -43,6 +43,7 @@ from ...shared.cli.report_options import ReportPath, write_report
 from ...shared.compile.compile import compile_schedule
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
+from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
 from ...shared.schema.schedule import Schedule
 from ..engine.simulator import simulate as simulate_plan
@@ -54,9 +55,12 @@ from ..questions.remedies import remedies
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from .model_choice import ModelChoice
 from .options import (
+    MethodName,
     NumRanks,
     Parallel,
+    ShardRanks,
     Shards,
+    StudentPath,
     check_budget,
     machine_of,
     price_files,
@@ -87,6 +91,8 @@ def simulate_command(
     plan: Annotated[Path, typer.Option("--plan", metavar="FILE", help="What to simulate.")],
     model: ModelName,
     hardware: HardwareName,
+    method: MethodName = None,
+    student: StudentPath = None,
     batch_size: BatchSize = None,
     sequence_length: SequenceLength = None,
     dtype: DTypeName = None,
@@ -100,6 +106,7 @@ def simulate_command(
     num_ranks: NumRanks = None,
     parallel: Parallel = None,
     n_shard: Shards = None,
+    shard_ranks: ShardRanks = None,
     optimizer: OptimizerName = None,
     tokens: Tokens = None,
     prices: PriceEntries = None,
@@ -111,14 +118,16 @@ def simulate_command(
 ) -> None:
     """Predict time and memory of one plan.
 
-    --output writes the record, which protwin compare lays beside a measured one.  --parallel, --ranks and --n-shard, in
-    place of the plan's own, ask about several devices of the machine, and --optimizer about another optimizer.
+    --output writes the record, which protwin compare lays beside a measured one.  --parallel, --ranks, --n-shard and
+    --shard-ranks, in place of the plan's own, ask about several devices of the machine, and --optimizer about another
+    optimizer.
     """
     keep_apart(
         {"--output": output, "--timeline": timeline, "--report": report},
         {
             "--plan": plan,
             "--model": model,
+            "--student": student,
             "--hardware": hardware,
             "--calibration": calibration,
             **price_files(prices),
@@ -126,7 +135,7 @@ def simulate_command(
         as_json=as_json,
     )
     machine = machine_of(hardware, changes, prices)
-    chosen = with_ranks(load_plan(plan, optimizer), machine, num_ranks, parallel, n_shard)
+    chosen = with_ranks(load_plan(plan, optimizer), machine, num_ranks, parallel, n_shard, shard_ranks)
     check_budget(device_budget_bytes, machine)
     factors = Calibration.load(calibration) if calibration is not None else None
     choice = ModelChoice(
@@ -140,6 +149,8 @@ def simulate_command(
         autocast=autocast,
         device=machine.device,
         has_cache=not no_cache,
+        method=method,
+        student_path=student,
     )
     workload = choice.workload()
     with progress_bar("simulating") as on_progress:
@@ -147,14 +158,14 @@ def simulate_command(
         record = simulate_plan(chosen, workload, machine, factors, schedule=schedule, on_progress=on_progress)
     record = record if tokens is None else record.for_tokens(tokens)
     record = record.asking(device_budget_bytes=device_budget_bytes)
-    budget_bytes = device_budget_bytes or rank_device_bytes(machine, chosen.num_ranks)
+    budget_bytes = device_budget_bytes or rank_device_bytes(machine, chosen.num_ranks, chosen.shard_ranks)
     told = remedies(
         record,
         workload,
         machine,
         factors,
         schedule=schedule,
-        room=_room(machine, chosen.num_ranks, budget_bytes),
+        room=_room(machine, chosen, budget_bytes),
         workload_at=lambda size: choice.untraced(size, sequence_length),
     )
     record = record.model_copy(update={"remedies": told})
@@ -188,12 +199,11 @@ def _tables(record: Record) -> Parts:
     return record_tables(record)
 
 
-def _room(machine: Hardware, num_ranks: int, budget_bytes: int) -> Room:
+def _room(machine: Hardware, plan: Plan, budget_bytes: int) -> Room:
     """What one rank may fill, with the margin that a search leaves by default."""
-    own = machine_of_rank(machine, num_ranks) if num_ranks > 1 else machine
-    segments_bytes = segment_limit_bytes(
-        machine.device, beside_bytes=collective_bytes(machine, num_ranks), margin_frac=DEFAULT_MARGIN_FRAC
-    )
+    own = machine_of_rank(machine, plan.num_ranks) if plan.num_ranks > 1 else machine
+    beside_bytes = collective_bytes(machine, plan.num_ranks, plan.shard_ranks)
+    segments_bytes = segment_limit_bytes(machine.device, beside_bytes=beside_bytes, margin_frac=DEFAULT_MARGIN_FRAC)
     return Room(budget_bytes, default_host_budget_bytes(own, budget_bytes), segments_bytes)
 
 

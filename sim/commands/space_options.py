@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
+from ...shared.basics.errors import PlanError
 from ...shared.cli.options import size_option
-from ...shared.schema.plan import ParallelMode
+from ...shared.schema.plan import ParallelMode, why_not_shard_ranks
 from ..space.space import ALL, LARGEST_KNOB
 
 
@@ -86,7 +88,32 @@ AllowedSwaps = Annotated[
         "--n-swap", "Allow this number of swapped blocks (repeatable), or all that are sensible; 0 unless given."
     ),
 ]
+AllowedShardRanks = Annotated[
+    list[int] | None,
+    _allowed_or_all(
+        "--shard-ranks",
+        "Allow shard groups of this number of neighbouring ranks, with replicas across them, in mode sharded "
+        "(repeatable), or all that make equal groups; all ranks and those of one node unless given.",
+    ),
+]
 AllowedModes = Annotated[
     list[ParallelMode] | None,
     typer.Option("--parallel", help="Allow this way of training together (repeatable); all unless given."),
 ]
+
+
+def shard_groups_to_search(
+    shard_ranks: Sequence[int | str] | None, num_ranks: int, parallel: Sequence[ParallelMode]
+) -> tuple[int, ...] | None:
+    """Sizes of shard groups as ``Step.shard_ranks`` has them.
+
+    Raises PlanError if one of them makes no equal groups, or if no mode that is named has any.
+    """
+    if not shard_ranks:
+        return None
+    mode = ParallelMode.SHARDED if ParallelMode.SHARDED in parallel or not parallel else parallel[0]
+    named = tuple(number for number in shard_ranks if isinstance(number, int))
+    for number in named or (num_ranks,):
+        if (reason := why_not_shard_ranks(number, num_ranks, mode)) is not None:
+            raise PlanError(f"{reason}.")
+    return () if ALL in shard_ranks else named

@@ -30,15 +30,7 @@ from math import ceil, inf, sqrt
 from typing import Final
 
 from ...shared.basics.errors import PlanError
-
-
-class Collective(StrEnum):
-    """What ranks do together."""
-
-    ALL_REDUCE = "all_reduce"
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_GATHER = "all_gather"
-    ALL_TO_ALL = "all_to_all"
+from ...shared.schema.hardware import Collective as Collective
 
 
 class Algorithm(StrEnum):
@@ -104,7 +96,8 @@ class CollectiveTime:
     """A collective's seconds and how it gets there."""
 
     seconds: float
-    algorithm: Algorithm
+    algorithm: Algorithm | None
+    """None: measured."""
 
 
 _IN_SWITCH_FRAC: Final = 0.84

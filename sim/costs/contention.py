@@ -8,7 +8,9 @@ A slowdown belongs to a lane within a set of active lanes.  Sets come from three
    the slowdowns multiply.  Of all such splits the one with the fewest groups counts (it leaves the least to the
    assumption that groups slow the lane independently), and of several the slowest.
 3. The resource model, for pairs that nobody measured; it stands in for a measurement of that pair.  On a machine
-   that nobody measured at all it gives every set.
+   that nobody measured at all it gives every set.  Where the machine's collectives were measured beside compute, the
+   model's slowdowns of both lanes, in every set that has them, are multiplied by what was measured over what the model
+   gives for the two alone.
 
 Measured sets have AdamW on the lane of CPU Adam.  Under another optimizer each slowdown is multiplied by what the
 resource model gives for that optimizer over what it gives for AdamW, and is at least 1.
@@ -32,6 +34,7 @@ from ...shared.schema.hardware import Hardware
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.plan import Plan
 from ...shared.schema.schedule import Lane, lanes_of
+from .fabrics import collectives_beside_compute
 from .fair_share import fair_shares
 from .lane_demands import Resource, lane_demands
 
@@ -70,7 +73,7 @@ class ContentionModel:
         ``has_disk``: with the lane of a disk that chunks lie on.  Raises HardwareError if the machine does not have the
         ranks, or the disk.
         """
-        modelled = _from_resources(hardware, num_ranks, optimizer, has_disk)
+        modelled = _probed(_from_resources(hardware, num_ranks, optimizer, has_disk), hardware, num_ranks)
         if calibration is None:
             return cls(_freeze(modelled))
         usual = (
@@ -144,6 +147,27 @@ def _from_resources(
             for lane, share in zip(ordered, shares, strict=True)
         }
     return slowdowns
+
+
+def _probed(
+    modelled: dict[LaneSet, dict[Lane, float]], hardware: Hardware, num_ranks: int
+) -> dict[LaneSet, dict[Lane, float]]:
+    """``modelled`` with what the machine's collectives and compute did side by side when they were measured."""
+    beside = collectives_beside_compute(hardware, num_ranks)
+    if beside is None:
+        return modelled
+    pair = frozenset({Lane.COMPUTE, Lane.COLLECTIVE})
+    ratios = {lane: beside[lane] / modelled[pair][lane] for lane in pair}
+    found: dict[LaneSet, dict[Lane, float]] = {}
+    for lanes, slowdowns in modelled.items():
+        scaled = {
+            lane: slowdown * (ratios.get(lane, 1.0) if pair <= lanes else 1.0) for lane, slowdown in slowdowns.items()
+        }
+        found[lanes] = {
+            lane: max([1.0, slowdown, *(found[lanes - {other}][lane] for other in lanes if other is not lane)])
+            for lane, slowdown in scaled.items()
+        }
+    return found
 
 
 # -- from measurements -----------------------------------------------------------------------------------------------

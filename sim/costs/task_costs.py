@@ -16,11 +16,8 @@ after the other.  Where the device has room to spare they stay, and the step is 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from math import exp, log
 from typing import Final, Self
 
 from ...shared.basics.errors import CalibrationError, HardwareError, ScheduleError, WorkloadError
@@ -30,14 +27,19 @@ from ...shared.optimizers.work import PAGED_BYTES_PER_SCALAR, device_operations_
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Device, DeviceKind, Disk, Hardware, Host, Link
 from ...shared.schema.optimizer import Optimizer
-from ...shared.schema.schedule import Memory, Schedule, Task, TaskKind
+from ...shared.schema.schedule import Memory, RankAxis, Schedule, Task, TaskKind
 from ...shared.schema.workload import Operation, OperationClass, Phase, Workload
 from ...shared.workloads.check import check_kernels
 from .collectives import Collective
+from .copies import copy_time_s
 from .efficiency import CORE_BYTES_PER_S, CPU_ADAM_FRAC, DISPATCHES_PER_LAUNCH, KERNEL_FIXED_S, efficiency_frac
 from .fabrics import machine_collective
 from .kernels import kernel_s
+from .rank_lines import RankLine
 
+_OF_PHASES: Final = frozenset(
+    {TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.TEACHER_FORWARD, TaskKind.LOSS}
+)
 _MATRIX_CLASSES: Final = frozenset({OperationClass.MATMUL, OperationClass.ATTENTION})
 
 
@@ -58,7 +60,11 @@ class CostModel:
     """The machine of all ranks, if there are several."""
     optimizer: Optimizer = field(default=Optimizer.ADAMW, kw_only=True)
     """What CPU Adam and device Adam step with."""
-    _collective_s: dict[tuple[TaskKind, int, int], float] = field(
+    num_ranks: int = field(default=1, kw_only=True)
+    """Of all ranks together."""
+    shard_ranks: int | None = field(default=None, kw_only=True)
+    """Ranks of a shard group; None where they form none."""
+    _collective_s: dict[tuple[TaskKind, int, RankLine], float] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     """Collectives seen so far."""
@@ -93,7 +99,7 @@ class CostModel:
         if num_ranks == 1:
             return cls(hardware, calibration, use_measured=use_measured)
         own = machine_of_rank(hardware, num_ranks)
-        return cls(own, calibration, use_measured=use_measured, together=hardware)
+        return cls(own, calibration, use_measured=use_measured, together=hardware, num_ranks=num_ranks)
 
     def durations_s(self, schedule: Schedule) -> tuple[float, ...]:
         """Seconds of every task of ``schedule``, in its order.
@@ -101,12 +107,19 @@ class CostModel:
         Raises HardwareError if the machine has no disk, or too small a one, for what lies there.
         """
         check_disk(schedule, self.hardware)
-        priced = self.stepping(schedule.optimizer)
+        priced = self.stepping(schedule.optimizer).among(schedule.num_ranks, schedule.shard_ranks)
         return tuple([priced.task_s(task) for task in schedule.tasks])
 
     def stepping(self, optimizer: Optimizer) -> CostModel:
         """The costs on the same machine with this optimizer."""
         return self if optimizer is self.optimizer else replace(self, optimizer=optimizer)
+
+    def among(self, num_ranks: int, shard_ranks: int | None) -> CostModel:
+        """The costs on the same machine of ranks in such shard groups."""
+        shard_ranks = None if shard_ranks == num_ranks else shard_ranks
+        if (num_ranks, shard_ranks) == (self.num_ranks, self.shard_ranks):
+            return self
+        return replace(self, num_ranks=num_ranks, shard_ranks=shard_ranks)
 
     def task_s(self, task: Task) -> float:
         """Seconds of ``task`` alone on its lane: modelled, measured or stated seconds * factor + overhead of its kind.
@@ -116,7 +129,7 @@ class CostModel:
         if task.stated_s is not None:
             return self._calibrated(task.stated_s, task.kind)
         match task.kind:
-            case TaskKind.FORWARD | TaskKind.RECOMPUTE | TaskKind.BACKWARD:
+            case kind if kind in _OF_PHASES:
                 assert task.phase is not None
                 return self.phase_s(task.phase, task.kind)
             case TaskKind.GATHER | TaskKind.ACTIVATION_FETCH:
@@ -129,7 +142,7 @@ class CostModel:
             case TaskKind.CPU_ADAM | TaskKind.DEVICE_ADAM:
                 return self.adam_s(task.num_stepped, task.stepped_bytes, task.num_tensors, task.kind)
             case TaskKind.ALL_GATHER | TaskKind.REDUCE_SCATTER | TaskKind.ALL_REDUCE:
-                return self._calibrated(self.collective_s(task.kind, task.moved_bytes, task.num_ranks), task.kind)
+                return self._calibrated(self._meeting_s(task), task.kind)
             case TaskKind.DISK_READ:
                 disk = disk_of(self.hardware)
                 return self._calibrated(disk.latency_s + task.moved_bytes / disk.read_bytes_per_s, task.kind)
@@ -167,16 +180,39 @@ class CostModel:
         """Seconds of one copy over an otherwise idle link, before calibration."""
         return copy_time_s(size_bytes, link)
 
-    def collective_s(self, kind: TaskKind, size_bytes: int, num_ranks: int) -> float:
-        """Seconds of a collective of ``num_ranks`` on otherwise idle links, before calibration.
+    def _meeting_s(self, task: Task) -> float:
+        """Seconds of a collective, before calibration.
+
+        On hosts, one over all ranks of several shard groups goes by way of both axes: what a reduce-scatter in every
+        group leaves is all-reduced over the groups and gathered in them again ([Note: Shard groups] in
+        ``shared/compile/compile.py``).
+        """
+        is_world = task.axis is RankAxis.WORLD
+        if self.shard_ranks is None or (is_world and self.hardware.device.kind is not DeviceKind.CPU):
+            return self.collective_s(task.kind, task.moved_bytes, RankLine(task.num_ranks))
+        if not is_world:
+            line = RankLine.of(task.axis, self.num_ranks, self.shard_ranks)
+            return self.collective_s(task.kind, task.moved_bytes, line)
+        within, across = (
+            RankLine.of(axis, self.num_ranks, self.shard_ranks) for axis in (RankAxis.SHARD, RankAxis.REPLICA)
+        )
+        part_bytes = -(-task.moved_bytes // within.num_ranks)
+        return (
+            self.collective_s(TaskKind.REDUCE_SCATTER, task.moved_bytes, within)
+            + self.collective_s(TaskKind.ALL_REDUCE, part_bytes, across)
+            + self.collective_s(TaskKind.ALL_GATHER, task.moved_bytes, within)
+        )
+
+    def collective_s(self, kind: TaskKind, size_bytes: int, line: RankLine) -> float:
+        """Seconds of a collective of the ranks of ``line`` on otherwise idle links, before calibration.
 
         The fastest way that the links allow (``sim/costs/fabrics.py``); ``size_bytes`` is the whole buffer.
         """
-        key = (kind, size_bytes, num_ranks)
+        key = (kind, size_bytes, line)
         seconds = self._collective_s.get(key)
         if seconds is None:
             assert self.together is not None, "several ranks have a machine together"
-            found = machine_collective(Collective(kind.value), size_bytes, self.together, num_ranks)
+            found = machine_collective(Collective(kind.value), size_bytes, self.together, line)
             seconds = self._collective_s[key] = found.seconds
         return seconds
 
@@ -238,7 +274,7 @@ class CostModel:
     def _calibrated(self, seconds: float, kind: TaskKind) -> float:
         if self.calibration is None:
             return seconds
-        return seconds * self.calibration.factor(kind) + self.calibration.overhead_s.get(kind, 0.0)
+        return seconds * self.calibration.factor(kind) + self.calibration.overhead(kind)
 
 
 def _unpaged(optimizer: Optimizer) -> Optimizer:
@@ -281,27 +317,6 @@ def check_disk(schedule: Schedule, hardware: Hardware) -> None:
             f"{format_bytes(disk_of(hardware).capacity_bytes)} for files (disk.capacity_bytes). Lower n_disk_state, or "
             f"use a larger disk."
         )
-
-
-def copy_time_s(size_bytes: int, link: Link) -> float:
-    """Seconds for one copy over an otherwise idle link; never less for more bytes.
-
-    latency_s + size_bytes / bandwidth, or the link's measured table: between two points a power law (linear in the
-    logarithms, since both span decades), beyond the last one its bandwidth, below the first one a line from the
-    latency.  A table that dips is read as its running maximum: a larger copy never takes less time.
-    """
-    if not link.table:
-        return link.latency_s + size_bytes / link.bandwidth_bytes_per_s
-    sizes = [point.size_bytes for point in link.table]
-    seconds = list(accumulate((point.seconds for point in link.table), max))
-    if size_bytes >= sizes[-1]:
-        return seconds[-1] * (size_bytes / sizes[-1])
-    if size_bytes <= sizes[0]:
-        latency_s = min(link.latency_s, seconds[0])
-        return latency_s + (seconds[0] - latency_s) * (size_bytes / sizes[0])
-    above = bisect_left(sizes, size_bytes)
-    position = log(size_bytes / sizes[above - 1]) / log(sizes[above] / sizes[above - 1])
-    return seconds[above - 1] * exp(position * log(seconds[above] / seconds[above - 1]))
 
 
 def roofline_s(phase: Phase, device: Device) -> float:

@@ -31,9 +31,12 @@ _TOLERANCE_FRAC: Final = 1e-10
 Ends = NDArray[np.float64]
 
 
-def kept_micro_batches(micro_batches: int, num_blocks: int, prefetch_depth: int) -> int:
-    """Micro-batches to simulate in place of so many: all of them where copies are issued more than one ahead."""
-    reaches_far = prefetch_depth + 1 > 2 * num_blocks + 3
+def kept_micro_batches(micro_batches: int, micro_steps: int, prefetch_depth: int) -> int:
+    """Micro-batches to simulate in place of so many: all of them where copies are issued more than one ahead.
+
+    ``micro_steps``: steps of one micro-batch.
+    """
+    reaches_far = prefetch_depth + 1 > micro_steps
     return micro_batches if reaches_far else min(micro_batches, KEPT_MICRO_BATCHES)
 
 

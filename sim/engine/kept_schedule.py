@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ...shared.compile.compile import FULL_TRAINING, Policies, compile_schedule
+from ...shared.compile.compile import POLICIES, Policies, compile_schedule
 from ...shared.layout.layout import Layout
 from ...shared.schema.plan import Plan
-from ...shared.schema.schedule import AllocationId, Lane, OuterSection, Schedule, Task, TaskKind
+from ...shared.schema.schedule import AllocationId, Lane, Schedule, Task, TaskKind
 from ...shared.schema.workload import Workload
 from .folding import Repeating, kept_micro_batches
 
@@ -52,14 +52,16 @@ def memory_schedule(
     workload: Workload,
     layout: Layout | None = None,
     *,
-    policies: Policies = FULL_TRAINING,
+    policies: Policies | None = None,
     rounded_bytes: Callable[[int], int] = int,
 ) -> Schedule:
     """A schedule that takes as much of every memory as that of ``plan``: of few micro-batches where these tell of all.
 
     ``rounded_bytes``: what a buffer takes of the device.  Errors as of ``compile_schedule``.
     """
-    num_kept = kept_micro_batches(plan.micro_batches, workload.num_blocks, plan.prefetch_depth)
+    policies = policies or POLICIES[plan.method]
+    positions = policies.sections.positions_of(workload)
+    num_kept = kept_micro_batches(plan.micro_batches, positions.micro_steps, plan.prefetch_depth)
     if num_kept < plan.micro_batches:
         few = compile_schedule(plan.model_copy(update={"micro_batches": num_kept}), workload, layout, policies=policies)
         kept = kept_schedule(few, plan.micro_batches - num_kept)
@@ -117,15 +119,16 @@ def _kind(schedule: Schedule, task: Task, num_later: int = 0) -> tuple[object, .
         contents(task.allocates),
         contents(task.frees),
         task.phase,
-        (task.moved_bytes, task.num_stepped, task.stepped_bytes, task.num_tensors, task.num_ranks, task.stated_s),
+        (task.moved_bytes, task.num_stepped, task.stepped_bytes, task.num_tensors, task.stated_s),
+        (task.num_ranks, task.axis),
     )
 
 
 def _left_over(schedule: Schedule, tasks: list[Task]) -> tuple[AllocationId, ...]:
-    """What the backward of the prologue leaves until the step; gradients that leave the device go before."""
-    (end,) = (task for task in tasks if task.kind is TaskKind.BACKWARD and task.section is OuterSection.PROLOGUE)
+    """What is left until the step, by a later micro-batch than the first: gradients are added to those of that one."""
     (step,) = (task for task in schedule.tasks if task.kind is TaskKind.DEVICE_ADAM)
-    return tuple(buffer for buffer in end.allocates if buffer in step.frees)
+    freed = frozenset(step.frees)
+    return tuple(buffer for task in tasks for buffer in task.allocates if buffer in freed)
 
 
 def _bytes(schedule: Schedule, buffers: tuple[AllocationId, ...]) -> int:

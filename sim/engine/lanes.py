@@ -15,7 +15,9 @@ What a task waits for is thus one number per other lane: how many of its tasks, 
 One rank stands for all ranks of its group.  Of several groups each has lanes of its own, but for the lane of
 collectives, which is one for all: its next task begins when the last group has ended what it waits for, and ends for
 all at once.  It takes as long as in the slowest group, and progresses at the pace of the group that slows it most.  A
-group that waits for the others draws on nothing meanwhile.  One group alone meets nobody, and its collectives are a
+group that waits for the others draws on nothing meanwhile.  A collective of one shard group, or of one part's replicas,
+counts as one of all ranks: whoever is late holds up the others' groups too, in the next reduction at the latest.  One
+group alone meets nobody, and its collectives are a
 lane like any other.
 
 Rates of a group change with its own tasks and with those of all together, so each instant looks at the groups in which

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 from ...shared.basics.errors import WorkloadError
-from ...shared.layout.layout import Layout, build_layout
+from ...shared.layout.layout import Layout, layout_of
 from ...shared.layout.residencies import chunk_counts
-from ...shared.methods.full_training import FULL_TRAINING
 from ...shared.methods.method import Method
 from ...shared.records.flops import hardware_flops, model_flops
 from ...shared.records.phase_times import phase_times_s
@@ -64,7 +63,7 @@ def predicted_record(
     timing: Timing,
     *,
     layout: Layout | None = None,
-    method: Method = FULL_TRAINING,
+    method: Method | None = None,
 ) -> Record:
     """One iteration of ``timing`` in steady state, with the memory of one rank.
 
@@ -76,7 +75,7 @@ def predicted_record(
         schedule: The tasks of ``timing``.
         timing: Starts and ends of every task over some iterations.
         layout: Spares building the layout of ``plan`` again.
-        method: The training method, by whose rules ``schedule`` is verified.
+        method: The training method, where it is another than the plan names: by its rules ``schedule`` is verified.
 
     Seconds count from the start of the iteration's first compute task.  The schedule is verified first: a record of an
     unsafe one would predict the impossible.
@@ -86,9 +85,9 @@ def predicted_record(
     hardware, fold = machine.hardware, timing.fold
     _check_takes_time(workload, hardware, timing)
     if layout is None:
-        layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
+        layout = layout_of(workload, plan.chunk_bytes)
     verified = plan.model_copy(update={"micro_batches": schedule.micro_batches})
-    verify_schedule(schedule, verified, workload, layout, rules=method.rules)
+    verify_schedule(schedule, verified, workload, layout, rules=None if method is None else method.rules)
     found = _iteration(schedule, timing)
     if fold is not None:
         # The proof of one micro-batch is that of all that are like it.
@@ -163,7 +162,7 @@ def _iteration(schedule: Schedule, timing: Timing) -> _Iteration:
         forward_s=forward_s,
         backward_s=backward_s,
         optimizer_s=max(0.0, end_s - begin_s - forward_s - backward_s),
-        waits=phase_waits(schedule, _spans(timing), (begin_s, end_s)),
+        waits=phase_waits(schedule, _spans(timing), (begin_s, end_s), timing.rank_waits_s),
         tasks=tasks,
         lanes=_lane_uses(schedule, tasks, fold),
         hardware_flops=hardware_flops(schedule),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import isfinite
+from typing import Final
 
 import numpy as np
 
@@ -15,8 +17,8 @@ from ...shared.layout.layout import Layout
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan
-from ...shared.schema.record import Record
-from ...shared.schema.schedule import Lane, Schedule
+from ...shared.schema.record import OF_RANKS, RankRecord, RankWait, Record
+from ...shared.schema.schedule import Lane, Schedule, TaskId
 from ...shared.schema.workload import Workload
 from ..costs.contention import ContentionModel
 from ..costs.task_costs import CostModel
@@ -25,6 +27,9 @@ from .lanes import LaneProcesses
 from .prediction import RankMachine, predicted_record
 from .simulator import MAX_ITERATIONS, MIN_ITERATIONS, by_task
 from .timing import Seconds, Timing, slowest_period_s, steady_period_s
+
+_ROUNDING_FRAC: Final = 1e-9
+"""Of a time since the simulation began: differences below are rounding."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,9 @@ class GroupedPrediction:
     groups: tuple[GroupRecord, ...]
     iteration_s: float
     """Period of the steady state, which all ranks share."""
+    record: Record
+    """One rank of each group in one record, in the order of the groups: the first of its ranks, in the form in which
+    several ranks that train are recorded."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -103,7 +111,10 @@ def simulate_groups(
         predicted_record(
             plan,
             workload,
-            RankMachine(hardware=model.hardware, collective_bytes=collective_bytes(group.hardware, plan.num_ranks)),
+            RankMachine(
+                hardware=model.hardware,
+                collective_bytes=collective_bytes(group.hardware, plan.num_ranks, plan.shard_ranks),
+            ),
             calibration,
             schedule,
             timing,
@@ -112,7 +123,8 @@ def simulate_groups(
         for group, model, timing in zip(groups, costs, timings, strict=True)
     ]
     found = tuple(GroupRecord(group, record) for group, record in zip(groups, records, strict=True))
-    return GroupedPrediction(found, timings[0].iteration_s)
+    record = _of_all(groups, records, timings, schedule.lanes[Lane.COMPUTE][0])
+    return GroupedPrediction(found, timings[0].iteration_s, record)
 
 
 def simulate_group_timings(
@@ -144,10 +156,50 @@ def simulate_group_timings(
     def stacked(times_s: Sequence[Sequence[float]]) -> Seconds:
         return np.stack([by_task(schedule, times_s, iteration) for iteration in range(len(ends_s))])
 
-    return tuple(
+    timings = (
         Timing(stacked(group.starts_s), stacked(group.ends_s), iteration_s=iteration_s, is_steady=period_s is not None)
         for group in lanes.groups
     )
+    return tuple(replace(timing, rank_waits_s=_rank_waits_s(schedule, timing)) for timing in timings)
+
+
+def _rank_waits_s(schedule: Schedule, timing: Timing) -> dict[TaskId, float]:
+    """What a group waits for the others before each collective of the window: from when nothing of its own is left."""
+    window = timing.window
+    waits_s = {}
+    program = schedule.lanes[Lane.COLLECTIVE]
+    for place, task_id in enumerate(program):
+        task = schedule.tasks[task_id]
+        ends_s = [timing.ends_s[window, other] for other in task.after]
+        if place:
+            ends_s.append(timing.ends_s[window, program[place - 1]])
+        if window:
+            ends_s += [timing.ends_s[window - 1, other] for other in (*task.after_previous, program[place - 1])]
+        start_s = float(timing.starts_s[window, task_id])
+        waited_s = start_s - float(max(ends_s, default=0.0))
+        if waited_s > _ROUNDING_FRAC * start_s:
+            waits_s[task_id] = waited_s
+    return waits_s
+
+
+def _of_all(groups: Sequence[RankGroup], records: Sequence[Record], timings: Sequence[Timing], first: TaskId) -> Record:
+    """The record of the group that waits least, with all groups as its ranks; ``first``: the first compute task."""
+    firsts = list(accumulate((group.num_ranks for group in groups[:-1]), initial=0))
+    begins_s = [float(timing.starts_s[timing.window, first]) for timing in timings]
+    waited_s = [sum(timing.rank_waits_s.values()) for timing in timings]
+    slowest = min(range(len(groups)), key=lambda place: (waited_s[place], place))
+    ranks = [
+        RankRecord(
+            rank=rank,
+            num_alike=group.num_ranks,
+            name=group.name,
+            begins_s=begin_s - begins_s[slowest],
+            rank_waits=tuple(RankWait(task=task, seconds=seconds) for task, seconds in timing.rank_waits_s.items()),
+            **{name: getattr(record, name) for name in OF_RANKS},
+        )
+        for group, rank, record, timing, begin_s in zip(groups, firsts, records, timings, begins_s, strict=True)
+    ]
+    return records[slowest].model_copy(update={"rank": firsts[slowest], "ranks": tuple(ranks)})
 
 
 def _slowed(schedule: Schedule, costs: CostModel, group: RankGroup) -> tuple[float, ...]:

@@ -11,7 +11,7 @@ from ...shared.basics.progress import OnProgress, no_progress
 from ...shared.catalogue.rank_share import rent_of_ranks
 from ...shared.compile.compile import compile_schedule
 from ...shared.layout.layout import Layout
-from ...shared.methods.full_training import FULL_TRAINING
+from ...shared.methods.known import method_named
 from ...shared.methods.method import Method
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
@@ -40,7 +40,7 @@ def simulate(
     *,
     schedule: Schedule | None = None,
     layout: Layout | None = None,
-    method: Method = FULL_TRAINING,
+    method: Method | None = None,
     on_progress: OnProgress = no_progress,
 ) -> Record:
     """What one steady-state iteration of ``workload`` under ``plan`` does on ``hardware``.
@@ -56,7 +56,8 @@ def simulate(
         calibration: Factors measured on that machine; None for its data sheet.
         schedule: Spares compiling ``plan`` again; it is verified to carry the plan out.
         layout: Spares building the layout of ``plan`` again.
-        method: The training method, by which the plan is compiled and its schedule verified.
+        method: The training method, where it is another than the plan names: by it the plan is compiled and its
+            schedule verified.
         on_progress: Told of every simulated iteration; the memory that follows takes about as long.
 
     Raises PlanError if the plan does not fit the workload, ScheduleError if ``schedule`` is unsafe, CalibrationError if
@@ -78,7 +79,7 @@ def simulate(
         workload,
         RankMachine(
             hardware=costs.hardware,
-            collective_bytes=collective_bytes(hardware, plan.num_ranks),
+            collective_bytes=collective_bytes(hardware, plan.num_ranks, plan.shard_ranks),
             price_usd_per_hour=rent_of_ranks(hardware, plan.num_ranks),
         ),
         calibration,
@@ -97,7 +98,7 @@ def simulate_plan(
     *,
     layout: Layout | None = None,
     schedule: Schedule | None = None,
-    method: Method = FULL_TRAINING,
+    method: Method | None = None,
     on_progress: OnProgress = no_progress,
 ) -> tuple[Schedule, Timing]:
     """The timing of a plan, with the schedule that was simulated: that of few micro-batches where these tell of all.
@@ -105,19 +106,19 @@ def simulate_plan(
     ``schedule``: of the plan, which spares compiling it where it has to be simulated whole.  See [Note: Folded
     iterations] in ``sim/engine/folding.py``.  Errors as of ``simulate``.
     """
-    least = kept_micro_batches(plan.micro_batches, workload.num_blocks, plan.prefetch_depth)
+    policies = method_named(plan.method, method).policies
+    positions = policies.sections.positions_of(workload)
+    least = kept_micro_batches(plan.micro_batches, positions.micro_steps, plan.prefetch_depth)
     # Where the least do not settle, a few more often do, and cost far less than all.
     for num_kept in (number for number in (least, MORE_KEPT * least) if number < plan.micro_batches):
-        few = compile_schedule(
-            plan.model_copy(update={"micro_batches": num_kept}), workload, layout, policies=method.policies
-        )
+        few = compile_schedule(plan.model_copy(update={"micro_batches": num_kept}), workload, layout, policies=policies)
         kept = kept_schedule(few, plan.micro_batches - num_kept)
         if kept is not None:
             timing = _simulate_kept(kept, costs.durations_s(few), contention, on_progress)
             if timing is not None:
                 return few, timing
     if schedule is None:
-        schedule = compile_schedule(plan, workload, layout, policies=method.policies)
+        schedule = compile_schedule(plan, workload, layout, policies=policies)
     durations_s = costs.durations_s(schedule)
     return schedule, simulate_timing(schedule, durations_s, contention, num_more_iterations=1, on_progress=on_progress)
 

@@ -13,13 +13,14 @@ iteration; then the period is the mean.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...shared.schema.schedule import TaskId
 from .kept_schedule import KeptSchedule
 
 Seconds = NDArray[np.float64]
@@ -65,6 +66,8 @@ class Timing(Timeline):
     """Whether the tasks became periodic; if not, ``iteration_s`` is that of the lane which falls behind."""
     fold: Fold | None = None
     """Where the timeline leaves micro-batches out, which ``iteration_s`` has."""
+    rank_waits_s: Mapping[TaskId, float] = field(default_factory=dict)
+    """Of the window's collectives that begin when the last of unlike ranks has come to them, what these wait before."""
 
     @property
     def window(self) -> int:

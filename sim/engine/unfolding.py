@@ -13,9 +13,10 @@ from typing import Final
 import numpy as np
 
 from ...shared.records.flops import hardware_flops
+from ...shared.records.phase_times import phase_spans_s
 from ...shared.records.phase_waits import SpanOf, phase_waits
-from ...shared.schema.record import MemoryCurve, PhaseWait, TaskTiming
-from ...shared.schema.schedule import Lane, Task, TaskKind
+from ...shared.schema.record import IterationPhase, MemoryCurve, PhaseWait, TaskTiming
+from ...shared.schema.schedule import Lane, Task
 from .timing import Fold
 
 MOST_LISTED: Final = 50_000
@@ -77,13 +78,13 @@ def _name(task: Task, num_later: int) -> str:
 def more_phase_times_s(fold: Fold, timings: tuple[TaskTiming, ...]) -> tuple[float, float]:
     """Seconds of forwards and of backwards in the micro-batches that are left out; ``timings``: of those kept."""
     schedule = fold.kept.schedule
-    repeated = schedule.micro_batches - 2
-    last_s: dict[tuple[int, TaskKind], float] = {}
-    for task in schedule.tasks:
-        part = task.micro_batch, task.kind
-        last_s[part] = max(last_s.get(part, 0.0), timings[task.id].end_s)
-    forward_s = last_s[repeated, TaskKind.FORWARD] - last_s[repeated - 1, TaskKind.BACKWARD]
-    backward_s = last_s[repeated, TaskKind.BACKWARD] - last_s[repeated, TaskKind.FORWARD]
+    spans = list(phase_spans_s(schedule, [timing.end_s for timing in timings]))
+    of_one = len(spans) // schedule.micro_batches
+    repeated = spans[-2 * of_one : -of_one]
+    forward_s, backward_s = (
+        sum(end_s - begin_s for phase, begin_s, end_s in repeated if phase is wanted)
+        for wanted in (IterationPhase.FORWARD, IterationPhase.BACKWARD)
+    )
     return fold.kept.num_left_out * forward_s, fold.kept.num_left_out * backward_s
 
 

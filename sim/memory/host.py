@@ -1,4 +1,4 @@
-"""What training holds of the host's memory: pinned buffers, optimizer state, the model while it loads, the process.
+"""What training holds of the host's memory: pinned buffers, optimizer state, what loading takes, the process.
 
 [Note: Pinned buffers]
 PyTorch's own allocator of pinned memory rounds every buffer up to a power of two (``CachingHostAllocator.h``,
@@ -7,14 +7,14 @@ least.  The runtime maps and locks every buffer by itself instead, in whole page
 stands in for a device; ``PINNED_RULE`` is the one place that says so.
 
 [Note: Loading]
-The model is on the host when its chunks take it over, one after another (``runtime/chunks/chunk.py``): a chunk's home
-and the places its gradients arrive at are allocated, then its parameters are copied into it, with a float32 master
-beside where they are narrower, and only then the model's own copies go.  Moments come with the first step, those of
+Chunks are filled one after another, from files (``runtime/chunks/saved_weights.py``): a chunk's home and the places its
+gradients arrive at are allocated, then its parameters are read into it, with a float32 master beside where they are
+narrower.  Pages of the files are the system's, which takes them back.  Moments come with the first step, those of
 chunks on the disk in their places.  A chunk that stays on the device and is stepped on the host has a home and masters
 there too.  Places of the host that chunks on the disk share come first; such a chunk's masters, and its parameters if
-they go there, are made in them and written before the next chunk comes.  Ranks of a sharded plan would need all of that
-each; they are taken to read one chunk after another from files, and to keep their shards of it, on the host or on the
-device.
+they go there, are made in them and written before the next chunk comes.  Ranks of a sharded plan read their shards
+alone, and keep them on the host or on the device.  A model that lies in memory before its chunks take it over is there
+besides, less what has moved; rank 0 of several ranks may have it for all.
 """
 
 from __future__ import annotations
@@ -107,11 +107,10 @@ def step_peak_bytes(
     there is in the schedule's account of the device; what kernels of bitsandbytes make within is not.
     """
     optimizer = schedule.optimizer
-    num_parts = schedule.num_ranks if schedule.parallel is ParallelMode.SHARDED else 1
     most_bytes = 0
     for chunk, memory in _state_memories(schedule).items():
         if memory is not Memory.DEVICE:
-            stepped = stepped_parts(layout.chunks[chunk], parameters, num_parts)
+            stepped = stepped_parts(layout.chunks[chunk], parameters, schedule.num_shards)
             most_bytes = max(most_bytes, host_step_bytes(stepped, optimizer, widens=widens))
         elif is_on_host and optimizer.is_of_bitsandbytes:
             made = (host_temporary_bytes(one, optimizer) for one in stepped_members(layout.chunks[chunk], parameters))
@@ -138,7 +137,7 @@ def planned_host_bytes(schedule: Schedule, parameters: Sequence[Parameter], layo
 
 
 def loading_peak_bytes(schedule: Schedule, parameters: Sequence[Parameter], layout: Layout, *, is_on_host: bool) -> int:
-    """The most host memory while the model moves into its chunks; see [Note: Loading].  Bytes.
+    """The most host memory while chunks are filled from files; see [Note: Loading].  Bytes.
 
     ``is_on_host``: device memory is host memory too.
     """
@@ -155,16 +154,14 @@ def loading_peak_bytes(schedule: Schedule, parameters: Sequence[Parameter], layo
             elif buffer.memory is Memory.DEVICE and buffer.content is Content.PARAMETERS:
                 on_device[buffer.chunk] = buffer.size_bytes
     is_sharded = schedule.parallel is ParallelMode.SHARDED
-    level = peak = shared_bytes + (0 if is_sharded else sum(parameter.size_bytes for parameter in parameters))
+    level = peak = shared_bytes
     for chunk in layout.chunks:
         members = [parameters[placed.index] for placed in chunk.parameters]
         masters = sum(p.num_elements * master_bytes(p.dtype, schedule.optimizer) for p in members if p.trainable)
         masters = 0 if chunk.id in on_disk else masters
-        whole_bytes = sum(parameter.size_bytes for parameter in members)
         if is_sharded:
-            level += whole_bytes
             is_whole = on_device.get(chunk.id, 0) >= chunk.size_bytes
-            masters = masters if is_whole else -(-masters // schedule.num_ranks)
+            masters = masters if is_whole else -(-masters // schedule.num_shards)
         level += homes.get(chunk.id, 0)
         if is_on_host or chunk.id not in on_device or chunk.id in homes:
             level += masters
@@ -173,7 +170,6 @@ def loading_peak_bytes(schedule: Schedule, parameters: Sequence[Parameter], layo
         peak = max(peak, level + filling_bytes)
         if is_on_host:
             level += on_device.get(chunk.id, 0)
-        level -= whole_bytes
     return peak
 
 

@@ -142,17 +142,20 @@ devices that write into each other (4 on eight RTX 5090, github.com/tinygrad/ope
 through the host's memory (2 on eight RTX 4090, github.com/NVIDIA/nccl-tests issue 307)."""
 
 
-def collective_bytes(hardware: Hardware, num_ranks: int) -> int:
+def collective_bytes(hardware: Hardware, num_ranks: int, shard_ranks: int | None = None) -> int:
     """Device memory of what carries collectives between ``num_ranks`` devices of a machine, on each.  Bytes.
 
-    One communicator, outside PyTorch's allocator; nothing for one rank, or where the CPU is the device.
+    One communicator, outside PyTorch's allocator; nothing for one rank, or where the CPU is the device.  Ranks in shard
+    groups have two more, one for each axis, which count alike: nobody has published what one over a network alone
+    takes.
     """
     if num_ranks == 1 or hardware.device.kind is DeviceKind.CPU:
         return 0
-    node = hardware.node
+    node, num_communicators = hardware.node, 1 if shard_ranks is None else 3
     if node is None or node.device_link is not None:
-        return nccl_bytes(num_channels=NCCL_CHANNELS["own links"])
-    return nccl_bytes(num_channels=NCCL_CHANNELS["host" if node.through_host_memory else "peers"])
+        return num_communicators * nccl_bytes(num_channels=NCCL_CHANNELS["own links"])
+    channels = NCCL_CHANNELS["host" if node.through_host_memory else "peers"]
+    return num_communicators * nccl_bytes(num_channels=channels)
 
 
 def nccl_bytes(*, num_channels: int, num_connections: int = 2) -> int:
@@ -168,9 +171,14 @@ def nccl_bytes(*, num_channels: int, num_connections: int = 2) -> int:
     return num_channels * num_connections * (-(-one // _NCCL_PAGE_BYTES) * _NCCL_PAGE_BYTES)
 
 
-def rank_device_bytes(hardware: Hardware, num_ranks: int) -> int:
+def more_collective_bytes(hardware: Hardware, num_ranks: int, shard_ranks: int | None) -> int:
+    """Device memory that collectives of shard groups take beyond those of all ranks.  Bytes."""
+    return collective_bytes(hardware, num_ranks, shard_ranks) - collective_bytes(hardware, num_ranks)
+
+
+def rank_device_bytes(hardware: Hardware, num_ranks: int, shard_ranks: int | None = None) -> int:
     """Device memory that each rank has for training, less what carries collectives."""
-    return max(1, hardware.device.usable_bytes - collective_bytes(hardware, num_ranks))
+    return max(1, hardware.device.usable_bytes - collective_bytes(hardware, num_ranks, shard_ranks))
 
 
 def rank_host_bytes(hardware: Hardware, num_ranks: int) -> int:

@@ -154,8 +154,8 @@ def static_tensors(schedule: Schedule, parameters: tuple[Parameter, ...], layout
                 set_up.append(SetUp(buffer.size_bytes, stays=False))
         elif buffer.memory is Memory.DEVICE and buffer.content is Content.OPTIMIZER_STATE:
             assert buffer.chunk is not None
-            num_ranks = schedule.num_ranks if buffer.chunk in sharded else 1
-            together = stepped_parts(layout.chunks[buffer.chunk], parameters, num_ranks)
+            num_shards = schedule.num_shards if buffer.chunk in sharded else 1
+            together = stepped_parts(layout.chunks[buffer.chunk], parameters, num_shards)
             first_step += [MAP_BYTES] * (map_bytes(together, optimizer) // MAP_BYTES)
             for dtype, shape in together:
                 if of_master := prod(shape) * master_bytes(dtype, optimizer):

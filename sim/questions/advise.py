@@ -32,6 +32,7 @@ from ...shared.schema.optimizer import HostGradients, Optimizer
 from ...shared.schema.search_result import BatchSearchResult
 from ...shared.schema.training_options import FULL_TRAINING, TrainingOptions
 from ...shared.schema.workload import Workload
+from ...shared.students.student import Student
 from ...shared.workloads.source import resolve_workload, saved_sizes
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..searching.request import Effort, GlobalBatch, SearchRequest, Step
@@ -69,6 +70,8 @@ class AdviceRequest:
     """What steps the weights."""
     host_gradients: HostGradients = HostGradients.PARAMETERS
     """In which element type the hosts add up gradients."""
+    student: Student | None = None
+    """What learns from the model, block by block; None: the model itself is trained."""
 
     @property
     def identity(self) -> str:
@@ -76,6 +79,7 @@ class AdviceRequest:
         told = vars(self) | {
             "options": self.options.model_dump(mode="json"),
             "calibrations": [calibration.model_dump(mode="json") for calibration in self.calibrations],
+            "student": None if self.student is None else self.student.model_dump(mode="json"),
         }
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -94,6 +98,7 @@ class AdviceRequest:
             warn=lambda message: None,
             options=self.options,
             device=device,
+            student=self.student,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...shared.schema.hardware import Hardware, Link
+from ..costs.fabrics import with_collectives_scaled
 
 
 def faster_host(box: Hardware) -> Hardware:
@@ -41,7 +42,9 @@ def faster_links(box: Hardware) -> Hardware:
     faster = faster.model_copy(
         update={"node": box.node.model_copy(update={"root_bandwidth_bytes_per_s": None if root is None else 2 * root})}
     )
-    return faster if box.node.host_path is None else _with_node(faster, host_path=box.node.host_path)
+    if box.node.host_path is not None:
+        faster = _with_node(faster, host_path=box.node.host_path)
+    return with_collectives_scaled(box, faster)
 
 
 def faster_disk(box: Hardware) -> Hardware:
@@ -55,13 +58,14 @@ def faster_device_links(box: Hardware) -> Hardware:
     """Links between the devices of a node, of a machine that has them, twice as fast."""
     assert box.node is not None
     assert box.node.device_link is not None
-    return _with_node(box, device_link=box.node.device_link)
+    return with_collectives_scaled(box, _with_node(box, device_link=box.node.device_link))
 
 
 def faster_network(box: Hardware) -> Hardware:
     """The network between nodes, of a machine that has one, twice as fast."""
     assert box.network is not None
-    return box.model_copy(update={"network": box.network.model_copy(update={"link": _twice_as_fast(box.network.link)})})
+    network = box.network.model_copy(update={"link": _twice_as_fast(box.network.link)})
+    return with_collectives_scaled(box, box.model_copy(update={"network": network}))
 
 
 def _with_node(box: Hardware, **links: Link) -> Hardware:

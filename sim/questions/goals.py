@@ -136,7 +136,11 @@ def _beside_others(answer: BatchSearchResult, request: SearchRequest) -> BatchSe
     }
     if request.baselines is not None:
         problems = {
-            size: search_problem(request, workload, request.step.spec(result.plan.parallel, micro_batches))
+            size: search_problem(
+                request,
+                workload,
+                request.step.spec(result.plan.parallel, micro_batches, result.plan.shard_ranks),
+            )
             for size, workload, micro_batches in request.micro_batches()
         }
         told["baselines"] = baselines(problems, SegmentRoom.of(request), result.plan, own=request.baselines)

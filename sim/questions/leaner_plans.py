@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ...shared.layout.layout import Layout
+from ...shared.methods.known import method_named
 from ...shared.schema.memory_accounts import DeviceReserved
 from ...shared.schema.plan import ActivationMode, ParallelMode, Plan
 from ...shared.schema.schedule import Memory, Schedule
@@ -60,8 +61,12 @@ def may_have_room(workload: Workload, layout: Layout, room: Room) -> bool:
     """False if no plan that ``plan_with_room`` could come to fits: in microseconds, before anything is compiled.
 
     When the last part of the model begins its forward, the device holds the chunks that it needs and what every block
-    left behind, which is the least where it is checkpointed or swapped.
+    left behind, which is the least where it is checkpointed or swapped.  Where blocks have no modes, none leaves
+    anything behind: the device holds the chunks of one step at least.
     """
+    if not method_named(workload.method).policies.sections.has_modes:
+        largest_bytes = max(sum(layout.chunks[chunk].size_bytes for chunk in chunks) for chunks in layout.needed)
+        return largest_bytes <= room.device_bytes
     needed = layout.needed[workload.num_blocks + 1]
     profiles = [workload.profile_of(block) for block in range(workload.num_blocks)]
     left_bytes = sum(min(p.checkpoint_forward.net_bytes, p.forward.net_bytes - p.swappable_bytes) for p in profiles)
@@ -74,7 +79,8 @@ def _leaner(plan: Plan, workload: Workload, layout: Layout, schedule: Schedule, 
     """A plan that holds about ``over_bytes`` less on the device; None if there is nothing left to save."""
     modes = plan.modes(workload.num_blocks)
     kept = [block for block, mode in enumerate(modes) if mode is ActivationMode.KEEP]
-    saved_bytes = [_saved_by_checkpointing(workload, block) for block in kept]
+    has_modes = method_named(plan.method).policies.sections.has_modes
+    saved_bytes = [_saved_by_checkpointing(workload, block) for block in kept if has_modes]
     if any(size_bytes > 0 for size_bytes in saved_bytes):
         # One more than the mean asks for: recomputation brings one block's activations back.
         num_more = 1 + -(-over_bytes * len(kept) // sum(max(0, size_bytes) for size_bytes in saved_bytes))

@@ -10,22 +10,27 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Final
 
+import numpy as np
+
 from ...shared.basics.errors import WorkloadError
 from ...shared.catalogue.rank_share import machine_of_rank
-from ...shared.layout.layout import build_layout
+from ...shared.layout.layout import layout_of
+from ...shared.methods.known import method_named
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record, Remedy, RemedyKind
-from ...shared.schema.schedule import Lane, Schedule, TaskKind
+from ...shared.schema.schedule import Lane, Schedule
 from ...shared.schema.search_result import BatchSearchResult
-from ...shared.schema.workload import Phase, Workload
+from ...shared.schema.workload import Workload
 from ..costs.contention import ContentionModel
 from ..costs.task_costs import CostModel
 from ..engine.kept_schedule import memory_schedule
 from ..engine.simulator import simulate_plan, simulate_timing
 from ..searching.request import GlobalBatch, SearchRequest
 from ..searching.survival import SegmentRoom
+from ..space.prices import PriceList
+from ..space.section_program import SectionProgram
 from .faster_parts import faster_device, faster_device_links, faster_disk, faster_host, faster_links, faster_network
 from .leaner_plans import Room, may_have_room, plan_with_room
 
@@ -189,7 +194,8 @@ def _remedy(
 def _costs(workload: Workload, hardware: Hardware, calibration: Calibration | None, num_ranks: int) -> CostModel:
     """What the search counts with: a workload without seconds or operations costs what its copies and steps cost."""
     own = machine_of_rank(hardware, num_ranks) if num_ranks > 1 else hardware
-    return CostModel(own, calibration, use_measured=workload.measured_on == hardware.name, together=hardware)
+    is_measured = workload.measured_on == hardware.name
+    return CostModel(own, calibration, use_measured=is_measured, together=hardware, num_ranks=num_ranks)
 
 
 def _larger_batches(
@@ -210,21 +216,15 @@ def _larger_batches(
 
 def least_compute_s(workload: Workload, costs: CostModel) -> float:
     """Seconds that no plan's compute takes less of for one micro-batch: what every mode of a block has to do."""
-    profiles = [workload.profile_of(block) for block in range(workload.num_blocks)]
-    forwards: list[tuple[Phase, ...]] = [(workload.prologue_forward,), (workload.epilogue_forward,)]
-    forwards += [(profile.forward, profile.checkpoint_forward) for profile in profiles]
-    backwards: list[tuple[Phase, ...]] = [(workload.prologue_backward,), (workload.epilogue_backward,)]
-    backwards += [(profile.backward, profile.checkpoint_backward) for profile in profiles]
-    return sum(
-        min(costs.phase_s(phase, kind) for phase in modes)
-        for kind, sections in ((TaskKind.FORWARD, forwards), (TaskKind.BACKWARD, backwards))
-        for modes in sections
-    )
+    policies = method_named(workload.method).policies
+    every = np.array([[False], [True]] if policies.sections.has_modes else [[False]])
+    program = SectionProgram.of(policies, workload, np.repeat(every, workload.num_blocks, axis=1))
+    return float(program.seconds(PriceList(costs)).min(axis=0).sum())
 
 
 def _with_room(plan: Plan, larger: Workload, schedule: Schedule, room: Room) -> Iterator[tuple[Plan, Schedule]]:
     """The plan for a larger batch, or one close to it, if one fits; ``schedule`` is the plan's own."""
-    layout = build_layout(larger.parameters, num_blocks=larger.num_blocks, chunk_bytes=plan.chunk_bytes)
+    layout = layout_of(larger, plan.chunk_bytes)
     plan = plan.model_copy(update={"workload_id": larger.identity})
     if not may_have_room(larger, layout, room):
         return

@@ -20,8 +20,8 @@ import numpy as np
 
 from ...shared.basics.errors import PlanError
 from ...shared.layout.kinds import kind_of
-from ...shared.layout.layout import aligned, build_layout
-from ...shared.schema.plan import ParallelMode, Plan, why_not_parallel
+from ...shared.layout.layout import aligned, layout_of
+from ...shared.schema.plan import ParallelMode, Plan, TrainingMethod, why_not_parallel
 from ...shared.schema.schedule import Memory
 from ...shared.schema.search_result import Baseline, Lack
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
@@ -47,14 +47,24 @@ class System:
     how: str
     is_offloaded: bool = False
     is_sharded: bool = False
+    is_hybrid: bool = False
+    """Whether the ranks of one node share chunks, with replicas across nodes."""
     has_windows: bool = False
     """Whether it fetches by numbers of parameters, as ZeRO-3 does, and not a block ahead."""
     n_checkpoint: tuple[bool, ...] = (False, True)
     """Whether blocks are checkpointed: the first that fits counts."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether everything stays on the device, and is kept."""
+        return not self.is_offloaded and not self.is_sharded and self.n_checkpoint == (False,)
 
-def systems(num_ranks: int) -> tuple[System, ...]:
-    """What one device, or several ranks, would be used with."""
+
+def systems(num_ranks: int, per_node: int | None = None) -> tuple[System, ...]:
+    """What one device, or several ranks, would be used with; ``per_node``: of these a node has, if there are several.
+
+    FSDP2 shards over the inner axis of a mesh of two and replicates over the outer one where it is given such a mesh.
+    """
     step = "stepped after backward"
     zero = System(
         "DeepSpeed ZeRO-3, offloaded",
@@ -73,10 +83,18 @@ def systems(num_ranks: int) -> tuple[System, ...]:
             fsdp,
             zero,
         )
+    hybrid = System(
+        "FSDP2, hybrid",
+        "every block a chunk in parts on the devices of a node, replicas across nodes, the next one gathered",
+        is_sharded=True,
+        is_hybrid=True,
+    )
+    has_nodes = per_node is not None and 1 < per_node < num_ranks and num_ranks % per_node == 0
     return (
         System("DDP", "everything on every device", n_checkpoint=(False,)),
         System("DDP, checkpointed", "everything on every device, every block recomputed", n_checkpoint=(True,)),
         System("FSDP2", "every block a chunk in parts on all devices, the next one gathered", is_sharded=True),
+        *([hybrid] if has_nodes else []),
         fsdp,
         zero,
     )
@@ -96,7 +114,7 @@ def system_plan(system: System, problem: SearchProblem, like: Plan, *, is_checkp
         if parameter.block is not None:
             block_bytes[parameter.block] += aligned(parameter.size_bytes)
             num_parameters[parameter.block] += parameter.num_elements
-    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=max(block_bytes))
+    layout = layout_of(workload, max(block_bytes))
     moves = system.is_offloaded or system.is_sharded
     n_buffer, prefetch_depth = 0, 1
     if moves:
@@ -108,6 +126,7 @@ def system_plan(system: System, problem: SearchProblem, like: Plan, *, is_checkp
             prefetch_depth = min(max(1, -(-PREFETCH_PARAMETERS // largest)), workload.num_blocks)
     return Plan(
         workload_id=workload.identity,
+        method=workload.method,
         chunk_bytes=layout.chunk_bytes,
         n_persist=0 if moves else len(layout.chunks),
         n_shard=len(layout.chunks) if system.is_sharded else 0,
@@ -120,6 +139,7 @@ def system_plan(system: System, problem: SearchProblem, like: Plan, *, is_checkp
         host_gradients=like.host_gradients,
         parallel=_mode_of(system, like.num_ranks),
         num_ranks=like.num_ranks,
+        shard_ranks=problem.together.devices_per_node if system.is_hybrid else None,
     )
 
 
@@ -149,9 +169,11 @@ def baselines(
     """
     sizes = sorted(problems, reverse=True)
     found = []
-    for system in systems(like.num_ranks):
+    for system in systems(like.num_ranks, problems[sizes[0]].together.devices_per_node):
         if why_not_parallel(like.optimizer, _mode_of(system, like.num_ranks)) is not None:
             continue  # the system shards what this optimizer needs whole
+        if like.method is not TrainingMethod.FULL and not system.is_plain:
+            continue  # nobody else's program is of this method
         tries = (
             _Need(system_name(system, is_checkpointed=ticked), system.how, plan, problems[size], room)
             for size in sizes
@@ -197,7 +219,7 @@ class _Need:
     def __init__(self, name: str, how: str, plan: Plan, problem: SearchProblem, room: SegmentRoom | None) -> None:
         self._name, self._how, self._plan, self._problem = name, how, plan, problem
         workload = problem.workload
-        self._layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
+        self._layout = layout_of(workload, plan.chunk_bytes)
         self._schedule = memory_schedule(plan, workload, self._layout, policies=problem.method.policies)
         order = HappensBefore(self._schedule, _ITERATIONS)
         self._peak_bytes = guaranteed_device_peak(self._schedule, order).size_bytes

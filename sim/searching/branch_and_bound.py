@@ -15,8 +15,8 @@ from ...shared.schema.schedule import Schedule
 from ..bounds.replay import REPLAY_FRAC, ReplayPlan
 from ..engine.simulator import simulate_plan
 from ..engine.timing import Timing
-from ..space.compute_table import FloatArray
 from ..space.plan_family import PlanFamily
+from ..space.prices import FloatArray
 from .candidates import Candidate, Candidates
 from .problem import SearchProblem
 from .spent_effort import SpentEffort

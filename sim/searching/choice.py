@@ -4,16 +4,16 @@
 The fastest plan is found first, of all kinds.  Then the kinds are asked in the order of their simplicity
 (``PlanKind``): the first is chosen whose best plan no less simple kind beats by more than the uncertainty of the
 comparison ([Note: Uncertainty of a comparison] in ``sim/searching/confidence.py``).  Of its plans within the tolerance
-of its best, the simplest mode counts, then the fewest micro-batches, then the simplest plan; if a known plan of the
-same kind is as fast and needs less memory, that one takes its place.  A plan that does not survive ([Note: Plans that
-survive] in ``sim/searching/survival.py``) makes room for the next.
+of its best, the simplest mode counts, then the largest shard groups, then the fewest micro-batches, then the simplest
+plan; if a known plan of the same kind is as fast and needs less memory, that one takes its place.  A plan that does not
+survive ([Note: Plans that survive] in ``sim/searching/survival.py``) makes room for the next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -26,8 +26,17 @@ from .survival import SegmentRoom
 
 _SMALLEST_STEP_FRAC: Final = 0.01
 """Limits are not looked for more closely."""
-Where = tuple[int, ParallelMode, PlanKind]
-"""Which space: samples of a micro-batch, the mode, and the kind of its plans."""
+
+
+class Where(NamedTuple):
+    """Which space."""
+
+    size: int
+    """Samples of a micro-batch."""
+    mode: ParallelMode
+    shard_ranks: int | None
+    """Ranks of a shard group; None for all."""
+    kind: PlanKind
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,14 +124,16 @@ class Chooser:
             found,
             survives=True,
             expandable=self._expandable(limit_s),
-            passed_over=fastest if fastest.where[2] is not found.where[2] and fastest.iteration_s < limit_s else None,
+            passed_over=fastest
+            if fastest.where.kind is not found.where.kind and fastest.iteration_s < limit_s
+            else None,
         )
 
     # -- kinds -------------------------------------------------------------------------------------------------------
 
     def _of(self, kind: PlanKind | None) -> dict[Where, BranchAndBound]:
         """The spaces of one kind, or all."""
-        return {where: branch for where, branch in self._branches.items() if kind is None or where[2] is kind}
+        return {where: branch for where, branch in self._branches.items() if kind is None or where.kind is kind}
 
     def _fastest(self, kind: PlanKind | None = None) -> Chosen | None:
         found = [
@@ -142,8 +153,8 @@ class Chooser:
             limit_s = np.inf
             if fastest is not None:
                 limit_s = fastest.iteration_s
-                if kind is not fastest.where[2]:
-                    limit_s /= 1 - self._request.uncertainty.between(kind, fastest.where[2])
+                if kind is not fastest.where.kind:
+                    limit_s /= 1 - self._request.uncertainty.between(kind, fastest.where.kind)
             if explores:
                 # What ties with the limit is worth it.
                 self._run(self._of(kind).values(), np.nextafter(limit_s, np.inf) / (1 - self._left_out_frac))
@@ -157,7 +168,7 @@ class Chooser:
 
     def _is_beaten(self, own: Chosen, *, explores: bool) -> bool:
         """Whether a plan of a less simple kind than the one of ``own`` is faster by more than the uncertainty."""
-        kind = own.where[2]
+        kind = own.where.kind
         for other in tuple(PlanKind)[kind.complexity + 1 :]:
             limit_s = own.iteration_s * (1 - self._request.uncertainty.between(kind, other))
             if explores and self._of(other):
@@ -242,7 +253,7 @@ class Chooser:
             return True
         wanted_bytes = self._wanted_bytes[found.plan]
         self._fragile.append(found)
-        kind, peak_bytes = found.where[2], found.plan.candidate.peak_bytes
+        kind, peak_bytes = found.where.kind, found.plan.candidate.peak_bytes
         limit_bytes = room.lowered_peak_bytes(found.plan, wanted_bytes)
         self._lowered[kind] = (limit_bytes, peak_bytes)
         for branch in self._of(kind).values():
@@ -286,10 +297,10 @@ class Chooser:
         return True
 
 
-def _simplest(where: Where) -> tuple[int, int, int]:
-    """Orders by kind, then by mode, then by fewer micro-batches."""
-    size, mode, kind = where
-    return kind.complexity, (SEVERAL.index(mode) if mode in SEVERAL else 0), -size
+def _simplest(where: Where) -> tuple[int, int, float, int]:
+    """Orders by kind, then by mode, then by larger shard groups, then by fewer micro-batches."""
+    mode, group = where.mode, np.inf if where.shard_ranks is None else where.shard_ranks
+    return where.kind.complexity, (SEVERAL.index(mode) if mode in SEVERAL else 0), -group, -where.size
 
 
 def _dominates(one: Simulated | Replayed, other: Simulated) -> bool:

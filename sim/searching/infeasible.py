@@ -20,7 +20,7 @@ from ...shared.basics.errors import InfeasibleError
 from ...shared.basics.units import format_bytes, format_enough_bytes, parse_bytes
 from ...shared.compile.compile import compile_schedule
 from ...shared.schema.hardware import DeviceKind
-from ...shared.schema.plan import Plan
+from ...shared.schema.plan import Plan, mode_words
 from ...shared.tables.memory import stays_sentence
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ..memory.host import default_host_budget_bytes, memory_with_room
@@ -41,19 +41,23 @@ def nothing_fits(problems: Sequence[SearchProblem]) -> InfeasibleError:
     """
     if problems[0].step.num_ranks == 1:
         return explain_infeasible(problems[0])
-    changes = {problem.step.parallel: smallest_changes(problem) for problem in problems}
+    changes = {_mode_of(problem): smallest_changes(problem) for problem in problems}
 
     def need(problem: SearchProblem) -> tuple[float, tuple[int, int]]:
-        change = changes[problem.step.parallel]
+        change = changes[_mode_of(problem)]
         return (inf if change.device_bytes is None else change.device_bytes), change.both_bytes
 
     least = min(reversed(problems), key=need)
     reason = explain_infeasible(least, least_of(changes.values()))
-    others = " or ".join(mode for mode in changes if mode is not least.step.parallel)
+    others = " or ".join(mode for mode in changes if mode != _mode_of(least))
     return InfeasibleError(
-        f"in mode {least.step.parallel} on each of {least.step.num_ranks} ranks"
+        f"in mode {_mode_of(least)} on each of {least.step.num_ranks} ranks"
         f"{f', nor in {others}' if others else ''}: {reason}"
     )
+
+
+def _mode_of(problem: SearchProblem) -> str:
+    return mode_words(problem.step.parallel, problem.step.shard_ranks)
 
 
 @dataclass(frozen=True)

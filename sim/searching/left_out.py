@@ -46,7 +46,7 @@ def left_out(request: SearchRequest, problems: Iterable[SearchProblem], limit_s:
     ``limit_s``: the time of the plan that was found; bounds above it are not sharpened.
     """
     problems = list(problems)
-    sorts = [sort for sort in _KNOBS if _is_left_out(request, sort)]
+    sorts = [sort for sort in _KNOBS if all(_is_left_out(request, problem, sort) for problem in problems)]
     bounds_s = [_bounds_s(request, problem, limit_s) for problem in problems] if sorts else []
     found = []
     for sort in sorts:
@@ -65,7 +65,7 @@ def _bounds_s(request: SearchRequest, problem: SearchProblem, limit_s: float) ->
     if problem.is_shared or not all(isinstance(layout.work, LeastWork) for layout in problem.layouts):
         # Of other methods no work is known without a look, and a larger space would share one memory otherwise.
         return None
-    is_swapping = _is_left_out(request, LeftOutSort.SWAPS)
+    is_swapping = _is_left_out(request, problem, LeftOutSort.SWAPS)
     modes = problem.layouts[0].grid.modes
     if is_swapping:
         modes = mode_rows(problem.workload, request.space.model_copy(update={"n_swap": None}))
@@ -89,7 +89,9 @@ def _steps_all(problem: SearchProblem) -> bool:
     return all(bool(layout.table.facts.is_trainable.all()) for layout in problem.layouts)
 
 
-def _is_left_out(request: SearchRequest, sort: LeftOutSort) -> bool:
+def _is_left_out(request: SearchRequest, problem: SearchProblem, sort: LeftOutSort) -> bool:
+    if sort is LeftOutSort.SWAPS and not problem.method.policies.sections.has_modes:
+        return False
     knob = _KNOBS[sort]
     return knob not in request.space.model_fields_set and getattr(request.space, knob) == (0,)
 

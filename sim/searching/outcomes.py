@@ -41,7 +41,7 @@ def search_result(
         problem.workload,
         RankMachine(
             hardware=problem.hardware,
-            collective_bytes=collective_bytes(problem.together, problem.step.num_ranks),
+            collective_bytes=collective_bytes(problem.together, problem.step.num_ranks, problem.step.shard_ranks),
             price_usd_per_hour=rent_of_ranks(problem.together, problem.step.num_ranks),
         ),
         problem.calibration,
@@ -65,7 +65,7 @@ def search_result(
         device_budget_bytes=problem.device_budget_bytes,
         host_budget_bytes=problem.host_budget_bytes,
         plan=chosen.plan,
-        plan_kind=found.where[2],
+        plan_kind=found.where.kind,
         prediction=prediction,
         survives=None if margin_frac is None else choice.survives,
         margin_frac=margin_frac,
@@ -118,11 +118,16 @@ def certify(branches: Sequence[BranchAndBound], chosen_s: float, *, is_interrupt
 
 
 def mode_choice(
-    mode: ParallelMode, branches: Sequence[BranchAndBound], *, refusal: PlanError | None, is_interrupted: bool
+    mode: ParallelMode,
+    branches: Sequence[BranchAndBound],
+    *,
+    shard_ranks: int | None,
+    refusal: PlanError | None,
+    is_interrupted: bool,
 ) -> ModeChoice:
     """The outcome of one mode; ``branches``: its searches, one for each size of the micro-batch, ascending.
 
-    ``refusal``: why it has no plan, where there is no search.
+    ``shard_ranks``: of its shard groups, if it has some.  ``refusal``: why it has no plan, where there is no search.
     """
     best_s = [branch.best.timing.iteration_s for branch in branches if branch.best is not None]
     bounds_s = [branch.open_bound_s for branch in branches if np.isfinite(branch.open_bound_s)]
@@ -133,6 +138,7 @@ def mode_choice(
         reason = _why_nothing_fits(branches[0].problem)
     return ModeChoice(
         parallel=mode,
+        shard_ranks=shard_ranks,
         num_candidates=sum(branch.num_candidates for branch in branches),
         num_simulated=sum(len(branch.simulated) for branch in branches),
         best_iteration_s=min(best_s, default=None),
@@ -242,7 +248,7 @@ def _pareto_front(known: Iterable[_Known], chosen: Chosen) -> list[_Known]:
     its time on.
     """
     front: list[_Known] = []
-    kind, time_s = chosen.where[2], chosen.iteration_s
+    kind, time_s = chosen.where.kind, chosen.iteration_s
     for one in known:
         if one.candidate is chosen.plan.candidate:
             front.append(one)

@@ -12,13 +12,14 @@ import numpy as np
 from ...shared.basics.errors import HardwareError, PlanError
 from ...shared.basics.units import format_bytes
 from ...shared.catalogue.rank_share import machine_of_rank
+from ...shared.compile.compile import Policies
 from ...shared.layout.looked_up import looking_up
 from ...shared.methods.full_training import FULL_TRAINING
 from ...shared.methods.method import Method
 from ...shared.optimizers.check import check_host_gradients, check_optimizer
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import DeviceKind, Hardware
-from ...shared.schema.plan import Plan
+from ...shared.schema.plan import Plan, why_not_bypass
 from ...shared.schema.workload import Workload
 from ...shared.workloads.check import check_magnitude
 from ..bounds.least_work import LeastWork, NoLeastWork
@@ -32,9 +33,9 @@ from ..costs.task_costs import CostModel, disk_of
 from ..engine.folding import MORE_KEPT, kept_micro_batches
 from ..memory.host import default_host_budget_bytes, shares_of_one_memory
 from ..space.chunk_table import ChunkTable, chunk_table
-from ..space.compute_table import ComputeTable, Positions, compute_table
+from ..space.compute_table import ComputeTable, compute_table
 from ..space.disk_choices import OnDisk
-from ..space.enumerate import enumerate_space
+from ..space.enumerate import enumerate_space, keeping_all
 from ..space.lane_programs import LanePrograms
 from ..space.least_on_disk import HostAndDisk, least_on_disk
 from ..space.plan_family import PlanFamily
@@ -184,7 +185,8 @@ class SearchProblem:
         if family.positions.micro_batches >= num_longer:
             return family
         table = replace(self.layouts[layout].table, step=replace(self.step, micro_batches=num_longer))
-        compute = replace(self.kept_compute, positions=Positions(self.workload.num_blocks, num_longer))
+        positions = self.method.policies.sections.positions_of(self.workload, num_longer)
+        compute = replace(self.kept_compute, positions=positions)
         longer = self._family(table, compute, (layout, row, n_swap))
         return longer if longer.draft.repeats or num_longer == self.step.micro_batches else family
 
@@ -204,7 +206,8 @@ class SearchProblem:
     @cached_property
     def _whole_compute(self) -> ComputeTable:
         """The compute lane with the levels of every micro-batch."""
-        return compute_table(self.layouts[0].table.workload, self.compute.modes, self.costs, self.step)
+        workload, policies = self.layouts[0].table.workload, self.method.policies
+        return compute_table(workload, self.compute.modes, self.costs, self.step, policies)
 
     def with_modes(self, modes: ModeRows) -> SearchProblem:
         """The same residencies with other choices of activation modes, for bounds of plans that are not looked at.
@@ -212,7 +215,8 @@ class SearchProblem:
         Of a space whose least work is known.
         """
         grid = replace(self.layouts[0].grid, modes=modes)
-        compute, kept = _compute_tables(self.layouts[0].table.workload, grid, self.costs, self.step)
+        policies = self.method.policies
+        compute, kept = _compute_tables(self.layouts[0].table.workload, grid, self.costs, self.step, policies)
         deepest = int(grid.prefetch_depth[-1])
         return replace(
             self,
@@ -222,13 +226,19 @@ class SearchProblem:
                 replace(
                     layout,
                     grid=replace(layout.grid, modes=modes),
-                    work=RoundTrips(layout.table, compute, self.throughput, deepest),
+                    work=self._sharpest_work(layout.table, compute, deepest),
                     memory=MemoryBounds(layout.table, compute, layout.table.workload.resident_bytes),
                 )
                 for layout in self.layouts
             ),
             _families={},
         )
+
+    def _sharpest_work(self, table: ChunkTable, compute: ComputeTable, deepest: int) -> LeastWork:
+        """What is known of full training alone, and else of every method; ``deepest``: the most look-ahead."""
+        if self.method.policies == FULL_TRAINING.policies:
+            return RoundTrips(table, compute, self.throughput, deepest)
+        return LeastWork(table, compute, self.throughput)
 
     def pinned_host_bytes(self, layout: int, prefix: IntArray, n_swap: int) -> IntArray:
         """(R,) pinned host memory: of offloaded chunks, and of what blocks swap."""
@@ -255,21 +265,28 @@ def search_problem(
     """
     workload = request.smallest_workload() if workload is None else workload
     step = request.step.spec(request.step.allowed_modes[-1]) if step is None else step
-    check_magnitude(workload)
-    check_optimizer(step.optimizer, workload.parameters)
-    check_host_gradients(step.host_gradients, workload.parameters)
+    _check(request, workload, step)
     together, calibration, num_ranks = request.hardware, request.calibration, step.num_ranks
     hardware = machine_of_rank(together, num_ranks) if num_ranks > 1 else together
-    device_budget_bytes, host_budget_bytes = _checked(request.budgets_bytes())
+    device_budget_bytes, host_budget_bytes = _checked(request.budgets_bytes(step.shard_ranks))
     is_measured = workload.measured_on == hardware.name
-    costs = CostModel(hardware, calibration, use_measured=is_measured, together=together, optimizer=step.optimizer)
+    costs = CostModel(
+        hardware,
+        calibration,
+        use_measured=is_measured,
+        together=together,
+        optimizer=step.optimizer,
+        num_ranks=num_ranks,
+        shard_ranks=step.shard_ranks,
+    )
+    method = request.method_of(workload)
     grids = _grids(request, workload, step, costs, is_offloading=is_offloading)
     planned = _planned(workload, grids[0])
     has_disk = any(grid.places.uses_disk for grid in grids)
     contention = ContentionModel.of(
         together, calibration, num_ranks=num_ranks, optimizer=step.optimizer, has_disk=has_disk
     )
-    compute, kept_compute = _compute_tables(planned, grids[0], costs, step)
+    compute, kept_compute = _compute_tables(planned, grids[0], costs, step, method.policies)
     kept_step = replace(step, micro_batches=kept_compute.positions.micro_batches)
     throughput = Throughput.of(contention)
     tables = [chunk_table(planned, grid.layout, costs, step, grid.places, has_disk=has_disk) for grid in grids]
@@ -289,7 +306,7 @@ def search_problem(
         compute=compute,
         kept_compute=kept_compute,
         step=step,
-        method=request.method,
+        method=method,
         layouts=tuple(
             LayoutProblem(grid, table, work, memory, kept_table)
             for grid, table, kept_table in zip(grids, tables, kept_tables, strict=True)
@@ -298,6 +315,26 @@ def search_problem(
     )
     is_budget_given = request.device_budget_bytes is not None or request.host_budget_bytes is not None
     return problem if is_budget_given or hardware.device.kind is not DeviceKind.CPU else _with_shares(problem)
+
+
+def _check(request: SearchRequest, workload: Workload, step: StepSpec) -> None:
+    """Raise PlanError if no plan of the workload's method can be what the request asks for.
+
+    WorkloadError if the workload is of no sensible size.
+    """
+    check_magnitude(workload)
+    check_optimizer(step.optimizer, workload.parameters)
+    check_host_gradients(step.host_gradients, workload.parameters)
+    asked = Plan.model_construct(
+        method=workload.method,
+        parallel=step.parallel,
+        looks_up_rows=request.space.looks_up_rows,
+        max_gradient_norm=step.max_gradient_norm,
+        n_swap=0,
+        n_checkpoint=0,
+    )
+    if (reason := why_not_bypass(asked)) is not None:
+        raise PlanError(f"{reason}.")
 
 
 def _on_disk(request: SearchRequest, workload: Workload, step: StepSpec, costs: CostModel) -> OnDisk | None:
@@ -336,8 +373,10 @@ def _grids(
     request: SearchRequest, workload: Workload, step: StepSpec, costs: CostModel, *, is_offloading: bool | None
 ) -> tuple[LayoutGrid, ...]:
     """The space, without what the disk has no room for."""
-    on_disk = None if request.space.names_disk else _on_disk(request, workload, step, costs)
-    grids = enumerate_space(workload, request.space, step, is_offloading=is_offloading, on_disk=on_disk)
+    has_modes = request.method_of(workload).policies.sections.has_modes
+    space = request.space if has_modes else keeping_all(request.space)
+    on_disk = None if space.names_disk else _on_disk(request, workload, step, costs)
+    grids = enumerate_space(workload, space, step, is_offloading=is_offloading, on_disk=on_disk)
     if any(grid.places.uses_disk for grid in grids):
         grids = _within_disk(_planned(workload, grids[0]), grids, costs, step)
     return tuple(grids)
@@ -360,28 +399,29 @@ def _planned(workload: Workload, grid: LayoutGrid) -> Workload:
 def _quick_bounds(
     request: SearchRequest, table: ChunkTable, compute: ComputeTable, throughput: Throughput
 ) -> tuple[LeastWork, MemoryBounds] | tuple[NoLeastWork, NoMemoryBounds]:
-    """Bounds for all plans of a layout, which spare looks; they know the policies of full training and of no other.
+    """Bounds for all plans of a layout, which spare looks; of other ways to move chunks they know nothing.
 
-    Of rows that are looked up they know nothing, either.
+    Of rows that are looked up neither.
     """
-    if request.method.policies != FULL_TRAINING.policies or request.space.looks_up_rows:
+    if not request.method_of(table.workload).policies.move_plainly or request.space.looks_up_rows:
         return NoLeastWork(), NoMemoryBounds(len(compute.modes.n_swap))
     return LeastWork(table, compute, throughput), MemoryBounds(table, compute, table.workload.resident_bytes)
 
 
 def _compute_tables(
-    workload: Workload, grid: LayoutGrid, costs: CostModel, step: StepSpec
+    workload: Workload, grid: LayoutGrid, costs: CostModel, step: StepSpec, policies: Policies
 ) -> tuple[ComputeTable, ComputeTable]:
     """The compute lane of all micro-batches, and of those that are kept."""
     deepest = int(grid.prefetch_depth[-1])
-    num_kept = kept_micro_batches(step.micro_batches, workload.num_blocks, deepest)
+    positions = policies.sections.positions_of(workload, step.micro_batches)
+    num_kept = kept_micro_batches(step.micro_batches, positions.micro_steps, deepest)
     if num_kept < step.micro_batches:
-        kept = compute_table(workload, grid.modes, costs, replace(step, micro_batches=num_kept))
+        kept = compute_table(workload, grid.modes, costs, replace(step, micro_batches=num_kept), policies)
         levels = kept.levels.folded(step.micro_batches - num_kept)
         if levels is not None:
             kept = replace(kept, levels=levels)
-            return replace(kept, positions=Positions(workload.num_blocks, step.micro_batches)), kept
-    compute = compute_table(workload, grid.modes, costs, step)
+            return replace(kept, positions=positions), kept
+    compute = compute_table(workload, grid.modes, costs, step, policies)
     return compute, compute
 
 

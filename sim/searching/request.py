@@ -8,16 +8,16 @@ from dataclasses import dataclass, field, replace
 from ...shared.basics.errors import PlanError
 from ...shared.basics.units import as_bytes
 from ...shared.catalogue.rank_share import machine_of_rank
-from ...shared.methods.full_training import FULL_TRAINING
+from ...shared.methods.known import method_named
 from ...shared.methods.method import Method
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import DeviceKind, Hardware
 from ...shared.schema.optimizer import HostGradients, Optimizer
-from ...shared.schema.plan import ParallelMode, Plan, why_not_parallel
+from ...shared.schema.plan import ParallelMode, Plan, why_not_parallel, why_not_shard_ranks
 from ...shared.schema.plan_kind import Uncertainty
 from ...shared.schema.workload import Workload
 from ..memory.host import default_host_budget_bytes
-from ..memory.libraries import collective_bytes, rank_device_bytes
+from ..memory.libraries import collective_bytes, more_collective_bytes, rank_device_bytes
 from ..memory.reserved import segment_limit_bytes
 from ..space.space import SearchSpace
 from ..space.step_spec import MOST_MICRO_BATCHES, SEVERAL, StepSpec, check_shares
@@ -77,6 +77,9 @@ class Step:
     """What steps the weights."""
     host_gradients: HostGradients = HostGradients.PARAMETERS
     """In which element type the hosts add up gradients."""
+    shard_ranks: tuple[int, ...] | None = None
+    """Ranks of a shard group in mode SHARDED, one number or several; ``()`` for every number that makes equal groups.
+    None: all ranks, and where these fill several nodes the ranks of one node."""
 
     @property
     def allowed_modes(self) -> tuple[ParallelMode, ...]:
@@ -92,7 +95,28 @@ class Step:
             raise PlanError(f"{why_not_parallel(self.optimizer, named[0])}.")
         return allowed
 
-    def spec(self, mode: ParallelMode, micro_batches: int | None = None) -> StepSpec:
+    def shard_groups(self, hardware: Hardware, mode: ParallelMode) -> tuple[int | None, ...]:
+        """Ranks of a shard group to search in one mode, None for all ranks, the largest first.
+
+        Of numbers that are named those that divide the ranks, as other numbers of ranks may be asked about.
+        Raises PlanError if none does.
+        """
+        if mode is not ParallelMode.SHARDED:
+            return (None,)
+        num_ranks, per_node = self.num_ranks, hardware.devices_per_node
+        named = self.shard_ranks
+        if named is None:
+            named = (num_ranks, per_node) if 1 < per_node < num_ranks and num_ranks % per_node == 0 else (num_ranks,)
+        elif not named:
+            wanted = (number for number in divisors(num_ranks) if number > 1)
+            named = tuple(n for n in wanted if max(n, per_node) % min(n, per_node) == 0 or num_ranks <= per_node)
+        reasons = {number: why_not_shard_ranks(number, num_ranks, mode) for number in named}
+        fitting = sorted((number for number, reason in reasons.items() if reason is None), reverse=True)
+        if not fitting:
+            raise PlanError(f"{next(iter(reasons.values()))}.")
+        return tuple(None if number == num_ranks else number for number in fitting)
+
+    def spec(self, mode: ParallelMode, micro_batches: int | None = None, shard_ranks: int | None = None) -> StepSpec:
         """The step in one mode, with the step's own micro-batches if None.  Raises PlanError if it is out of range."""
         return StepSpec(
             self.micro_batches if micro_batches is None else micro_batches,
@@ -101,6 +125,7 @@ class Step:
             self.num_ranks,
             self.optimizer,
             self.host_gradients,
+            shard_ranks,
         )
 
 
@@ -153,8 +178,8 @@ class SearchRequest:
     """The optimizer step and its ranks."""
     effort: Effort = field(default_factory=Effort)
     """What is proven, and at what price."""
-    method: Method = FULL_TRAINING
-    """The training method."""
+    method: Method | None = None
+    """The training method, where it is none of protwin's own; None: the workload's."""
     baselines: tuple[tuple[str, Plan], ...] | None = None
     """The user's own plans, with names, to lay beside the recommended one together with what other systems would do;
     None for no baselines at all, and no word about plans that are left out by default."""
@@ -196,6 +221,10 @@ class SearchRequest:
             margin_frac=self.margin_frac,
         )
 
+    def method_of(self, workload: Workload) -> Method:
+        """By which plans for ``workload`` are compiled and verified."""
+        return method_named(workload.method, self.method)
+
     def micro_batches(self) -> Iterator[tuple[int, Workload, int]]:
         """Every micro-batch to search, smallest first: samples, workload, number per step and rank.
 
@@ -212,18 +241,20 @@ class SearchRequest:
         """The workload of the smallest micro-batch.  Raises PlanError as ``GlobalBatch.sizes``."""
         return next(self.micro_batches())[1]
 
-    def budgets_bytes(self) -> tuple[int, int]:
+    def budgets_bytes(self, shard_ranks: int | None = None) -> tuple[int, int]:
         """Device and host memory of one rank: the request's budgets, else the rank's share of the machine.
 
-        Of a device that has segments, no more is a budget than the margin leaves them.  Raises HardwareError if the
-        machine has too few devices for the ranks.
+        ``shard_ranks``: of a shard group, where ranks form some.  Of a device that has segments, no more is a
+        budget than the margin leaves them.  Raises HardwareError if the machine has too few devices for the
+        ranks.
         """
         device_bytes, host_bytes, num_ranks = self.device_budget_bytes, self.host_budget_bytes, self.step.num_ranks
         if device_bytes is None:
-            device_bytes = rank_device_bytes(self.hardware, num_ranks)
+            device_bytes = rank_device_bytes(self.hardware, num_ranks, shard_ranks)
             limit_bytes = self.segment_limit_bytes
             if limit_bytes is not None:
-                device_bytes = max(1, min(device_bytes, limit_bytes))
+                more_bytes = more_collective_bytes(self.hardware, num_ranks, shard_ranks)
+                device_bytes = max(1, min(device_bytes, limit_bytes - more_bytes))
         if host_bytes is None:
             of_rank = self.hardware if num_ranks == 1 else machine_of_rank(self.hardware, num_ranks)
             host_bytes = default_host_budget_bytes(of_rank, device_bytes)

@@ -19,6 +19,7 @@ above it is left out as a whole.  One certificate covers all of them.  Which of 
 
 Modes of several ranks divide the plans among them: DDP has those that keep every chunk, REPLICATED those that offload
 some, SHARDED those that offload some or shard some over the devices.  A mode that is asked for alone has them all.
+SHARDED has a space for every size of its shard groups (``Step.shard_groups``).
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ from .request import GlobalBatch, SearchRequest
 from .roomy_disk import with_advice_on_disk
 from .spent_effort import SpentEffort
 from .survival import SegmentRoom
+
+Grouping = tuple[ParallelMode, int | None]
+"""What ranks do together: the mode, and the ranks of a shard group, None for all."""
 
 
 def search(
@@ -109,10 +113,11 @@ def _search(request: SearchRequest, *, on_progress: OnProgress | None, keep_inte
     choice = chooser.choice()
     if choice is None:
         raise _nothing_fits(request, branches)
-    size, mode, _ = choice.chosen.where
+    size, mode, shard_ranks, _ = choice.chosen.where
     result = search_result(request, choice, tuple(branches.values()), is_interrupted=interrupted)
     if request.baselines is not None:
-        problems = {where[0]: branch.problem for where, branch in branches.items() if where[1] is mode}
+        alike = {where: b.problem for where, b in branches.items() if where[1:3] == (mode, shard_ranks)}
+        problems = {where.size: problem for where, problem in alike.items()}
         found = baselines(problems, SegmentRoom.of(request), result.plan, own=request.baselines)
         result = result.model_copy(update={"baselines": found})
         if not interrupted:
@@ -123,11 +128,12 @@ def _search(request: SearchRequest, *, on_progress: OnProgress | None, keep_inte
         modes = tuple(
             mode_choice(
                 mode,
-                [branch for at, branch in branches.items() if at[1] is mode],
-                refusal=refusals.get(mode),
+                [branch for at, branch in branches.items() if at[1:3] == (mode, group)],
+                shard_ranks=group,
+                refusal=refusals.get((mode, group)),
                 is_interrupted=interrupted,
             )
-            for mode in request.step.allowed_modes
+            for mode, group in _groupings(request)
         )
         result = result.model_copy(update={"modes": modes})
     return BatchSearchResult(
@@ -135,39 +141,50 @@ def _search(request: SearchRequest, *, on_progress: OnProgress | None, keep_inte
         micro_batch_size=size,
         result=result,
         choices=tuple(
-            batch_choice(size, [branch for at, branch in branches.items() if at[0] == size], is_interrupted=interrupted)
-            for size in sorted({at[0] for at in branches})
+            batch_choice(
+                size, [branch for at, branch in branches.items() if at.size == size], is_interrupted=interrupted
+            )
+            for size in sorted({at.size for at in branches})
         ),
     )
 
 
-def _branches(request: SearchRequest) -> tuple[dict[Where, BranchAndBound], dict[ParallelMode, PlanError]]:
+def _groupings(request: SearchRequest) -> list[Grouping]:
+    """What ranks may do together: every mode, with every size of its shard groups."""
+    step = request.step
+    return [(mode, group) for mode in step.allowed_modes for group in step.shard_groups(request.hardware, mode)]
+
+
+def _branches(request: SearchRequest) -> tuple[dict[Where, BranchAndBound], dict[Grouping, PlanError]]:
     """A search of every space, none of them begun, and why some modes have no plan.
 
     Raises PlanError if none of the modes has a plan at one of the sizes.
     """
     branches: dict[Where, BranchAndBound] = {}
-    refusals: dict[ParallelMode, PlanError] = {}
-    modes = request.step.allowed_modes
+    refusals: dict[Grouping, PlanError] = {}
+    modes, groupings = request.step.allowed_modes, _groupings(request)
     sizes = list(request.micro_batches())
     spent = SpentEffort(widens=any(micro_batches > 1 for *_, micro_batches in sizes))
     if not modes:
         raise PlanError("no parallel mode is allowed. Name ddp, replicated or sharded.")
     for size, workload, micro_batches in sizes:
         refusals = {}
-        for mode in modes:
+        for mode, group in groupings:
+            # Plans that keep every chunk count once, whatever the groups.
+            is_first = (mode, group) == next(one for one in groupings if one[0] is mode)
+            is_offloading = _is_offloading(mode, modes) if is_first else True
             try:
-                step = request.step.spec(mode, micro_batches)
-                problem = search_problem(request, workload, step, is_offloading=_is_offloading(mode, modes))
+                step = request.step.spec(mode, micro_batches, group)
+                problem = search_problem(request, workload, step, is_offloading=is_offloading)
             except PlanError as error:
-                refusals[mode] = error
+                refusals[mode, group] = error
                 continue
             for kind in PlanKind:
                 branch = BranchAndBound(problem, kind, tolerance_frac=request.effort.tolerance_frac, spent=spent)
                 if branch.num_candidates:
-                    branches[size, mode, kind] = branch
-        if len(refusals) == len(modes):
-            raise refusals[modes[0]]
+                    branches[Where(size, mode, group, kind)] = branch
+        if len(refusals) == len(groupings):
+            raise refusals[groupings[0]]
     return branches, refusals
 
 
@@ -180,8 +197,8 @@ def _is_offloading(mode: ParallelMode, modes: tuple[ParallelMode, ...]) -> bool 
 
 def _nothing_fits(request: SearchRequest, branches: dict[Where, BranchAndBound]) -> InfeasibleError:
     """Why not even the smallest micro-batches fit."""
-    sizes = {where[0] for where in branches}
-    smallest = {where[1]: branch.problem for where, branch in branches.items() if where[0] == min(sizes)}
+    sizes = {where.size for where in branches}
+    smallest = {where[1:3]: branch.problem for where, branch in branches.items() if where.size == min(sizes)}
     reason = nothing_fits(list(smallest.values()))
     if not isinstance(request.workload, GlobalBatch):
         return reason

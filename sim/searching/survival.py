@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from ...shared.schema.hardware import Device
 from ...shared.schema.schedule import Schedule
 from ..engine.kept_schedule import memory_schedule
+from ..memory.libraries import more_collective_bytes
 from ..memory.reserved import expected_segments_bytes
 from ..memory.rules import round_size
 from .branch_and_bound import Simulated
@@ -47,9 +48,11 @@ class SegmentRoom:
         return cls(device, max(1, limit_bytes))
 
     def wanted_bytes(self, found: Simulated, problem: SearchProblem, *, expandable_segments: bool = False) -> int:
-        """Segments that the plan is expected to hold."""
+        """Segments that the plan is expected to hold, and what its collectives take beyond those of all ranks."""
         layout = problem.layouts[found.candidate.layout].grid.layout
-        return expected_segments_bytes(
+        step = problem.step
+        more_bytes = more_collective_bytes(problem.together, step.num_ranks, step.shard_ranks)
+        return more_bytes + expected_segments_bytes(
             self._schedule(found, problem),
             problem.workload,
             layout,

@@ -15,10 +15,9 @@ from ...shared.layout.residencies import STEPPED_BY_HOST, ChunkResidency
 from ...shared.schema.schedule import Task, TaskId, TaskKind
 from ...shared.schema.workload import Workload
 from ..costs.task_costs import CostModel
-from .compute_table import FloatArray
 from .disk_choices import StagedBytes
 from .placements import Placements
-from .prices import PriceList
+from .prices import FloatArray, PriceList
 from .space import BoolArray, IntArray
 from .step_spec import StepSpec
 
@@ -42,7 +41,13 @@ class ChunkTable:
         """The compiler's facts of the chunks."""
         step = self.step
         knobs = StepKnobs(
-            step.micro_batches, step.limits_norm, step.parallel, step.num_ranks, step.optimizer, step.host_gradients
+            step.micro_batches,
+            step.limits_norm,
+            step.parallel,
+            step.num_ranks,
+            step.optimizer,
+            step.host_gradients,
+            step.shard_ranks,
         )
         return ChunkFacts.of(self.layout, self.workload.parameters, knobs)
 

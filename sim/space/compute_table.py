@@ -1,6 +1,7 @@
 """The compute lane under every choice of activation modes at once: seconds and device bytes, position by position.
 
-Positions are those of [Note: Positions] in ``shared/compile/positions.py``.
+Positions are those of the method's section program; of full training see [Note: Positions] in
+``shared/compile/positions.py``.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from typing import Final
 
 import numpy as np
 
-from ...shared.compile.activation_levels import NO_TASK_BYTES, ActivationLevels, activation_levels
+from ...shared.compile.activation_levels import ActivationLevels
+from ...shared.compile.compile import FULL_TRAINING, Policies
 from ...shared.compile.positions import Positions
 from ...shared.schema.schedule import Task, TaskId, TaskKind
-from ...shared.schema.workload import Phase, Workload
+from ...shared.schema.workload import Workload
 from ..costs.task_costs import CostModel
 from .prices import FloatArray, PriceList
-from .space import BoolArray, IntArray, ModeRows
+from .section_program import SectionProgram
+from .space import IntArray, ModeRows
 from .step_spec import StepSpec
-
-__all__ = ["NO_TASK_BYTES", "ComputeTable", "FloatArray", "Positions", "compute_table"]
 
 _PLAIN_STEP: Final = StepSpec()
 
@@ -50,7 +51,13 @@ class ComputeTable:
         return np.append(0, self.swap_bytes.cumsum())
 
 
-def compute_table(workload: Workload, modes: ModeRows, costs: CostModel, step: StepSpec = _PLAIN_STEP) -> ComputeTable:
+def compute_table(
+    workload: Workload,
+    modes: ModeRows,
+    costs: CostModel,
+    step: StepSpec = _PLAIN_STEP,
+    policies: Policies = FULL_TRAINING,
+) -> ComputeTable:
     """Tabulate the compute lane of ``workload`` for each choice of ``modes``."""
     swap_bytes = np.array([workload.profile_of(block).swappable_bytes for block in range(workload.num_blocks)])
 
@@ -58,39 +65,22 @@ def compute_table(workload: Workload, modes: ModeRows, costs: CostModel, step: S
         price = {size: costs.task_s(Task(TaskId(0), kind, moved_bytes=size)) if size else 0.0 for size in swap_bytes}
         return np.array([price[size] for size in swap_bytes])
 
+    prices, program = PriceList(costs), SectionProgram.of(policies, workload, modes.is_checkpoint)
     return ComputeTable(
         workload=workload,
-        prices=PriceList(costs),
+        prices=prices,
         modes=modes,
-        positions=Positions(workload.num_blocks, step.micro_batches),
-        seconds=_seconds(workload, modes.is_checkpoint, costs),
-        levels=activation_levels(workload, modes.is_checkpoint, modes.is_swap, step.micro_batches),
+        positions=policies.sections.positions_of(workload, step.micro_batches),
+        seconds=program.seconds(prices),
+        levels=_levels(policies, workload, modes, step.micro_batches),
         swap_bytes=swap_bytes,
         swap_out_s=copies_s(TaskKind.ACTIVATION_OFFLOAD),
         swap_in_s=copies_s(TaskKind.ACTIVATION_FETCH),
     )
 
 
-def _seconds(workload: Workload, is_checkpoint: BoolArray, costs: CostModel) -> FloatArray:
-    num_blocks = workload.num_blocks
-    positions = Positions(num_blocks)
-    profiles = [workload.profile_of(block) for block in range(num_blocks)]
-
-    def by_mode(keep: list[Phase] | None, checkpoint: list[Phase], kind: TaskKind) -> FloatArray:
-        kept = 0.0 if keep is None else np.array([costs.phase_s(phase, kind) for phase in keep])
-        return np.where(is_checkpoint, np.array([costs.phase_s(phase, kind) for phase in checkpoint]), kept)
-
-    seconds = np.zeros((len(is_checkpoint), positions.micro_length))
-    seconds[:, 0] = costs.phase_s(workload.prologue_forward, TaskKind.FORWARD)
-    seconds[:, 1 : num_blocks + 1] = by_mode(
-        [p.forward for p in profiles], [p.checkpoint_forward for p in profiles], TaskKind.FORWARD
-    )
-    seconds[:, num_blocks + 1] = costs.phase_s(workload.epilogue_forward, TaskKind.FORWARD)
-    seconds[:, num_blocks + 2] = costs.phase_s(workload.epilogue_backward, TaskKind.BACKWARD)
-    backward = by_mode([p.backward for p in profiles], [p.checkpoint_backward for p in profiles], TaskKind.BACKWARD)
-    recompute = by_mode(None, [p.recompute for p in profiles], TaskKind.RECOMPUTE)
-    at = positions.backward(1 + np.arange(num_blocks))
-    seconds[:, at] = backward
-    seconds[:, at - 1] = recompute
-    seconds[:, 3 * num_blocks + 3] = costs.phase_s(workload.prologue_backward, TaskKind.BACKWARD)
-    return seconds
+def _levels(policies: Policies, workload: Workload, modes: ModeRows, micro_batches: int) -> ActivationLevels:
+    levels = policies.sections.levels_of(workload, modes.is_checkpoint, modes.is_swap, micro_batches)
+    if levels is not None:
+        return levels
+    return SectionProgram.of(policies, workload, modes.is_checkpoint, micro_batches=micro_batches).levels()

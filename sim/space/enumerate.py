@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from ...shared.basics.errors import PlanError
-from ...shared.layout.layout import ALIGNMENT_BYTES, Layout, aligned, build_layout
+from ...shared.layout.layout import ALIGNMENT_BYTES, Layout, aligned, layout_of
 from ...shared.layout.looked_up import looking_up, why_not_looked_up
 from ...shared.layout.residencies import ChunkResidency
 from ...shared.schema.plan import ParallelMode
@@ -163,6 +163,19 @@ def mode_rows(workload: Workload, space: SearchSpace) -> ModeRows:
     return ModeRows(num_blocks, rows.n_swap[kept], rows.n_checkpoint[kept], moves)
 
 
+def keeping_all(space: SearchSpace) -> SearchSpace:
+    """The space without plans whose blocks are checkpointed or swap.  Raises PlanError if all plans have some."""
+    for knob in ("n_checkpoint", "n_swap"):
+        wanted = getattr(space, knob)
+        if wanted is not None and min(wanted) > 0:
+            raise PlanError(
+                f"the space holds no plan: {knob} is at least {min(wanted)}, but by this training method the backward "
+                f"of a block follows its forward at once, and there is nothing to recompute or to swap. Allow "
+                f"{knob} = 0."
+            )
+    return space.model_copy(update={"n_checkpoint": (0,), "n_swap": (0,)})
+
+
 def _swap_counts(workload: Workload, wanted: Sequence[int] | None) -> list[int]:
     """None, and an eighth, a quarter, a half of the blocks; where nothing can be moved, none."""
     num_blocks = workload.num_blocks
@@ -216,7 +229,7 @@ def _layouts(workload: Workload, wanted: Sequence[int] | None) -> list[Layout]:
     sizes = chunk_sizes(workload) if wanted is None else sorted(set(wanted))
     distinct: dict[tuple[object, ...], Layout] = {}
     for chunk_bytes in sizes:
-        layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
+        layout = layout_of(workload, chunk_bytes)
         distinct.setdefault(tuple(chunk.parameters for chunk in layout.chunks), layout)
     layouts = list(distinct.values())
     if wanted is None:

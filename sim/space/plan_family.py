@@ -12,11 +12,10 @@ from typing import Any, Final, Self
 import numpy as np
 
 from ...shared.compile.activation_levels import ActivationLevels
-from ...shared.compile.assembly import sequences_of_tasks, task_order
 from ...shared.compile.compile import FULL_TRAINING, Policies, drafted
 from ...shared.compile.family import Family
 from ...shared.compile.homes import static_bytes
-from ...shared.compile.lanes import DeviceBuffers, FamilyLanes
+from ...shared.compile.lanes import DeviceBuffers, FamilyLanes, sequences_of_tasks, task_order
 from ...shared.compile.positions import Positions
 from ...shared.compile.program import Draft, Part
 from ...shared.schema.schedule import Lane, Memory, lanes_of
@@ -90,7 +89,7 @@ class PlanFamily:
     @cached_property
     def positions(self) -> Positions:
         """The program of the compute lane."""
-        return Positions(self.family.workload.num_blocks, self.family.step.micro_batches)
+        return self.policies.sections.positions_of(self.family.workload, self.family.step.micro_batches)
 
     @cached_property
     def draft(self) -> Draft:

@@ -37,7 +37,7 @@ class PriceList:
     def _price(self, task: Task) -> float:
         """Equal tasks are priced once."""
         stepped = task.num_stepped, task.stepped_bytes, task.num_tensors
-        key = (task.kind, id(task.phase), task.moved_bytes, stepped, task.num_ranks, task.stated_s)
+        key = (task.kind, id(task.phase), task.moved_bytes, stepped, task.num_ranks, task.axis, task.stated_s)
         if key not in self._known:
             self._known[key] = self._costs.task_s(task)
         return self._known[key]
@@ -57,6 +57,7 @@ def _tasks_of(kind: TaskKind, work: Work | PhaseWork) -> list[Task]:
             stepped_bytes=size_bytes,
             num_tensors=tensors,
             num_ranks=work.num_ranks,
+            axis=work.axis,
             stated_s=work.stated_s,
         )
         for moved, stepped, size_bytes, tensors in zip(*(np.atleast_1d(one).tolist() for one in columns), strict=True)

@@ -207,6 +207,7 @@ class LayoutGrid:
             **knobs,
             **self.places.choice_of_disk(int(self.prefix[residency]))._asdict(),
             workload_id=workload.identity,
+            method=workload.method,
             chunk_bytes=self.layout.chunk_bytes,
             n_buffer=int(self.n_buffer[residency]),
             looks_up_rows=any(chunk.rows is not None for chunk in self.layout.chunks),
@@ -219,6 +220,7 @@ class LayoutGrid:
             host_gradients=self.step.host_gradients,
             parallel=self.step.parallel,
             num_ranks=self.step.num_ranks,
+            shard_ranks=self.step.shard_ranks,
         )
 
     def simplicity(self, residency: int, depth: int, mode: int) -> tuple[int, ...]:

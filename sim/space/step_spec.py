@@ -8,7 +8,14 @@ from typing import Final
 
 from ...shared.basics.errors import PlanError
 from ...shared.schema.optimizer import HostGradients, Optimizer
-from ...shared.schema.plan import MOST_MICRO_BATCHES, MOST_RANKS, ParallelMode, why_not_parallel, widens_on_host
+from ...shared.schema.plan import (
+    MOST_MICRO_BATCHES,
+    MOST_RANKS,
+    ParallelMode,
+    why_not_parallel,
+    why_not_shard_ranks,
+    widens_on_host,
+)
 
 __all__ = ["MOST_MICRO_BATCHES", "MOST_RANKS", "SEVERAL", "StepSpec", "check_ranks", "check_shares"]
 
@@ -62,6 +69,8 @@ class StepSpec:
     """What steps the weights."""
     host_gradients: HostGradients = HostGradients.PARAMETERS
     """In which element type the host adds up gradients."""
+    shard_ranks: int | None = None
+    """Ranks of a shard group; None where all are one."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.micro_batches <= MOST_MICRO_BATCHES:
@@ -74,6 +83,11 @@ class StepSpec:
         check_ranks(self.num_ranks, self.parallel)
         if (reason := why_not_parallel(self.optimizer, self.parallel)) is not None:
             raise PlanError(f"{reason}.")
+        if (reason := why_not_shard_ranks(self.shard_ranks, self.num_ranks, self.parallel)) is not None:
+            raise PlanError(f"{reason}.")
+
+        if self.shard_ranks == self.num_ranks:
+            object.__setattr__(self, "shard_ranks", None)
 
     @property
     def is_sharded(self) -> bool:

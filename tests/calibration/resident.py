@@ -10,11 +10,13 @@ import gc
 import json
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
-from protwin.runtime import CpuDevice, carry_out, trace
+from protwin.runtime import CpuDevice, carry_out, parameters_on_meta, trace
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.hardware import DeviceKind
@@ -61,9 +63,9 @@ def resident_bytes(key: str = "VmRSS") -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
-def train(model: nn.Module, plan: Plan, workload: Workload, batch: dict[str, torch.Tensor]) -> None:
-    """A few steps."""
-    with carry_out(model, plan, workload, device=CpuDevice()) as training:
+def train(model: nn.Module, plan: Plan, workload: Workload, batch: dict[str, torch.Tensor], weights: str) -> None:
+    """A few steps, from files."""
+    with carry_out(model, plan, workload, device=CpuDevice(), weights=weights) as training:
         for _ in range(NUM_STEPS):
             model(**batch).backward()
             training.step()
@@ -78,12 +80,15 @@ def measure(width: int, knobs: dict[str, int], dtype: torch.dtype) -> dict[str, 
     plan = Plan(workload_id=workload.identity, **knobs)
     layout = build_layout(workload.parameters, num_blocks=NUM_BLOCKS, chunk_bytes=plan.chunk_bytes)
     schedule = compile_schedule(plan, workload, layout)
-    gc.collect()
-    before = resident_bytes()
-    Path("/proc/self/clear_refs").write_text("5")  # forget the highest level so far
-    model = Model(width).to(dtype)
-    train(model, plan, workload, batch)
-    rise = resident_bytes("VmHWM") - before
+    with TemporaryDirectory() as folder:
+        save_file(Model(width).to(dtype).state_dict(), Path(folder) / "model.safetensors")
+        gc.collect()
+        before = resident_bytes()
+        Path("/proc/self/clear_refs").write_text("5")  # forget the highest level so far
+        with parameters_on_meta():
+            model = Model(width).to(dtype)
+        train(model, plan, workload, batch, folder)
+        rise = resident_bytes("VmHWM") - before
     account = host_memory(
         schedule,
         workload.parameters,

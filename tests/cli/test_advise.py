@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -150,12 +151,14 @@ def test_processes_that_do_not_follow_would_stay(start: Start, work: Path, tmp_p
     """The wrong variant: processes that only ignore Ctrl-C wait for ever for a parent that is dead."""
     process = start("--state=state.json", "--processes=3", slow_s=1.0, begin="deaf")
     wait_for(lambda: len(searches(tmp_path)) == len(MACHINES))
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.kill()
     process.wait(timeout=DEADLINE_S)  # not until nobody can write to its output: they still could
     time.sleep(2.0)
     left = [one for one in searches(tmp_path).values() if is_alive(one)]
-    for one in left:
-        os.kill(one, signal.SIGKILL)
+    for one in children:
+        with suppress(ProcessLookupError):
+            os.kill(int(one), signal.SIGKILL)
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.close()

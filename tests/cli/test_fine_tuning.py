@@ -81,7 +81,7 @@ def learned(batch: Batch) -> int:
     return int((batch["labels"][:, 1:] != -100).sum())
 
 
-def trained_plainly(folder: Path, rows: Rows, steps: int) -> Any:
+def trained_plainly(folder: Path, rows: Rows, steps: int, *, by_tokens: bool = True) -> Any:
     """The loop that everybody writes: AdamW, a scheduler of transformers, two micro-batches by their tokens."""
     orders = [np.random.default_rng((0, epoch)).permutation(len(rows)).tolist() for epoch in range(9)]
     sequences = iter(sequences_by_hand(folder, rows, orders))
@@ -93,7 +93,7 @@ def trained_plainly(folder: Path, rows: Rows, steps: int) -> Any:
         pairs = [(next(sequences), next(sequences)) for _ in range(2)]
         batches = [{name: torch.cat([one[name], other[name]]) for name in one} for one, other in pairs]
         for batch in batches:
-            share = sum(map(learned, batches)) / learned(batch)
+            share = sum(map(learned, batches)) / learned(batch) if by_tokens else 2
             (model(**batch).loss / share).backward()
         optimizer.step()
         scheduler.step()
@@ -122,6 +122,15 @@ def test_fine_tuning_is_a_plain_loop_bit_for_bit(protwin_here: Protwin, job: Pat
         mean = sum(tuned(**batch).loss.item() * learned(batch) for batch in held) / sum(map(learned, held))
     assert f"step 4: evaluation loss {mean:.4f}\n" in result.stdout
     assert [f"step {step}: evaluation" in result.stdout for step in range(5)] == [True, False, True, False, True]
+
+
+def test_micro_batches_may_count_alike(protwin_here: Protwin, job: Path) -> None:
+    tuning = ("--data=chats.jsonl", "--schedule=cosine", "--warmup-steps=2", "--steps=3", "--save=tuned")
+    result = protwin_here(*RUN, *tuning, "--loss-weighting=batches")
+    assert result.returncode == 0, result.stderr
+    tuned = dict(saved(job / "tuned").state_dict())
+    assert same_bits(dict(trained_plainly(job / "base", chats(12), 3, by_tokens=False).state_dict()), tuned)
+    assert not same_bits(dict(trained_plainly(job / "base", chats(12), 3).state_dict()), tuned)
 
 
 def test_a_run_that_is_stopped_goes_on_with_the_next_batch(

@@ -141,6 +141,29 @@ def test_a_mode_may_be_named(protwin_here: Protwin, folder: Path) -> None:
     assert [mode.parallel for mode in result.modes] == [ParallelMode.REPLICATED]
 
 
+def test_shard_groups_may_be_named_and_the_answer_shows_each(protwin_here: Protwin, folder: Path) -> None:
+    """Every number that makes equal groups on two nodes, the largest first."""
+    nodes = ("--set", "network.num_nodes=2", "--ranks", "16", "--parallel", "sharded")
+    found = protwin_here(*SEARCH, *nodes, "--shard-ranks", "all", "--json")
+    assert found.returncode == 0, found.stderr
+    result = SearchResult.from_mapping(json.loads(found.stdout), origin="standard output")
+    assert [mode.shard_ranks for mode in result.modes] == [None, 8, 4, 2]
+    assert sum(mode.has(result.plan) for mode in result.modes) == 1
+    named = protwin_here(*SEARCH, *nodes, "--shard-ranks", "8")
+    assert named.returncode == 0, named.stderr
+    assert "sharded in groups of 8" in " ".join(named.stdout.split())
+    assert "shard_ranks" in named.stdout
+
+
+def test_a_simulated_plan_takes_groups(protwin_here: Protwin, folder: Path) -> None:
+    nodes = ("--hardware", "a100-80gb-x8", "--set", "network.num_nodes=2", "--parallel", "sharded")
+    record = simulated(protwin_here, *nodes, "--shard-ranks", "8")
+    assert (record.plan.num_ranks, record.plan.shard_ranks) == (16, 8)
+    assert simulated(protwin_here, *nodes, "--shard-ranks", "16").plan.shard_ranks is None
+    refused = protwin_here(*SIMULATE, *nodes, "--shard-ranks", "6")
+    assert (refused.returncode, "shard_ranks: 6 does not divide num_ranks 16" in refused.stderr) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -151,6 +174,9 @@ def test_a_mode_may_be_named(protwin_here: Protwin, folder: Path) -> None:
         (("--ranks", "8", "--global-batch", "8"), "which do not divide each rank's 1 of the global batch of 8"),
         (("--ranks", "8", "--what-if", "ranks=0"), "is no number of ranks"),
         (("--ranks", "8", "--what-if", "rtx-3090-x4"), "rtx-3090-x4 then has 4 devices"),
+        (("--ranks", "8", "--shard-ranks", "3"), "shard_ranks: 3 does not divide num_ranks 8 into equal groups"),
+        (("--ranks", "8", "--shard-ranks", "some"), "'some' is neither a number"),
+        (("--ranks", "8", "--parallel", "ddp", "--shard-ranks", "4"), "shard_ranks: 4 with parallel ddp"),
         (("--ranks", "0"), "--ranks"),
         (("--ranks", str(2**40)), "--ranks"),
         (("--ranks", "8", "--device-budget", "1MiB"), "in mode sharded on each of 8 ranks"),

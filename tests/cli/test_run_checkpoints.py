@@ -63,10 +63,8 @@ def test_a_run_goes_on_under_another_plan(protwin: Protwin, protwin_here: Protwi
 
 
 def test_options_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
-    alone = Plan(workload_id="any", chunk_bytes=1, n_persist=1, n_buffer=0)
-
     def check(folder: Path | None, *, every: int | None = None, is_resuming: bool = False) -> None:
-        RunCheckpoints(folder, every, is_resuming).check(alone)
+        RunCheckpoints(folder, every, is_resuming).check()
 
     check(None)
     check(tmp_path / "new", every=3)

@@ -65,7 +65,11 @@ def searched(protwin: Protwin, *arguments: str | Path, **variables: str) -> Sear
 
 @pytest.mark.parametrize(
     "command",
-    [*((name,) for name in COMMANDS if name != "hardware"), *(("hardware", n) for n in ("list", "show", "probe"))],
+    [
+        *((name,) for name in COMMANDS if name not in ("hardware", "checkpoint")),
+        *(("hardware", name) for name in ("list", "show", "probe")),
+        *(("checkpoint", name) for name in ("inspect", "consolidate", "reshard")),
+    ],
     ids=" ".join,
 )
 def test_every_help_shows_an_example(protwin_here: Protwin, command: tuple[str, ...]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from protwin.calibration import calibrate
 from protwin.shared.records.comparison import Comparison
 from protwin.shared.schema.calibration import Calibration
 from protwin.shared.schema.hardware import Hardware
@@ -42,8 +43,12 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_one_thread")
-def test_a_model_goes_through_every_command(protwin: Protwin, protwin_here: Protwin, work: Path) -> None:
+def test_a_model_goes_through_every_command(
+    protwin: Protwin, protwin_here: Protwin, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What trains is a process of its own, what predicts knows no torch; what only measures need not start Python."""
+    # What is measured counts for nothing here.
+    monkeypatch.setitem(calibrate.__kwdefaults__, "slowdown_seconds", 1.0)
     (work / "config.json").write_text(json.dumps(MODEL))
     shape = ("--batch-size", "2", "--sequence-length", "32")
     searched = ("--model", "workload.json", "--hardware", "machine.toml", "--calibration", "calibration.json")

@@ -11,7 +11,11 @@ ones.  It is an adversary where a device is one:
   nothing but ones in every bit (NaN, in floats).  So whoever frees what a copy still reads, or copies into what compute
   still uses, computes nonsense.
 
-Not modelled: time, the allocator's rounding, several devices.
+- Collectives of its tensors by the lane's group are queued on the current stream, as NCCL's are, and run on ``wire``,
+  a group of gloo's that nothing else uses; those of the host's tensors run at once, and so do those by other groups,
+  which carry copies on the host.  Every rank has a stand-in of its own in its process.
+
+Not modelled: time, the allocator's rounding, several devices in one process.
 """
 
 from __future__ import annotations
@@ -29,12 +33,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from protwin.runtime import CudaDevice
 
 READS_ON_HOST = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"}
 NO_WORK = {"aten::set_", "aten::detach", "aten::alias", "aten::lift_fresh", "aten::_reshape_alias"}
 TOTAL_BYTES = 2**40
+LANE = "protwin lane group"
+_LATE_S = 0.005
 
 
 class StandInStream:
@@ -97,6 +107,10 @@ class DeferredCuda:
     pinned: dict[int, int] = field(default_factory=dict)
     fraction: float = 1.0
     failure: BaseException | None = None
+    wire: dist.ProcessGroup | None = None
+    """What collectives of the device's tensors run on."""
+    num_collectives: int = 0
+    uuid: str = "stand-in"
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
@@ -156,13 +170,15 @@ class DeferredCuda:
                     self._changed.notify_all()
 
     def _next(self) -> Callable[[], None] | None:
+        is_late = False
         with self._changed:
             while not self._is_over:
                 able = [stream for stream in self._streams if self._can_run(stream)]
                 eager = [stream for stream in able if stream.name != self.starved]
-                if eager or (able and self._num_waiting):
+                if eager or (able and (self._num_waiting or is_late)):
                     return self._random.choice(eager or able).queue.popleft()  # type: ignore[return-value]
-                self._changed.wait()
+                # Another rank may wait for this one, whose threads wait for that one's word.
+                is_late = not self._changed.wait(timeout=None if self.wire is None else _LATE_S)
             return None
 
     @staticmethod
@@ -185,22 +201,24 @@ class DeferredCuda:
         block = torch.empty(num * dtype.itemsize, dtype=torch.uint8)
         storage = torch.frombuffer(block.numpy(), dtype=torch.uint8).untyped_storage()
         key = storage._cdata
-        self._bury()
-        self._blocks[key] = block, self.current()
-        self._count(block.numel())
+        with self._changed:
+            self._bury()
+            self._blocks[key] = block, self.current()
+            self._count(block.numel())
         weakref.finalize(storage, self._dying.append, key)
         return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape), tuple(stride))
 
     def _bury(self) -> None:
         """What has died is given away; not when it dies, which may be in the midst of anything."""
-        while self._dying:
-            key = self._dying.popleft()
-            block, stream = self._blocks.pop(key)
-            if key in self._emptied:
-                self._emptied.discard(key)
-                continue
-            self._count(-block.numel())
-            self.put(stream, lambda block=block: block.fill_(255))
+        with self._changed:
+            while self._dying:
+                key = self._dying.popleft()
+                block, stream = self._blocks.pop(key)
+                if key in self._emptied:
+                    self._emptied.discard(key)
+                    continue
+                self._count(-block.numel())
+                self.put(stream, lambda block=block: block.fill_(255))
 
     def resize(self, storage: torch.UntypedStorage, size_bytes: int) -> torch.UntypedStorage:
         """Storages keep their memory; what they lose or gain is what it holds, and the count."""
@@ -234,11 +252,42 @@ class DeferredCuda:
         self._bury()
         return self.peak_bytes
 
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies in the device's memory."""
+        self._bury()
+        return tensor.untyped_storage()._cdata in self._blocks
+
     def seen_by_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory, kept by nobody's storage, with a version counter of its own."""
         found = self._blocks.get(tensor.untyped_storage()._cdata)
         storage = tensor.untyped_storage() if found is None else found[0].untyped_storage()
         return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    # -- collectives -------------------------------------------------------------------------------------------------
+
+    def collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation of torch.distributed: of the device's tensors queued, of the host's done."""
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+        if dist.ProcessGroup.unbox(named["process_group"]).group_desc != LANE:
+            # It carries tensors of the host: a device's are copied there first.
+            self.current().synchronize()
+            return func(*args, **kwargs)
+        if not any(self.has(tensor) for tensor in tensors):
+            return func(*args, **kwargs)
+        assert self.wire is not None
+        inside = tree_map(lambda v: self.seen_by_device(v) if isinstance(v, torch.Tensor) else v, named)
+        inside["process_group"] = self.wire.boxed()
+        self.num_collectives += 1
+
+        def work() -> None:
+            given = func(**inside)
+            dist.Work.unbox(given[-1] if isinstance(given, tuple) else given).wait()
+
+        self.put(self.current(), work)
+        done = FakeWork().boxed()
+        written = args[0]
+        return done if len(func._schema.returns) == 1 else (written, done)
 
     # -- the current stream ------------------------------------------------------------------------------------------
 
@@ -267,15 +316,24 @@ class DeferredCuda:
         to_list, resize = torch.Tensor.tolist, torch.UntypedStorage.resize_
 
         def synchronized_list(tensor: torch.Tensor) -> Any:
-            if hasattr(self._local, "stream"):
+            # What is on the host is read without waiting.
+            if hasattr(self._local, "stream") and self.has(tensor):
                 self.current().synchronize()
             return to_list(tensor)
 
+        exchange = dist.all_gather_object
+
+        def exchange_at_once(*args: Any, **kwargs: Any) -> None:
+            """Objects travel through memory of the host."""
+            with _disable_current_modes():
+                exchange(*args, **kwargs)
+
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_gather_object", exchange_at_once)
             for name, value in {
                 "is_available": lambda: True,
                 "device_count": lambda: 1,
-                "get_device_properties": lambda *_: SimpleNamespace(total_memory=TOTAL_BYTES),
+                "get_device_properties": lambda *_: SimpleNamespace(total_memory=TOTAL_BYTES, uuid=self.uuid),
                 "get_device_name": lambda *_: "stand-in",
                 "Stream": lambda *_: self.make_stream(),
                 "Event": lambda **_: StandInEvent(self),
@@ -317,6 +375,8 @@ class _Deferring(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         cuda, name = self._cuda, func._schema.name
+        if func.namespace == "c10d":
+            return cuda.collective(func, args, kwargs)
         if name in READS_ON_HOST:
             cuda.current().synchronize()
             return func(*args, **kwargs)
@@ -384,3 +444,32 @@ class _Deferring(TorchDispatchMode):
 
 def _leaves(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
+def cuda_device(budget_bytes: int | None = None) -> CudaDevice:
+    """A ``CudaDevice`` whose tensors are the CPU's."""
+    device = CudaDevice(budget_bytes=budget_bytes)
+    device.torch_device = torch.device("cpu")
+    return device
+
+
+def elsewhere(work: Callable[[], None], cuda: DeferredCuda) -> None:
+    """``work`` on another thread, as autograd runs the backward of a CUDA device; with its errors."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with cuda.on(cuda.compute):
+                work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if raised:
+        raise raised[0]
+
+
+def backward(loss: torch.Tensor, cuda: DeferredCuda) -> None:
+    elsewhere(loss.backward, cuda)

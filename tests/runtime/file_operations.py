@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from protwin.runtime.checkpoints.checkpoints import CheckpointContent, read_checkpoint, write_checkpoint
+from protwin.runtime.checkpoints.random_states import random_states
 
 OPERATIONS = ("fsync", "mkdir", "open", "rename", "rmdir", "unlink", "listdir")
 
@@ -68,3 +69,16 @@ def loaded_step(folder: Any) -> int:
     values = {content.step, content.training["step"], *content.weights["weight"].unique().tolist()}
     (step,) = values | set(content.optimizer["state"].unique().tolist())
     return int(step)
+
+
+def save_like_a_training(folder: Any, *, num_tensors: int, scalars: int) -> None:
+    """A checkpoint of one rank with equal float32 parameters, each with the state of AdamW."""
+    made = {f"layer.{number}": torch.full((scalars,), float(number)) for number in range(num_tensors)}
+    parameters = {
+        name: {"state": {"step": torch.tensor(1.0), "exp_avg": value, "exp_avg_sq": value + 1}, "master": None}
+        for name, value in made.items()
+    }
+    optimizer = {"class": "AdamW", "groups": [{"names": list(made), "options": {}}], "parameters": parameters}
+    common = {"step": 1, "step_knobs": {}, "scheduler": None, "loss_scaler": None}
+    own = {"random": random_states(torch.device("cpu")), "data_position": 0, "buffers": {}, "extra": {}}
+    write_checkpoint(folder, CheckpointContent("hash", "Model", 1, made, optimizer, {**common, **own}))

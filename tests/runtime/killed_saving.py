@@ -104,5 +104,9 @@ def kills(variant: str, parent: Path) -> list[dict[str, Any]]:
             return found
 
 
-if __name__ == "__main__":
+def main() -> None:
     json.dump({variant: kills(variant, Path(sys.argv[1]) / variant) for variant in VARIANTS}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

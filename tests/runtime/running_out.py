@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from protwin.runtime import CpuDevice, CpuOutOfMemoryError, Training, carry_out
-from protwin.runtime.training.transfer_lanes import TransferLanes
+from protwin.runtime.training.lane_work import LaneWork
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.schedule import Lane, Task, TaskId, TaskKind
 from tests.runtime.eager_lanes import settle
@@ -49,10 +49,10 @@ class _Steps:
     @contextmanager
     def counted(self, fail_at: tuple[int, TaskId] | None) -> Iterator[None]:
         """Within the block, lanes count, and fail at one task."""
-        original = TransferLanes._work
+        original = LaneWork.of
 
-        def work(lanes: TransferLanes, task: Task, iteration: int) -> Callable[[], None]:
-            inner = original(lanes, task, iteration)
+        def work(of_lanes: LaneWork, task: Task, iteration: int) -> Callable[[], None]:
+            inner = original(of_lanes, task, iteration)
 
             def run() -> None:
                 if fail_at == (iteration, task.id):
@@ -64,11 +64,11 @@ class _Steps:
 
             return run
 
-        TransferLanes._work = work  # type: ignore[assignment, method-assign]
+        LaneWork.of = work  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:
-            TransferLanes._work = original  # type: ignore[method-assign]
+            LaneWork.of = original  # type: ignore[method-assign]
 
 
 @contextmanager

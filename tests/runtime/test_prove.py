@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from protwin.shared.schema.plan import ParallelMode, Plan
 from tests.runtime.equality import Outcome, trained
 from tests.runtime.models import Case
 from tests.runtime.ranks.beside_ddp import Found
+from tests.runtime.ranks.beside_groups import Grouped
 
 SMALL = Settings(plans=2, steps=1, kills=1, growth_steps=10, seed=0, models=("hand-written, unused parameters",))
 
@@ -125,13 +127,16 @@ def test_every_optimizer_that_can_step_a_model_is_tried(monkeypatch: pytest.Monk
 
 def test_kills_that_lose_something_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that ends badly, as the killed trainings do when a check of theirs fails."""
-    monkeypatch.setattr(prove_faults, "_PROGRAM", "tests.runtime.no_such_program")
-    (claim,) = prove_faults.prove(SMALL, no_progress)
-    assert not claim.is_shown
-    assert "no_such_program" in claim.failures[0]
+    for program in ("_PROGRAM", "_PROGRAM_OF_RANKS"):
+        monkeypatch.setattr(prove_faults, program, "tests.runtime.no_such_program")
+    claims = prove_faults.prove(SMALL, no_progress)
+    assert len(claims) == 2
+    assert not any(claim.is_shown for claim in claims)
+    assert all("no_such_program" in claim.failures[0] for claim in claims)
 
 
 RIGHT = Found([1.0], [1.0], [], 0.0, 10, 10, 1, 1, has_bound=True)
+RIGHT_OF_GROUPS = Grouped([1.0], [1.0], [], [], 10, 10)
 
 
 class Answers:
@@ -156,7 +161,13 @@ class Answers:
         asked = function.__name__
         assert plan.num_ranks == self._num_ranks
         self.asked.append((asked, name, plan))
-        right = {"train": RIGHT, "peak_error": (0.0, 5, 5), "one_step": 0.5, "weights_hash": "a"}[asked]
+        right = {
+            "train": RIGHT,
+            "train_grouped": RIGHT_OF_GROUPS,
+            "peak_error": (0.0, 5, 5),
+            "one_step": 0.5,
+            "weights_hash": "a",
+        }[asked]
         return [right] * (plan.num_ranks - 1) + [self._wrong if asked == self._question else right]
 
 
@@ -166,10 +177,12 @@ class Answers:
         ("train", replace(RIGHT, losses=[2.0]), "the losses differ, first that of micro-batch 0, 2.0 instead of 1.0"),
         ("train", replace(RIGHT, different=["exit.weight"], worst=0.5), "5.0e-01 of the largest: exit.weight"),
         ("train", replace(RIGHT, peak_bytes=11), "rank 1: the peak is 11 bytes, guaranteed are 10"),
-        ("peak_error", (0.01, 5, 5), "rank 1: the peak is +1.00% outside of its account"),
+        ("train_grouped", replace(RIGHT_OF_GROUPS, losses=[2.0]), "rank 3: the losses differ"),
+        ("train_grouped", replace(RIGHT_OF_GROUPS, different_in_state=["exit.weight"]), "differ: exit.weight"),
+        ("peak_error", (0.01, 5, 5), r"rank 1: the peak is \+1.00% outside of its account"),
         ("peak_error", (0.0, 6, 5), "rank 1: the host has 6 bytes, the schedule's account is 5"),
         ("one_step", 1.5, "1.50 times the rounding of one step"),
-        ("weights_hash", "b", "2 different ends"),
+        ("weights_hash", "b", "2 different ends|another end than that of plan"),
     ],
 )
 def test_one_rank_that_errs_is_a_failure_of_its_claims_alone(
@@ -179,8 +192,10 @@ def test_one_rank_that_errs_is_a_failure_of_its_claims_alone(
     monkeypatch.setattr(prove_ranks, "_DRAWN", 1)
     claims = prove_ranks.prove(replace(SMALL, plans=1), no_progress)
     missed = [claim for claim in claims if not claim.is_shown]
-    assert (len(missed), len(claims)) == (3, 9)
-    assert all(message in failure for claim in missed for failure in claim.failures)
+    # Of three modes each, but for groups, and for the ends that all modes have in common.
+    of_question = {"train_grouped": 1, "weights_hash": 3 + 1}.get(question, 3)
+    assert (len(missed), len(claims)) == (of_question, 3 * 3 + 1 + 1)
+    assert all(re.search(message, failure) for claim in missed for failure in claim.failures)
 
 
 def test_ranks_are_tried_in_every_mode_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +205,7 @@ def test_ranks_are_tried_in_every_mode_and_number(monkeypatch: pytest.MonkeyPatc
     assert all(claim.is_shown for claim in prove_ranks.prove(replace(SMALL, plans=1), no_progress))
     asked = {(question, plan.parallel, plan.num_ranks) for question, _, plan in answers.asked}
     modes = {*ParallelMode} - {ParallelMode.SINGLE}
-    assert asked == {
+    assert asked == {("train_grouped", ParallelMode.SHARDED, 4)} | {
         (question, mode, number)
         for questions, numbers in ((("train", "peak_error"), (2,)), (("one_step", "weights_hash"), (3, 4, 5)))
         for question in questions

@@ -19,6 +19,7 @@ from protwin.shared.schema.schedule import (
     Lane,
     Memory,
     OuterSection,
+    RankAxis,
     Schedule,
     Section,
     Task,
@@ -318,8 +319,9 @@ def changed_task_fields(schedule: Schedule) -> Iterator[Fault]:
             *({"chunk": chunk} for chunk in (None, ChunkId(0), ChunkId(1), ChunkId(99)) if chunk != task.chunk),
             *(
                 {field: getattr(task, field) + 1}
-                for field in ("moved_bytes", "num_stepped", "stepped_bytes", "num_tensors")
+                for field in ("moved_bytes", "num_stepped", "stepped_bytes", "num_tensors", "num_ranks")
             ),
+            *({"axis": axis} for axis in RankAxis if axis is not task.axis),
             {"micro_batch": task.micro_batch + 1},
             {"phase": other_phase if task.phase != other_phase else None},
             {"stated_s": 1.0},
@@ -375,6 +377,8 @@ def changed_heads(schedule: Schedule) -> Iterator[Fault]:
             f"another {field}",
             lambda field=field: replace(schedule, **{field: getattr(schedule, field) + 1}),  # type: ignore[misc]
         )
+    groups = None if schedule.shard_ranks is not None else 2
+    yield Fault("other shard groups", lambda: replace(schedule, shard_ranks=groups))
     yield Fault("no tasks", lambda: replace(schedule, tasks=()))
     yield Fault("no buffers", lambda: replace(schedule, buffers=()))
 

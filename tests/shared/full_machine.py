@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 import protwin.shared.schema.hardware
 from protwin.shared.schema.hardware import (
+    Collective,
     Device,
     DeviceKind,
     Disk,
@@ -18,6 +19,7 @@ from protwin.shared.schema.hardware import (
     Host,
     Link,
     LinkPoint,
+    MeasuredCollective,
     Network,
     Node,
     Topology,
@@ -86,6 +88,17 @@ def full_hardware() -> Hardware:
             adapters_per_node=2,
             link=Link(name="a", latency_s=5e-6, bandwidth_bytes_per_s=5e9, table=table, source="x"),
             source="y",
+        ),
+        collectives=(
+            MeasuredCollective(
+                collective=Collective.ALL_REDUCE,
+                num_ranks=12,
+                table=table,
+                beside_compute=tuple(point.model_copy(update={"seconds": 0.1 + 0.2}) for point in table),
+                compute_slowdown=4 / 3,
+                source="c",
+            ),
+            MeasuredCollective(collective=Collective.ALL_GATHER, num_ranks=2, table=table[:1]),
         ),
         price_usd_per_hour=1 / 3,
         overrides=("device.memory_bytes=40GiB", 'a"b=c'),

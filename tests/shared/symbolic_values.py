@@ -54,6 +54,7 @@ class SymbolicValues:
         self.persistent = {chunk.id for chunk in kept} - self.host_stepped
         self.sharded = {chunk.id for chunk in layout.chunks[len(kept) : len(kept) + plan.n_shard]}
         self.is_sharded = plan.parallel is ParallelMode.SHARDED
+        self.has_groups = plan.shard_ranks is not None
 
     def needed(self, task: Task, iteration: int) -> list[Value]:
         """What must lie in the buffers that the task reads."""
@@ -83,10 +84,13 @@ class SymbolicValues:
                 return [*earlier, ("arrived", chunk.id, iteration, micro)]
             if task.kind is TaskKind.ALL_GATHER:
                 return []
+            part: Value = ("reduced", chunk.id, None, iteration, micro)
+            if self.has_groups and task.kind is TaskKind.ALL_REDUCE and chunk.id not in self.persistent:
+                return [("kept", chunk.id, iteration, micro) if chunk.id in self.sharded else part]
             if task.lane is Lane.COLLECTIVE:
                 return self._gradients(chunk.id, iteration, micro)
             if self.is_sharded:
-                return [("reduced", chunk.id, None, iteration, micro)]
+                return [self._of_all_groups(part)]
             return self._summed(self._gradients(chunk.id, iteration, micro))
         needed: list[Value] = []
         if task.kind is TaskKind.ALL_REDUCE:
@@ -100,7 +104,7 @@ class SymbolicValues:
                     if task.kind is TaskKind.DEVICE_ADAM:
                         needed += [("state", chunk.id, iteration), ("parameters", chunk.id, iteration)]
                 elif chunk.is_trainable and chunk.id in self.sharded:
-                    needed.append(("kept", chunk.id, iteration, last))
+                    needed.append(self._of_all_groups(("kept", chunk.id, iteration, last)))
                     if task.kind is TaskKind.DEVICE_ADAM:
                         needed += [("state", chunk.id, iteration), ("part", chunk.id, iteration)]
                 elif chunk.is_trainable and task.kind is TaskKind.GRADIENT_NORM:
@@ -156,6 +160,10 @@ class SymbolicValues:
                 if held is None or held[0] == "summed":
                     raise Violation(f"{task.name} adds up {held}")
                 return ("summed", *held)
+            case TaskKind.ALL_REDUCE, Content.REDUCED_GRADIENTS if self.has_groups and is_own:
+                if held is None or held[0] == "of all groups":
+                    raise Violation(f"{task.name} adds up {held}")
+                return self._of_all_groups(held)
             case TaskKind.REDUCE_SCATTER, Content.FLAT_GRADIENTS:
                 return ("flat",)
             case TaskKind.REDUCE_SCATTER, Content.REDUCED_GRADIENTS if buffer.is_static:
@@ -252,6 +260,10 @@ class SymbolicValues:
     def _summed(self, gradients: list[Value]) -> list[Value]:
         """Gradients as they are when all ranks' are in them."""
         return [("summed", *gradient) for gradient in gradients] if self.plan.num_ranks > 1 else gradients
+
+    def _of_all_groups(self, part: Value) -> Value:
+        """A part of the gradients as it is when those of all shard groups are in it."""
+        return ("of all groups", *part) if self.has_groups else part
 
     def _swapped(self, section: Section, iteration: int, micro: int) -> list[Value]:
         if isinstance(section, OuterSection) or self.modes[section] is not ActivationMode.SWAP:

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.compile.compile import FULL_TRAINING, Policies, compile_schedule
 from protwin.shared.layout.layout import Layout, build_layout
 from protwin.shared.layout.residencies import GATHERED
 from protwin.shared.schema.hardware import Hardware
@@ -50,6 +50,7 @@ class Case:
     contention: ContentionModel
     compute: ComputeTable
     chunks: ChunkTable
+    policies: Policies = FULL_TRAINING
 
     @property
     def prefix(self) -> int:
@@ -58,7 +59,7 @@ class Case:
 
     @property
     def schedule(self) -> Schedule:
-        return compile_schedule(self.plan, self.workload, self.layout)
+        return compile_schedule(self.plan, self.workload, self.layout, policies=self.policies)
 
     def simulated(self) -> Timing:
         schedule = self.schedule
@@ -83,6 +84,7 @@ class Case:
             n_buffer=self.plan.n_buffer if n_buffer is None else n_buffer,
             n_swap=self.plan.n_swap,
             depths=np.array([self.plan.prefetch_depth] if depths is None else depths),
+            policies=self.policies,
         )
 
     def work_bound_s(self) -> float:
@@ -126,16 +128,24 @@ class Case:
         return float(Replayer(self.contention).periods_s([ReplayPlan(self.family(), 0, int(self.mode[0]))])[0])
 
 
-def case(model: Workload, chosen: Plan, layout: Layout, costs: CostModel, contention: ContentionModel) -> Case:
+def case(
+    model: Workload,
+    chosen: Plan,
+    layout: Layout,
+    costs: CostModel,
+    contention: ContentionModel,
+    policies: Policies = FULL_TRAINING,
+) -> Case:
     knobs = (chosen.micro_batches, chosen.max_gradient_norm, chosen.parallel, chosen.num_ranks, chosen.optimizer)
-    step, costs = StepSpec(*knobs, chosen.host_gradients), costs.stepping(chosen.optimizer)
-    pairs = [(s, c) for s in range(model.num_blocks + 1) for c in range(model.num_blocks + 1 - s)]
+    step, costs = StepSpec(*knobs, chosen.host_gradients, chosen.shard_ranks), costs.stepping(chosen.optimizer)
+    most = model.num_blocks + 1 if policies.sections.has_modes else 1
+    pairs = [(s, c) for s in range(most) for c in range(most - s)]
     modes = ModeRows(model.num_blocks, *(np.array(column) for column in zip(*pairs, strict=True)))
-    compute = compute_table(model, modes, costs, step)
+    compute = compute_table(model, modes, costs, step, policies)
     on_disk = DiskChoice(chosen.n_disk_state, chosen.n_disk, chosen.n_staging)
     places = Placements.of(layout, [(chosen.n_persist, chosen.n_host_stepped, chosen.n_shard)], [on_disk])
     chunks = chunk_table(model, layout, costs, step, places, has_disk=Lane.DISK in contention.lanes)
-    return Case(model, chosen, layout, costs, contention, compute, chunks)
+    return Case(model, chosen, layout, costs, contention, compute, chunks, policies)
 
 
 def hand_made(model: Workload, chosen: Plan, hardware: Hardware, contention: ContentionModel | None = None) -> Case:
@@ -154,10 +164,24 @@ def cases(draw: DrawFn) -> Case:
     chosen = chosen.model_copy(update={"activation_modes": None})
     if draw(st.booleans()):
         chosen = chosen.model_copy(update={"n_swap": 0, "micro_batches": 1, "max_gradient_norm": None})
+    return draw(on_a_machine(model, chosen, layout, has_disk=has_disk))
+
+
+@st.composite
+def on_a_machine(
+    draw: DrawFn,
+    model: Workload,
+    chosen: Plan,
+    layout: Layout,
+    policies: Policies = FULL_TRAINING,
+    *,
+    has_disk: bool,
+) -> Case:
+    """The plan on any machine, with a disk or without."""
     box, calibration = draw(hardware()), draw(st.none() | calibrations())
     if has_disk:
         box = box.model_copy(update={"disk": draw(disks())})
     costs = CostModel(box, calibration, use_measured=draw(st.booleans()))
     among = (ContentionModel.of(box, calibration, has_disk=has_disk), ContentionModel.none(has_disk=has_disk))
     contention = draw(st.sampled_from(among))
-    return case(model, chosen, layout, costs, contention)
+    return case(model, chosen, layout, costs, contention, policies)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from protwin.shared.compile.compile import compile_schedule
-from protwin.shared.layout.layout import build_layout
+from protwin.shared.layout.layout import layout_of
 from protwin.shared.methods.full_training import FULL_TRAINING
 from protwin.shared.methods.method import Method
 from protwin.shared.schema.calibration import Calibration
@@ -31,6 +31,8 @@ from tests.sim.host_account import host_bytes
 from tests.strategies.machines import calibrations, disks, hardware
 from tests.strategies.plans import any_host_gradients, any_optimizer
 from tests.strategies.workloads import workloads
+
+_MODELS = workloads(max_blocks=3)
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def brute_force(
     knobs = (space.chunk_bytes, space.n_buffer, space.prefetch_depth, space.n_checkpoint, space.n_swap)
     chunk_sizes, *others = (() if values is None else values for values in knobs)
     for chunk_bytes in chunk_sizes:
-        layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=chunk_bytes)
+        layout = layout_of(model, chunk_bytes)
         kept = kept_counts(space, len(layout.chunks))
         for (n_persist, n_host_stepped), on_disk, n_buffer, depth, n_checkpoint, n_swap in product(
             kept, disk_counts(space), *others
@@ -129,6 +131,7 @@ def brute_force(
                     continue
                 plan = Plan(
                     workload_id=model.identity,
+                    method=model.method,
                     chunk_bytes=chunk_bytes,
                     n_persist=n_persist,
                     n_host_stepped=n_host_stepped,
@@ -159,9 +162,9 @@ def brute_force(
 
 
 @st.composite
-def cases(draw: DrawFn, method: Method = FULL_TRAINING) -> Case:
-    """Up to three blocks and one or two values of every knob, on any machine; time passes in every one of them."""
-    model = draw(workloads(max_blocks=3))
+def cases(draw: DrawFn, method: Method = FULL_TRAINING, models: st.SearchStrategy[Workload] = _MODELS) -> Case:
+    """Few blocks and one or two values of every knob, on any machine; time passes in every one of them."""
+    model, has_modes = draw(models), method.policies.sections.has_modes
     box, calibration = draw(hardware()), draw(st.none() | calibrations())
     if draw(st.booleans()):
         box = box.model_copy(update={"name": model.measured_on})
@@ -176,12 +179,12 @@ def cases(draw: DrawFn, method: Method = FULL_TRAINING) -> Case:
         n_host_stepped=draw(st.sampled_from(((0,), (0, 1), (0, 2, 5), None))),
         n_buffer=tuple({1000, draw(st.integers(0, 6))}),
         prefetch_depth=some(st.integers(1, 3)),
-        n_checkpoint=tuple({0, draw(st.integers(0, model.num_blocks))}),
-        n_swap=draw(st.sampled_from(((0,), (0,), (0, 1), (0, model.num_blocks)))),
+        n_checkpoint=tuple({0, draw(st.integers(0, model.num_blocks))}) if has_modes else (0,),
+        n_swap=draw(st.sampled_from(((0,), (0,), (0, 1), (0, model.num_blocks)))) if has_modes else (0,),
     )
     step = StepSpec(
         draw(st.sampled_from((1, 1, 2, 3))),
-        draw(st.sampled_from((None, None, 1.0))),
+        draw(st.sampled_from((None, None, 1.0))) if model.distillation is None else None,
         optimizer=draw(any_optimizer(model)),
         host_gradients=draw(any_host_gradients(model)),
     )

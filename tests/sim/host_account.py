@@ -32,7 +32,7 @@ def made_by_steps(plan: Plan, model: Workload, layout: Layout) -> int:
         stepped = [(p.dtype, p.shape) for p in members if p.trainable]
         if plan.parallel is ParallelMode.SHARDED and plan.num_ranks > 1:
             parts = [r for r in regions(chunk, model.parameters) if r.trainable]
-            stepped = [(r.dtype, (r.shard_elements(plan.num_ranks),)) for r in parts]
+            stepped = [(r.dtype, (r.shard_elements(plan.shard_ranks or plan.num_ranks),)) for r in parts]
         made, kernels = 0, [0]
         for dtype, shape in stepped:
             is_narrow = dtype.item_bytes < 4

@@ -6,11 +6,12 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from protwin.shared.schema.hardware import Hardware, Link, Node, Topology
+from protwin.shared.schema.plan import ParallelMode
 from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.costs.task_costs import CostModel
 from tests.sim.bound_cases import Case, case
 from tests.strategies.machines import hardware
-from tests.strategies.plans import parallel_workloads
+from tests.strategies.plans import parallel_workloads, shard_groups
 
 RANKS = 4
 
@@ -40,14 +41,16 @@ def ranked_cases(draw: DrawFn) -> Case:
     """Plans of two to four ranks on such machines, with the tables that bounds read."""
     planned = draw(parallel_workloads(max_blocks=5, measured=None))
     num_ranks = draw(st.integers(2, RANKS))
-    update = {"activation_modes": None, "num_ranks": num_ranks}
+    update: dict[str, object] = {"activation_modes": None, "num_ranks": num_ranks, "shard_ranks": None}
+    if planned.plan.parallel is ParallelMode.SHARDED:
+        update["shard_ranks"] = draw(shard_groups(num_ranks))
     if planned.plan.activation_modes is not None:
         update |= {"n_swap": 0, "n_checkpoint": 0}
     chosen = planned.plan.model_copy(update=update)
     box = draw(nodes())
     use_measured = draw(st.booleans())
     own = CostModel.of(planned.workload.model_copy(update={"measured_on": box.name}), box, num_ranks=num_ranks)
-    costs = CostModel(own.hardware, use_measured=use_measured, together=box)
+    costs = CostModel(own.hardware, use_measured=use_measured, together=box).among(num_ranks, chosen.shard_ranks)
     contention = draw(
         st.sampled_from([ContentionModel.of(box, num_ranks=num_ranks), ContentionModel.none(num_ranks=num_ranks)])
     )

@@ -122,8 +122,11 @@ def parallel_workloads(draw: DrawFn, max_blocks: int = 6, measured: bool | None 
     """A random workload with a random plan for several ranks; often more of them than a chunk has scalars."""
     case = draw(planned_workloads(max_blocks, measured))
     mode = draw(st.sampled_from((ParallelMode.SHARDED, ParallelMode.REPLICATED, ParallelMode.DDP)))
-    num_ranks = draw(st.sampled_from((2, 3, 5, 8, 1000)))
-    return PlannedWorkload(case.workload, draw(_shared(case.plan, case.layout, mode, num_ranks)), case.layout)
+    num_ranks = draw(st.sampled_from((2, 3, 4, 5, 6, 8, 1000)))
+    plan = draw(_shared(case.plan, case.layout, mode, num_ranks))
+    if mode is ParallelMode.SHARDED:
+        plan = plan.model_copy(update={"shard_ranks": draw(shard_groups(num_ranks))})
+    return PlannedWorkload(case.workload, plan, case.layout)
 
 
 @st.composite
@@ -131,6 +134,12 @@ def plans_of_ranks(draw: DrawFn, workload: Workload, mode: ParallelMode, num_ran
     """A plan for so many ranks that ``workload`` can follow, and its layout."""
     plan, layout = draw(plans(workload))
     return draw(_shared(plan, layout, mode, num_ranks)), layout
+
+
+def shard_groups(num_ranks: int) -> SearchStrategy[int | None]:
+    """Ranks of a shard group: all of them in every other plan, else any number that makes equal groups."""
+    smaller = [number for number in range(2, num_ranks) if num_ranks % number == 0]
+    return st.none() | st.sampled_from(smaller) if smaller else st.none()
 
 
 @st.composite

@@ -14,6 +14,8 @@ from protwin.shared.schema.record import (
     MemoryCurve,
     Origin,
     PhaseWait,
+    RankRecord,
+    RankWait,
     Record,
     Remedy,
     RemedyKind,
@@ -81,6 +83,31 @@ def host_memories() -> SearchStrategy[HostMemory]:
 
 
 @st.composite
+def rank_records(draw: DrawFn, rank: int, tasks: tuple[TaskTiming, ...]) -> RankRecord:
+    """Some ranks that are alike, the first of them ``rank``."""
+    waits = [RankWait(task=timing.task, seconds=draw(TIMES_S)) for timing in tasks if timing.lane is Lane.COLLECTIVE]
+    return RankRecord(
+        rank=rank,
+        num_alike=draw(st.integers(1, 3)),
+        name=draw(st.sampled_from(("", "host 1", "host 2"))),
+        machine=draw(st.sampled_from(("", "random machine, 2 cores"))),
+        begins_s=draw(st.floats(-1, 1)),
+        iteration_s=draw(st.floats(1e-6, 100)),
+        forward_s=draw(TIMES_S),
+        backward_s=draw(TIMES_S),
+        optimizer_s=draw(TIMES_S),
+        waits=draw(
+            st.none()
+            | st.just((PhaseWait(phase=IterationPhase.FORWARD, cause=None, seconds=draw(TIMES_S), for_ranks=True),))
+        ),
+        rank_waits=tuple(waits),
+        tasks=tasks,
+        lanes=(),
+        memory=(draw(memory_curves(Memory.DEVICE)),),
+    )
+
+
+@st.composite
 def records(draw: DrawFn) -> Record:
     """Records of a random plan, with a few tasks; they need not be the outcome of any schedule."""
     workload = draw(workloads(max_blocks=3))
@@ -114,6 +141,11 @@ def records(draw: DrawFn) -> Record:
         iteration_s=st.floats(1e-6, 100),
         speedup=st.floats(0.1, 10),
     )
+    ranks, following = [], 0
+    for _ in range(draw(st.integers(0, 3))):
+        first = following + draw(st.integers(0, 2))
+        ranks.append(draw(rank_records(first, tuple(tasks))))
+        following = first + ranks[-1].num_alike
     lanes = draw(st.lists(st.sampled_from(Lane), unique=True))
     memories = draw(st.lists(st.sampled_from(Memory), unique=True))
     return Record(
@@ -149,4 +181,6 @@ def records(draw: DrawFn) -> Record:
         ),
         device_reserved=draw(st.none() | device_reserves()),
         host_memory=draw(st.none() | host_memories()),
+        rank=draw(st.sampled_from([one.rank for one in ranks])) if ranks else 0,
+        ranks=tuple(ranks),
     )

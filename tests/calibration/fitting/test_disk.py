@@ -197,7 +197,7 @@ def subject(folder: Path, hardware: Hardware) -> Subject:
 
 
 def test_a_calibration_measures_the_disk_of_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrating, "optimizer_costs", lambda *_: (OptimizerCosts(), OptimizerCosts()))
+    monkeypatch.setattr(calibrating, "optimizer_costs", lambda *_, **__: (OptimizerCosts(), OptimizerCosts()))
     found = calibrate(subject(folder, MACHINE), steps=2, slowdown_seconds=0.1)
     assert {TaskKind.DISK_READ, TaskKind.DISK_WRITE} <= set(found.factors)
     assert any(Lane.DISK in entry.lanes for entry in found.contention)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +12,19 @@ import torch
 
 from protwin.runtime.checkpoints.checkpoints import has_checkpoint
 from protwin.shared.basics.errors import FileError
+from tests.runtime import killed_saving, killed_training
 from tests.runtime.file_operations import before_every_operation, loaded_step, save
 from tests.runtime.killed_training import SUBJECTS
 from tests.runtime.models import SEED, STEPS, cases, differences
+from tests.runtime.ranks.processes import printed_by
 from tests.runtime.resuming import mixed, start, train
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
 def kills(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """What ``killed_saving`` found."""
-    command = [sys.executable, "-m", "tests.runtime.killed_saving", str(tmp_path_factory.mktemp("kills"))]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    assert result.returncode == 0, result.stderr
-    found: dict[str, list[dict[str, Any]]] = json.loads(result.stdout)
+    said = printed_by(killed_saving.main, str(tmp_path_factory.mktemp("kills")))
+    found: dict[str, list[dict[str, Any]]] = json.loads(said)
     return found
 
 
@@ -170,10 +166,7 @@ def test_empty_folders_links_and_new_folders_are_taken(tmp_path: Path, monkeypat
 
 @pytest.mark.slow
 def test_trainings_killed_at_random_moments_resume_and_end_equal(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.runtime.killed_training", str(tmp_path), "6", "0"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    assert result.returncode == 0, result.stderr
-    ends = json.loads(result.stdout)
+    ends = json.loads(printed_by(killed_training.main, str(tmp_path), "6", "0"))
     assert [end["code"] for end in ends].count(-9) >= 6
     assert ends[-1]["code"] == 0
     assert any(end["from"] not in (None, 0) for end in ends), "some were resumed on their way"

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from protwin.runtime import Training
-from protwin.runtime.checkpoints.checkpoints import MANIFEST, Manifest, SavedFile, read_checkpoint
+from protwin.runtime.checkpoints.checkpoints import read_checkpoint
+from protwin.runtime.checkpoints.manifest import MANIFEST, Manifest, SavedFile
 from protwin.shared.basics.errors import FileError
 from tests.runtime.models import SEED, cases
 from tests.runtime.resuming import kept, mixed, same_bits, saved_after, sgd, start, train

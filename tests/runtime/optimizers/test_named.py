@@ -194,7 +194,7 @@ def test_a_training_goes_on_under_another_plan(optimizer: Optimizer, tmp_path: P
             training.step()
         maps = [
             {state["qmap1"].data_ptr() for state in stepper.optimizer.state.values() if "qmap1" in state}
-            for stepper, _, _ in training._placed.steppers()
+            for stepper, _, _ in training._placed.optimizers.steppers()
         ]
     assert differences(resumed, case.plain.weights[-1]) == []
     assert max(map(len, maps)) == (1 if optimizer is Optimizer.ADAMW_8BIT else 0)

@@ -11,6 +11,7 @@ import pytest
 
 from protwin.runtime import CpuOutOfMemoryError
 from protwin.runtime.chunks.chunk import DeviceChunk
+from protwin.runtime.chunks.model_optimizers import ModelOptimizers
 from protwin.runtime.chunks.placed_model import PlacedModel
 from protwin.shared.basics.errors import ScheduleError
 from tests.runtime.eager_lanes import settle
@@ -60,7 +61,7 @@ def test_a_device_step_that_was_interrupted_is_not_given_up(case: Case, monkeypa
     with ends_in_time(), start(case, model, keep_last_step=True) as training:
         case.loss(model, case.batches[0]).backward()
         with monkeypatch.context() as patched:
-            patched.setattr(PlacedModel, "count_optimizer_state", lambda _: (_ for _ in ()).throw(Fault()))
+            patched.setattr(ModelOptimizers, "count_state", lambda _: (_ for _ in ()).throw(Fault()))
             with pytest.raises(Fault):
                 training.step()
         with pytest.raises(ScheduleError, match="the step on the device has begun"):
@@ -73,7 +74,7 @@ def test_an_earlier_step_that_failed_is_not_given_up(case: Case, monkeypatch: py
     step_on_host = PlacedModel.step_on_host
 
     def step(placed: PlacedModel, chunk: DeviceChunk, present: Sequence[bool], **scale: Any) -> None:
-        if placed._host_optimizers[chunk.chunk.id].num_steps == 1:
+        if placed.optimizers.host[chunk.chunk.id].num_steps == 1:
             may_fail.wait(30)
             raise CpuOutOfMemoryError("out of memory, as was wished")
         step_on_host(placed, chunk, present, **scale)
@@ -98,7 +99,7 @@ def test_no_earlier_step_can_fail_where_the_last_one_is_kept(case: Case, monkeyp
     step_on_host = PlacedModel.step_on_host
 
     def step(placed: PlacedModel, chunk: DeviceChunk, present: Sequence[bool], **scale: Any) -> None:
-        if placed._host_optimizers[chunk.chunk.id].num_steps == 1 and next(failures, False):
+        if placed.optimizers.host[chunk.chunk.id].num_steps == 1 and next(failures, False):
             time.sleep(0.2)
             raise CpuOutOfMemoryError("out of memory, as was wished")
         step_on_host(placed, chunk, present, **scale)

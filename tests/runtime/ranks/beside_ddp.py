@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import hashlib
 import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial, wraps
+from functools import lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,22 +15,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from protwin.runtime import CpuDevice, Training, carry_out
-from protwin.runtime.chunks.chunk import DeviceChunk
-from protwin.runtime.chunks.placed_model import PlacedModel
-from protwin.runtime.chunks.sharded_chunk import ShardedChunk
-from protwin.runtime.model.nested_tensors import storage_bytes
-from protwin.runtime.optimizers.gradient_norms import ClippedNorm
 from protwin.runtime.ranks.launch import launch_of
 from protwin.runtime.ranks.world import _make_default
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.layout.residencies import ChunkResidency, residencies
-from protwin.shared.layout.shards import regions
 from protwin.shared.schema.plan import ParallelMode, Plan
-from protwin.shared.schema.schedule import Content, Memory
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
-from tests.runtime.accounts import error_frac
-from tests.runtime.eager_lanes import WATCHED, eager_peak, settled_lanes
 from tests.runtime.families import family_cases
 from tests.runtime.models import (
     SEED,
@@ -45,7 +33,6 @@ from tests.runtime.models import (
     differences,
     held,
     llama,
-    one_group,
     point_batches,
     snapshot,
     three_groups,
@@ -54,6 +41,7 @@ from tests.runtime.models import (
 )
 
 STEPS = 3
+STEADY = "gated, without dropout"
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
@@ -84,6 +72,13 @@ def _gated_model() -> nn.Module:
     return Gated()
 
 
+def _gated_model_without_dropout() -> nn.Module:
+    model = _gated_model()
+    for layer in model.stack:
+        layer.dropout.p = 0.0
+    return model
+
+
 def in_default_group(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     """``function`` on every rank within a default group, which goes with it: other tests begin without one."""
 
@@ -104,11 +99,19 @@ def in_default_group(function: Callable[_Parameters, _Result]) -> Callable[_Para
 def all_cases(num_batches: int) -> dict[str, Case]:
     """Those of one rank, those of the families, and one whose ranks use other parameters."""
     gated = Case(_gated_model, point_batches(num_batches), has_loss=False)
+    # Random numbers would be drawn when a stand-in for a device comes to it.
+    steady = replace(gated, build=_gated_model_without_dropout)
     # No parameter of it leaves room behind itself in a chunk: a rank's part has no padding.
     wide = Case(
         lambda: llama(hidden_size=64, intermediate_size=128, num_layers=3), token_batches(num_batches), three_groups
     )
-    return {**cases(num_batches), **family_cases(num_batches), "gated": gated, "llama, 64 wide": wide}
+    return {
+        **cases(num_batches),
+        **family_cases(num_batches),
+        "gated": gated,
+        "gated, without dropout": steady,
+        "llama, 64 wide": wide,
+    }
 
 
 def prepare(model: nn.Module, rank: int) -> nn.Module:
@@ -202,7 +205,7 @@ def _trained(case: Case, rank: int, plan: Plan, leaving: frozenset[str], steps: 
         with warnings.catch_warnings():
             # Newer torch has another name for the option, which older torch does not know.
             warnings.simplefilter("ignore", FutureWarning)
-            called = DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=True)
+            called = DistributedDataParallel(model, find_unused_parameters=True)
     else:
         by_hand = ByHand(model, leaving)
     losses, norms = [], []
@@ -221,7 +224,19 @@ def _trained(case: Case, rank: int, plan: Plan, leaving: frozenset[str], steps: 
         optimizer.zero_grad()
         model.zero_grad()
         masters.give_weights()
+        if by_hand is not None:
+            share_buffers(model)
+    # DDP does so before the next forward.
+    share_buffers(model)
     return Reference(losses, snapshot(model), norms)
+
+
+def share_buffers(model: nn.Module) -> None:
+    """Those of rank 0, for all."""
+    for buffer in model.buffers():
+        sent = buffer.contiguous()
+        dist.broadcast(sent, 0)
+        buffer.copy_(sent)
 
 
 def leaving_names(case: Case, plan: Plan) -> frozenset[str]:
@@ -315,162 +330,3 @@ def run(
         if within is not None:
             within(training)
     return training, losses
-
-
-@in_default_group
-def peak_error(rank: int, name: str, plan: Plan, num_batches: int) -> tuple[float, int, int]:
-    """How far the peak with settled lanes is outside the schedule's account, as a part of it; what the host holds.
-
-    The latter is bytes of the tensors that chunks have on the host, and what the schedule says of them.
-    """
-    case = all_cases(num_batches)[name]
-    schedule = compile_schedule(plan, case.workload)
-    model, device = prepare(case.build(), rank), CpuDevice()
-    with carry_out(
-        model, plan, case.workload, optimizer=case.make_optimizer, parameter_groups=case.groups(model), device=device
-    ) as training:
-        with settled_lanes(training):
-            for batches in batches_of(case, rank, plan.num_ranks, plan.micro_batches)[:WATCHED]:
-                for batch in held(case, batches):
-                    case.loss(model, batch).backward()
-                training.step()
-        peak_bytes = training.peak_device_bytes
-        host_bytes = host_bytes_of(training)
-    del model, training, batch
-    gc.collect()
-    assert device.ledger.named_bytes == device.ledger.watched_bytes == 0
-    said_bytes = schedule.static_bytes(Memory.HOST) + schedule.static_bytes(Memory.PINNED_HOST)
-    said_bytes -= sum(b.size_bytes for b in schedule.buffers if b.is_static and b.content is Content.SWAPPED)
-    account = eager_peak(schedule)
-    account = replace(account, low_bytes=account.low_bytes - stateless_bytes(case, plan, rank))
-    return error_frac(peak_bytes, account), host_bytes, said_bytes
-
-
-def stateless_bytes(case: Case, plan: Plan, rank: int) -> int:
-    """What AdamW's state would have for scalars of a rank's shards on its device that belong to no parameter.
-
-    The schedule's account says that all scalars of a shard have a state: alignment and padding have none.
-    """
-    workload, size_bytes = case.workload, 0
-    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
-    found = residencies(plan, layout)
-    for chunk in layout.chunks:
-        if found[chunk.id] is not ChunkResidency.SHARDED:
-            continue
-        begin_bytes = 0
-        for region in regions(chunk, workload.parameters):
-            count, item_bytes = region.shard_elements(plan.num_ranks), region.dtype.item_bytes
-            shard = range(rank * count, (rank + 1) * count)
-            end_bytes, held_scalars = begin_bytes + region.size_bytes, 0
-            for placed in chunk.parameters:
-                if begin_bytes <= placed.offset_bytes < end_bytes:
-                    first = (placed.offset_bytes - begin_bytes) // item_bytes
-                    last = first + workload.parameters[placed.index].num_elements
-                    held_scalars += max(0, min(last, shard.stop) - max(first, shard.start))
-            moments_bytes = 2 * max(item_bytes, 4) + (4 if item_bytes < 4 else 0)
-            size_bytes += region.trainable * (count - held_scalars) * moments_bytes
-            begin_bytes = end_bytes
-    return size_bytes
-
-
-def host_bytes_of(training: Training) -> int:
-    """Of weights, masters, optimizer state and gradients."""
-    placed = training._placed
-    found = [tensor for chunk in placed.chunks for tensor in host_tensors(chunk)]
-    for optimizer in placed._host_optimizers.values():
-        found += [tensor for tensor in optimizer.state_tensors() if tensor.dim()]
-        found += optimizer.weights
-    return storage_bytes(found)
-
-
-def host_tensors(chunk: DeviceChunk) -> list[torch.Tensor]:
-    """What a chunk holds on the host."""
-    if not isinstance(chunk, ShardedChunk):
-        return [t for t in (chunk._home, chunk._staging, chunk._arrivals) if t is not None]
-    if chunk.is_on_device:
-        return []
-    return [*(region.home for region in chunk._regions), *chunk._sums, *chunk._arrivals_of_regions]
-
-
-@in_default_group
-def one_step(rank: int, name: str, plan: Plan, num_batches: int) -> float:
-    """The worst distance of a weight from plain SGD's with the mean in float64, in units of its rounding.
-
-    The sum of n gradients, its product and the step each round, and so does every later micro-batch's sum: with m
-    micro-batches n + m + 1 times half a unit in the last place.
-    """
-    case = replace(all_cases(num_batches)[name], make_optimizer=partial(torch.optim.SGD, lr=_RATE), groups=one_group)
-    plain = prepare(uncached(case.build()), rank)
-    torch.manual_seed(SEED + rank)
-    batches = batches_of(case, rank, plan.num_ranks, plan.micro_batches, 1)[0]
-    means = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in plain.parameters()]
-    sizes = [torch.zeros_like(mean) for mean in means]
-    for batch in batches:
-        case.loss(plain, batch).backward()
-        for mean, size, parameter in zip(means, sizes, plain.parameters(), strict=True):
-            if parameter.grad is not None:
-                mean += parameter.grad.double() / plan.num_ranks
-                size += parameter.grad.double().abs() / plan.num_ranks
-        plain.zero_grad()
-    model = prepare(case.build(), rank)
-    with carry_out(
-        model, plan, case.workload, optimizer=case.make_optimizer, parameter_groups=case.groups(model)
-    ) as training:
-        torch.manual_seed(SEED + rank)
-        for batch in held(case, batches):
-            case.loss(model, batch).backward()
-        training.step()
-    worst = 0.0
-    for own, parameter, mean, size in zip(model.parameters(), plain.parameters(), means, sizes, strict=True):
-        dist.all_reduce(mean)
-        dist.all_reduce(size)
-        if not parameter.requires_grad:
-            mean.zero_()
-        eps = torch.finfo(parameter.dtype).eps
-        bound = (
-            _RATE * (plan.num_ranks + plan.micro_batches + 1) * eps * size
-            + eps * parameter.detach().double().abs()
-            + 1e-30
-        )
-        gap = (own.detach().double() - (parameter.detach().double() - _RATE * mean)).abs()
-        worst = max(worst, float((gap / bound).max()))
-    return worst
-
-
-_RATE = 0.5
-
-
-@in_default_group
-def weights_hash(rank: int, name: str, plan: Plan, num_batches: int, steps: int = STEPS) -> str:
-    """Of all weights after training."""
-    case = all_cases(num_batches)[name]
-    model = prepare(case.build(), rank)
-    run(case, model, plan, rank, CpuDevice(), steps=steps)
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-@in_default_group
-def norms(rank: int, name: str, plan: Plan, num_batches: int) -> tuple[float, float, int]:
-    """The norm of the first step's gradients, as ranks add it up and as torch takes it, and of how many scalars."""
-    case = all_cases(num_batches)[name]
-    found: list[float] = []
-    clip_by = PlacedModel.clip_by
-
-    def noting(self: PlacedModel, squares: torch.Tensor) -> ClippedNorm:
-        clipped = clip_by(self, squares)
-        found.append(float(clipped.norm))
-        return clipped
-
-    with mock.patch.object(PlacedModel, "clip_by", noting):
-        run(case, prepare(case.build(), rank), plan, rank, CpuDevice())
-    model = prepare(uncached(case.build()), rank)
-    torch.manual_seed(SEED + rank)
-    (batch,) = batches_of(case, rank, plan.num_ranks, 1)[0]
-    case.loss(model, batch).backward()
-    for parameter in model.parameters():
-        parameter.grad = averaged(parameter)
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    return found[0], float(norm), sum(p.numel() for p in model.parameters())

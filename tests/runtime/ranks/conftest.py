@@ -10,16 +10,26 @@ from tests.runtime.ranks.processes import Pool, Ranks
 
 
 @pytest.fixture(scope="session")
-def _pool() -> Iterator[Pool]:
+def pool() -> Iterator[Pool]:
     with Pool() as pool:
         yield pool
 
 
 @pytest.fixture
-def two_ranks(_pool: Pool) -> Ranks:
-    return _pool.of(2)
+def two_ranks(pool: Pool) -> Ranks:
+    return pool.of(2)
 
 
 @pytest.fixture
-def three_ranks(_pool: Pool) -> Ranks:
-    return _pool.of(3)
+def three_ranks(pool: Pool) -> Ranks:
+    return pool.of(3)
+
+
+@pytest.fixture
+def four_ranks(pool: Pool) -> Ranks:
+    return pool.of(4)
+
+
+@pytest.fixture
+def five_ranks(pool: Pool) -> Ranks:
+    return pool.of(5)

@@ -1,23 +1,47 @@
-"""Real processes that stay, one per rank: torch takes seconds to start, so that many cases share them."""
+"""Real processes that stay, one per rank, which many cases share; and processes that do one thing.
+
+[Note: Processes that need not start]
+torch and transformers take five seconds to import and as long to leave, and tests ask for twenty processes.  So all of
+them are forked from one process that has imported what ranks need, and has run nothing: it has no thread.
+"""
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
+import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from protwin.runtime.ranks import failures
+
 PATIENCE_S = 240.0
+_IMPORTED = (
+    "tests.runtime.families",
+    "tests.runtime.killed_ranks",
+    "tests.runtime.killed_saving",
+    "tests.runtime.ranks.beside_groups",
+    "tests.runtime.ranks.measuring",
+    "tests.runtime.ranks.wrong_ranks",
+    "torch.distributed.checkpoint",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+)
+"""See [Note: Processes that need not start]."""
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload([*_IMPORTED])
 
 
 @dataclass(frozen=True)
@@ -42,12 +66,11 @@ class Ranks:
         self._store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
-        context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self.processes = []
         for rank in range(num_ranks):
-            own, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, self._environment(rank)), daemon=True)
+            own, theirs = _CONTEXT.Pipe()
+            process = _CONTEXT.Process(target=_serve, args=(theirs, self._environment(rank)), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(own)
@@ -152,6 +175,48 @@ def _serve(pipe: Connection, environment: Mapping[str, str]) -> None:
             pipe.send(outcome)
         except Exception as error:
             pipe.send(Outcome(error=AssertionError(f"{outcome} cannot be sent: {error}"), trace=outcome.trace))
+
+
+def in_a_process(function: Callable[..., Any], *arguments: Any, patience_s: float = PATIENCE_S) -> Any:
+    """What ``function(*arguments)`` gives in a process of its own, which may start others."""
+    own, theirs = _CONTEXT.Pipe()
+    process = _CONTEXT.Process(target=_answer, args=(theirs, function, arguments))
+    process.start()
+    theirs.close()
+    try:
+        assert own.poll(patience_s), f"{function.__name__} did not end within {patience_s} s"
+        return own.recv().get()
+    finally:
+        process.kill()
+        process.join()
+
+
+def printed_by(program: Callable[[], None], *arguments: str) -> str:
+    """What a program prints that reads ``arguments`` from its command line, in a process of its own."""
+    found: str = in_a_process(_print, program, arguments)
+    return found
+
+
+def _print(program: Callable[[], None], arguments: Sequence[str]) -> str:
+    sys.argv[1:] = arguments
+    with redirect_stdout(io.StringIO()) as said:
+        program()
+    return said.getvalue()
+
+
+def _answer(pipe: Connection, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    try:
+        outcome = Outcome(value=function(*arguments))
+    except BaseException as error:
+        outcome = Outcome(error=error, trace=traceback.format_exc())
+    pipe.send(outcome)
+
+
+@contextmanager
+def without_a_word() -> Iterator[None]:
+    """Within the block a rank ends that says nothing: the others need not wait as long for what it might say."""
+    with mock.patch.object(failures, "_PATIENCE", timedelta(seconds=0.5)):
+        yield
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from protwin.runtime import CpuOutOfMemoryError, NonFiniteGradientError
 from protwin.runtime.ranks.agreement import agree, agreed
 from protwin.runtime.ranks.world import World, join_world
 from protwin.shared import FileError, PlanError, RanksError
-from tests.runtime.ranks.processes import Ranks
+from tests.runtime.ranks.processes import Ranks, without_a_word
 
 ERRORS = {
     "plan": PlanError("the plan is too large."),
@@ -115,7 +115,7 @@ def end_early(rank: int) -> str:
     with world_of(3) as world:
         if rank == 1:
             return ""
-        with pytest.raises(RanksError) as caught:
+        with without_a_word(), pytest.raises(RanksError) as caught:
             agreed(world, lambda: None)
     return str(caught.value)
 

@@ -69,7 +69,7 @@ def place(rank: int, broken: str, piece_bytes: int) -> tuple[dict[str, bytes], d
     before = {name: bits(getattr(model, name)) for name in PARTS}
     placing._PIECE_BYTES = piece_bytes  # type: ignore[misc]
     with world_of(2) as world:
-        place_rank_0(world, model)
+        place_rank_0(world, (*model.parameters(), *model.buffers()))
     assert {name: id(part) for name, part in (*model.named_parameters(), *model.named_buffers())} == identities
     assert {name: getattr(model, name).stride() for name in PARTS} == strides
     assert model.also_tied is model.tied

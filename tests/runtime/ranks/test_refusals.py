@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -77,7 +77,8 @@ def begin(rank: int, workload: Workload, plan: Plan, of_rank_1: Mapping[str, Any
             patch.object(consensus, "software_versions", lambda: versions),
             patch.object(torch.backends.cpu, "get_cpu_capability", lambda: kernels),
         ):
-            carry_out(model, plan.model_copy(update=knobs), own.pop("workload", workload), **(settings | own)).close()
+            given = own.pop("plan", plan.model_copy(update=knobs))
+            carry_out(model, given, own.pop("workload", workload), **(settings | own)).close()
         return model.state_dict()
     finally:
         torch.set_num_threads(1)
@@ -94,6 +95,10 @@ def narrower() -> nn.Module:
     return hand_written(width=16)
 
 
+def wrapped_alone() -> nn.Module:
+    return nn.DataParallel(hand_written())
+
+
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "knob": ({"knobs": {"n_buffer": 4}}, "ranks differ in the plan's n_buffer: 3 on rank 0; 4 on rank 1."),
     "software": ({"versions": {"torch": "2.8"}}, "ranks differ in the version of torch: 2.9 on rank 0; 2.8 on rank 1."),
@@ -102,7 +107,12 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         "ranks differ in the device: a CPU with kernels for AVX2 on rank 0; a CPU with kernels for AVX512 on rank 1.",
     ),
     "model": ({"model": narrower}, "rank 1: the workload was traced from another model"),
-    "budget": ({"budget": "9KiB"}, "rank 1: the plan's device memory may reach "),
+    "budget": ({"budget": "9KiB"}, "the plan's device memory may reach "),
+    "no plan at all": ({"plan": "plan.json"}, "rank 1: plan is a str; it must be a Plan. Plan.load(path) reads a file"),
+    "impossible plan": (
+        {"knobs": {"num_ranks": 0}},
+        "rank 1: the plan given to carry_out() is damaged or inconsistent: num_ranks",
+    ),
     "setting": ({"check_gradients": False}, "ranks differ in check_gradients: True on rank 0; False on rank 1."),
     "scaling": (
         {"knobs": {"max_gradient_norm": 1.0}, "loss_scaling": LossScaling()},
@@ -122,6 +132,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         "ranks differ in weight_decay of parameter group 0: 0.1 on rank 0; 0.2 on rank 1.",
     ),
     "groups": ({"groups": partial(two_groups, least_dim=1)}, "ranks differ in the parameters of parameter group 0: "),
+    "impossible": ({"knobs": {"n_buffer": -1}}, "rank 1: the plan given to carry_out()"),
+    "no plan": ({"workload": 3}, "rank 1: workload is a int; it must be a Workload."),
+    "wrapped": ({"model": wrapped_alone}, "rank 1: the model is wrapped already: torch's Da"),
+    "weights": ({"weights": "nowhere"}, "rank 1: weights = nowhere is given, but every parameter"),
     "meaningless": ({"meter_every": 0}, "rank 1: meter_every is 0; it must be positive."),
 }
 
@@ -132,6 +146,32 @@ def test_what_differs_between_ranks_is_refused_alike_by_all(two_ranks: Ranks, wo
     first, second = two_ranks.errors(begin, workload, plan_of(workload), own)
     assert first == second
     assert first.startswith(f"PlanError: {told}")
+
+
+def test_unlike_devices_are_named(two_ranks: Ranks, workload: Workload) -> None:
+    first, _ = two_ranks.errors(begin, workload, plan_of(workload), {"budget": "9KiB"})
+    assert "but of the devices there is no limit on rank 0; 9 KiB on rank 1. Search a plan for 9 KiB" in first
+
+
+def begin_with(rank: int, workload: Workload, plans: Sequence[Plan | None]) -> Plan:
+    """Each rank has a plan of its own, or none."""
+    with carry_out(hand_written(), plans[rank], workload, optimizer=adamw, rank_timeout_s=20) as training:
+        return training.plan
+
+
+def test_ranks_without_a_plan_take_that_of_rank_0(three_ranks: Ranks, workload: Workload) -> None:
+    plan = plan_of(workload, num_ranks=3)
+    assert three_ranks.run(begin_with, workload, [plan, None, plan]) == [plan] * 3
+    for plans, told in (
+        ([None, plan, plan], "rank 0: plan is None, which takes the plan of rank 0, but this is rank 0. Pass a plan"),
+        ([plan, None, plan.model_copy(update={"n_buffer": 4})], "ranks differ in the plan's n_buffer: 3 on ranks 0, 1"),
+        ([plan_of(workload, num_ranks=2), None, None], "the plan is for 2 ranks, but 3 processes were started"),
+    ):
+        errors = three_ranks.errors(begin_with, workload, plans)
+        assert len(set(errors)) == 1
+        assert errors[0].startswith(f"PlanError: {told}")
+    with pytest.raises(PlanError, match="plan is None, which takes the plan of rank 0, but this is rank 0"):
+        carry_out(hand_written(), None, workload)
 
 
 def test_ranks_that_are_alike_begin(two_ranks: Ranks, workload: Workload) -> None:
@@ -211,10 +251,3 @@ def test_a_class_of_the_same_name_is_no_wrapper() -> None:
     check_unwrapped(DistributedDataParallel(2, 2))
     with pytest.raises(PlanError, match="the model is wrapped already: torch's DataParallel"):
         check_unwrapped(nn.DataParallel(nn.Linear(2, 2)))
-
-
-def test_several_ranks_on_other_devices_than_cpus_are_refused_by_name(workload: Workload) -> None:
-    with pytest.raises(PlanError, match=r"for 2 ranks, which are carried out on CPUs with gloo so far, .* is cuda"):
-        consensus.check_ranks_on(plan_of(workload), torch.device("cuda", 0))
-    consensus.check_ranks_on(plan_of(workload), torch.device("cpu"))
-    consensus.check_ranks_on(plan_of(workload, num_ranks=1, parallel=ParallelMode.SINGLE), torch.device("cuda", 0))

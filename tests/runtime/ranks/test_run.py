@@ -82,24 +82,48 @@ def test_two_ranks_train_as_a_plain_loop_over_the_data_of_both(two_ranks: Ranks,
     assert f"step 4: evaluation loss {expected:.4f}" in told
 
 
+def test_two_ranks_go_on_from_their_checkpoint(two_ranks: Ranks, job: Path) -> None:
+    """After a restart by torchrun too, which finds what the launch has saved; not what another one has."""
+    saving = (*TUNING, "--checkpoint=saved", "--checkpoint-every=1", "--save=tuned")
+    two_ranks.run(protwin_on, job, *saving[:-1], "--steps=2")
+    for arguments, restarts, code in (
+        (("--steps=3",), "0", 2),
+        (("--resume", "--steps=3", "--seed=7"), "0", 2),
+        (("--resume", "--steps=3"), "0", 0),
+        (("--steps=4", "--save=tuned"), "1", 0),
+    ):
+        found = two_ranks.run(protwin_restarted, job, restarts, *saving[:-1], *arguments)
+        assert [one[0] for one in found] == [code, code], found
+    plain, tuned = trained_plainly(job / "base", chats(12), steps=4), saved(job / "tuned")
+    assert same_bits(dict(plain.state_dict()), dict(tuned.state_dict()))
+
+
+def protwin_restarted(rank: int, folder: Path, restarts: str, *arguments: str) -> tuple[int, str, str]:
+    with environment(TORCHELASTIC_RESTART_COUNT=restarts):
+        return protwin_on(rank, folder, *arguments)
+
+
 def test_the_record_counts_the_data_of_all_ranks(two_ranks: Ranks, job: Path) -> None:
-    (code, output, errors), other = two_ranks.run(protwin_on, job, *TUNING, "--steps=6", "--json")
+    told = ("--steps=6", "--json", "--timeline=timeline.json")
+    (code, output, errors), other = two_ranks.run(protwin_on, job, *TUNING, *told)
     assert (code, errors) == (0, "")
     assert other == (0, "", "")
     record = Record.from_mapping(json.loads(output), origin="standard output")
     workload = Workload.load(job / "workload.json")
     assert (record.num_samples, record.num_tokens) == (2 * workload.num_samples, 2 * workload.num_tokens)
     assert record.plan.num_ranks == 2
+    assert [one.rank for one in record.ranks] == [0, 1]
+    events = json.loads((job / "timeline.json").read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert names == [f"measured, rank {rank}: {record.model_name}" for rank in (0, 1)]
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (("--save=base",), "error: base is not empty. "),
-        (
-            ("--checkpoint=saved",),
-            "error: --checkpoint saved: the plan is for 2 ranks, but one rank alone can be",
-        ),
+        (("--checkpoint=base",), "error: base holds something already. Pass --resume to go on from it, or "),
+        (("--checkpoint=saved", "--resume"), "error: saved holds no checkpoint. Leave out --resume to begin at "),
         (("--ranks=3",), "error: --ranks is 3, but the plan is for 2 ranks (replicated). Pass --ranks 2, or "),
         (("--plan=eight.json",), "error: the plan is for 8 ranks, but 2 processes were started (WORLD_SIZE = 2). "),
         (("--plan=one.json",), "error: the plan is for one rank, but 2 processes were started together (WORLD_SIZE"),
@@ -170,8 +194,8 @@ LAUNCH = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "hos
 
 def test_a_rank_knows_with_how_many_it_shares_the_machine() -> None:
     assert rank_at_hand({}) == ALONE
-    assert rank_at_hand(LAUNCH) == RunRank(1, 4, 4)
-    assert rank_at_hand({**LAUNCH, "LOCAL_WORLD_SIZE": "2"}) == RunRank(1, 4, 2)
+    assert rank_at_hand(LAUNCH) == RunRank(1, 4, 4, 1)
+    assert rank_at_hand({**LAUNCH, "LOCAL_WORLD_SIZE": "2"}) == RunRank(1, 4, 2, 1)
     with pytest.raises(RanksError, match="MASTER_PORT is not set"):
         rank_at_hand({**LAUNCH, "MASTER_PORT": ""})
 

@@ -19,6 +19,8 @@ def met(rank: int, *, expect_default: bool) -> tuple[int, int, int, float, float
     assert dist.is_initialized() is expect_default
     world = join_world(3, timeout_s=30)
     try:
+        world.open_lane(torch.device("cpu"))
+        assert world.between_steps_group is world.control_group
         sums = []
         for group, factor in ((world.lane_group, 1), (world.control_group, 10)):
             number = torch.tensor([float(factor * (rank + 1))])
@@ -66,6 +68,8 @@ def meet_side_by_side(rank: int) -> list[float]:
     found = []
     for first in (0, 1):
         worlds = [join_world(3, timeout_s=20) for _ in range(2)]
+        for world in worlds:
+            world.open_lane(torch.device("cpu"))
         worlds.pop(first).leave()
         number = torch.tensor([float(rank + 1)])
         dist.all_reduce(number, group=worlds[0].lane_group)

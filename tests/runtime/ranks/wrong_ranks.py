@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Final
 from unittest import mock
@@ -14,6 +14,7 @@ import torch
 from protwin.runtime.chunks.placed_model import PlacedModel
 from protwin.runtime.chunks.sharded_chunk import ShardedChunk
 from protwin.runtime.devices.lanes import Mark
+from protwin.runtime.ranks import ordered_sums
 from protwin.runtime.ranks.collectives import Collectives
 from protwin.runtime.training.compute_lane import ComputeLane
 from protwin.runtime.training.rank_work import RankWork
@@ -31,7 +32,7 @@ def _mean_of_those_that_have_one() -> Iterator[None]:
     def counted(self: RankWork, chunk: Any, gradients: Sequence[torch.Tensor | None]) -> list[int]:
         missing = agree(self, chunk, gradients)
         self.is_whole = torch.tensor([float(g is not None) for g in gradients])  # type: ignore[attr-defined]
-        self._collectives.add_up(self.is_whole)  # type: ignore[attr-defined]
+        self._collectives.add_up([self.is_whole])  # type: ignore[attr-defined]
         return missing
 
     average = RankWork._average
@@ -83,14 +84,15 @@ def _left_before_it_was_averaged() -> Iterator[None]:
 @contextmanager
 def _added_up_alone() -> Iterator[None]:
     """A sum in the place of the mean: AdamW hardly sees it, a limited norm does."""
-    average = Collectives.average
+    average = RankWork._average
 
-    def summed(self: Collectives, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        average(self, gradients)
-        for gradient, _ in gradients:
-            gradient.mul_(self.num_ranks)
+    def summed(self: RankWork, chunk: Any, gradients: list[torch.Tensor | None], count: Any) -> None:
+        average(self, chunk, gradients, count)
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.mul_(self._collectives.num_ranks)
 
-    with mock.patch.object(Collectives, "average", summed):
+    with mock.patch.object(RankWork, "_average", summed):
         yield
 
 
@@ -99,8 +101,10 @@ def _shards_off_by_one() -> Iterator[None]:
     """Gradients are laid flat one scalar behind the parameters that they are of."""
     flattened = ShardedChunk.flattened
 
-    def shifted(self: ShardedChunk, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        return [whole.roll(1) for whole in flattened(self, gradients)]
+    def shifted(
+        self: ShardedChunk, gradients: Sequence[torch.Tensor | None], flats: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        return [whole.copy_(whole.roll(1)) for whole in flattened(self, gradients, flats)]
 
     with mock.patch.object(ShardedChunk, "flattened", shifted):
         yield
@@ -135,7 +139,14 @@ def _norm_of_one_rank() -> Iterator[None]:
         yield
 
 
-_WRONG: Final[Mapping[str, Callable[[], Any]]] = {
+@contextmanager
+def _in_the_order_of_a_ring() -> Iterator[None]:
+    """The library chooses the order in which it adds up."""
+    with mock.patch.object(ordered_sums, "is_ordered_here", return_value=False):
+        yield
+
+
+_WRONG: Final[Mapping[str, Callable[[], AbstractContextManager[None]]]] = {
     "mean of unequal parts": _mean_of_those_that_have_one,
     "reduced too early": _reduced_before_the_last_micro_batch,
     "left too early": _left_before_it_was_averaged,
@@ -143,6 +154,7 @@ _WRONG: Final[Mapping[str, Callable[[], Any]]] = {
     "off by one": _shards_off_by_one,
     "gathered too early": _gathered_before_the_step,
     "norm of one rank": _norm_of_one_rank,
+    "in the order of a ring": _in_the_order_of_a_ring,
 }
 VARIANTS: Final = (
     ("mean of unequal parts", "gated", ParallelMode.DDP, 0),
@@ -157,7 +169,12 @@ VARIANTS: Final = (
 """Variant, model, mode and seed of a plan that shows it."""
 
 
+def within(variant: str | None) -> AbstractContextManager[None]:
+    """Within the block this variant is in the place of the right one; None: the right one."""
+    return nullcontext() if variant is None else _WRONG[variant]()
+
+
 def train_wrong(rank: int, variant: str, name: str, plan: Plan, num_batches: int) -> Found:
     """``train`` with one thing done wrong."""
-    with _WRONG[variant]():
+    with within(variant):
         return train(rank, name, plan, num_batches)

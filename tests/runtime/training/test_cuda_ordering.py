@@ -14,12 +14,12 @@ import torch
 from protwin.runtime import CudaDevice, Training, carry_out
 from protwin.runtime.devices import stream_clock
 from protwin.runtime.hooks.swapping import SwappedBlock
-from protwin.runtime.training.transfer_lanes import TransferLanes
+from protwin.runtime.training.lane_work import LaneWork
 from protwin.shared.basics.errors import HardwareError, ScheduleError
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ActivationMode, Plan
 from protwin.shared.schema.schedule import Memory
-from tests.runtime.deferred_cuda import DeferredCuda, StandInStream
+from tests.runtime.deferred_cuda import DeferredCuda, StandInStream, backward, cuda_device
 from tests.runtime.models import Case, adamw, differences, hand_written, llama, point_batches, snapshot, token_batches
 
 KEEP, CHECKPOINT, SWAP = ActivationMode.KEEP, ActivationMode.CHECKPOINT, ActivationMode.SWAP
@@ -61,35 +61,6 @@ def plan_of(case: Case, modes: tuple[ActivationMode, ...] = (SWAP, CHECKPOINT, K
 def stand_in(starved: str = "", seed: int = 0) -> DeferredCuda:
     """Starved lanes are named by the order in which streams are made: the clock's, then H2D's, then D2H's."""
     return DeferredCuda(starved={"H2D": "2", "D2H": "3"}.get(starved, starved), seed=seed)
-
-
-def cuda_device(budget_bytes: int | None = None) -> CudaDevice:
-    """A ``CudaDevice`` whose tensors are the CPU's."""
-    device = CudaDevice(budget_bytes=budget_bytes)
-    device.torch_device = torch.device("cpu")
-    return device
-
-
-def elsewhere(work: Callable[[], None], cuda: DeferredCuda) -> None:
-    """``work`` on another thread, as autograd runs the backward of a CUDA device; with its errors."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            with cuda.on(cuda.compute):
-                work()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if raised:
-        raise raised[0]
-
-
-def backward(loss: torch.Tensor, cuda: DeferredCuda) -> None:
-    elsewhere(loss.backward, cuda)
 
 
 def train(case: Case, plan: Plan, cuda: DeferredCuda, look: Callable[[Training], None] = lambda _: None) -> list[str]:
@@ -175,13 +146,13 @@ def test_cpu_adam_that_does_not_wait_for_gradients_to_arrive_steps_with_others(m
 
 
 def test_gradients_that_go_when_their_copy_is_queued_are_gone_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = TransferLanes._offload
+    right = LaneWork._offload
 
-    def wrong(tasks: TransferLanes, chunk: Any, iteration: int, task: Any) -> None:
+    def wrong(tasks: LaneWork, chunk: Any, iteration: int, task: Any) -> None:
         right(tasks, chunk, iteration, task)
         tasks._held.clear()
 
-    monkeypatch.setattr(TransferLanes, "_offload", wrong)
+    monkeypatch.setattr(LaneWork, "_offload", wrong)
     assert fails(plan_of(POINTS), "D2H")
 
 

@@ -21,7 +21,7 @@ from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.schedule import Content, Memory
 from protwin.shared.schema.workload import Phase as WorkloadPhase
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
-from tests.runtime.models import SEED, Case, cases, held
+from tests.runtime.models import SEED, Case, cases, differences, held, snapshot, token_batches, uncached
 from tests.strategies.plans import plans
 
 STEADY = 5
@@ -109,6 +109,58 @@ def test_without_concurrency_the_guarantee_is_what_happens(name: str, n_checkpoi
     measured = measured_bytes(case, plan, CpuDevice())
     assert measured <= guaranteed
     assert measured / guaranteed == pytest.approx(1, rel=5e-3)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_larger_batch_is_held_to_the_budget_wherever_it_comes(place: int) -> None:
+    """As any micro-batch of an iteration of which nobody watches the others; a smaller one trains like the plain loop.
+
+    The step that it ended is given up, and the next ones are those of a loop without it.
+    """
+    case = long_case("llama")
+    plan = all_persistent(case, 0, micro_batches=2)
+    model, plain = case.build(), uncached(case.build())
+    optimizer = case.make_optimizer(case.groups(plain))
+    (usual,), (small,), (large,) = (token_batches(1, batch=batch) for batch in (2, 1, 8))
+    others = [[usual, small], [usual, small], [usual, large]]
+    pairs = [[usual, usual]] * STEADY + [pair[::-1] if place == 0 else pair for pair in others] + [[usual, usual]]
+    device = CpuDevice(guaranteed_bytes(case, plan))
+    with carry_out(model, plan, case.workload, optimizer=case.make_optimizer, device=device) as training:
+        for pair in pairs:
+            try:
+                for batch in pair:
+                    case.loss(model, batch).backward()
+            except CpuOutOfMemoryError:
+                assert any(batch is large for batch in pair)
+                training.skip_step()
+                continue
+            assert not any(batch is large for batch in pair)
+            training.step()
+            for batch in pair:
+                case.loss(plain, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert training.peak_device_bytes <= device.budget_bytes
+    assert differences(model, snapshot(plain)) == []
+
+
+@settings(max_examples=2, phases=[Phase.explicit, Phase.generate])
+@given(data=st.data())
+def test_a_smaller_batch_fits_wherever_it_comes(data: st.DataObject) -> None:
+    """By any plan: what nobody watched until then, gradients among it, is counted once."""
+    case = long_case("llama")
+    plan = data.draw(plans(case.workload).map(first)).model_copy(update={"micro_batches": 3})
+    (usual,), (small,) = (token_batches(1, batch=batch) for batch in (2, 1))
+    places = [(), (), (), (1,), (0, 2)]
+    model, device = case.build(), CpuDevice(guaranteed_bytes(case, plan))
+    with carry_out(model, plan, case.workload, optimizer=case.make_optimizer, device=device) as training:
+        for smaller in places:
+            for number in range(plan.micro_batches):
+                case.loss(model, small if number in smaller else usual).backward()
+            training.step()
+    assert training.peak_device_bytes <= guaranteed_bytes(case, plan)
+    gc.collect()
+    assert device.ledger.named_bytes == 0
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -15,8 +15,9 @@ from tests.runtime.resuming import plan_of
 from tests.runtime.running_out import run_out
 
 ITERATION = 1
-KINDS_ALONE = [kind for kind in TaskKind if LANE_OF[kind] in LANES_ALONE]
-"""What one rank alone does."""
+OF_BYPASS = (TaskKind.TEACHER_FORWARD, TaskKind.LOSS)
+KINDS_ALONE = [kind for kind in TaskKind if LANE_OF[kind] in LANES_ALONE and kind not in OF_BYPASS]
+"""What one rank alone does in full training."""
 
 
 @lru_cache

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from protwin.runtime import carry_out
 from protwin.shared.layout import layout
 from protwin.shared.schema.plan import Plan
-from protwin.shared.verify import shards
+from protwin.shared.verify import steps
 from tests.runtime.families import family_cases
 from tests.runtime.models import SEED, Case, adamw, cases, uncached
 
@@ -107,7 +107,7 @@ def test_a_plain_loop_with_caches_runs_other_operations(name: str) -> None:
 def test_parameters_closer_than_an_allocator_puts_them_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     case = chosen()["hand-written, batch statistics"]
     monkeypatch.setattr(layout, "ALIGNMENT_BYTES", 4)
-    monkeypatch.setattr(shards, "_ALIGNMENT_BYTES", 4)  # the verifier's own
+    monkeypatch.setattr(steps, "_ALIGNMENT_BYTES", 4)  # the verifier's own
     ran, expected = by_a_plan(case), plainly(case, uncached(case.build()))
     assert [name for name, _ in ran] == [name for name, _ in expected]
     assert ran != expected

@@ -188,7 +188,7 @@ def failing_once(training: Training, task: Task, iteration: int) -> Iterator[Non
             has_failed.append(True)
             raise CpuOutOfMemoryError("out of memory, as was wished")
 
-    original = training._lanes._work
+    original = training._lanes.work.of
 
     def work(begun: Task, at: int) -> Callable[[], None]:
         inner = original(begun, at)
@@ -200,11 +200,11 @@ def failing_once(training: Training, task: Task, iteration: int) -> Iterator[Non
         return run
 
     metering.begin_task = begin  # type: ignore[method-assign]
-    training._lanes._work = work  # type: ignore[method-assign]
+    training._lanes.work.of = work  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del metering.begin_task, training._lanes._work
+        del metering.begin_task, training._lanes.work.of
     assert has_failed
 
 

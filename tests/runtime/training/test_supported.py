@@ -43,7 +43,8 @@ def test_names_stand_for_their_values_in_a_copied_plan(case: Case, model: nn.Mod
 
 
 @pytest.mark.parametrize(
-    ("knob", "value"), [("max_gradient_norm", -1.0), ("micro_batches", 0), ("optimizer", "adamm"), ("n_buffer", -1)]
+    ("knob", "value"),
+    [("max_gradient_norm", -1.0), ("micro_batches", 0), ("optimizer", "adamm"), ("n_buffer", -1), ("shard_ranks", 3)],
 )
 def test_impossible_values_of_a_copied_plan_are_named(case: Case, model: nn.Module, knob: str, value: object) -> None:
     plan = plan_for(case.workload).model_copy(update={knob: value})

@@ -216,8 +216,9 @@ FIELDS = {"workload_id": "w", "chunk_bytes": 1, "n_persist": 0, "n_buffer": 0}
         ('{"kind": "plan", "schema_version": 2, "chunk_bytes": 1e999}', "chunk_bytes"),
         ('{"kind": "plan", "schema_version": 2, "chunk_bytes": ' + "9" * 5_000 + "}", "damaged"),
         ("[" * 100_000, "damaged"),
+        (json.dumps(HEAD | FIELDS)[:-1] + ', "n_buffer": 3}', "'n_buffer' is stated more than once"),
     ],
-    ids=range(28),
+    ids=range(29),
 )
 def test_damaged_and_foreign_files_are_refused_with_the_reason(text: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"

@@ -147,11 +147,13 @@ def test_networks_on_the_page(name: str) -> None:
 
 
 def test_the_machine_that_the_page_shows_can_be_read(tmp_path: Path) -> None:
-    (text,) = re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL)
+    text, collectives = re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL)
     path = tmp_path / "machine.toml"
-    path.write_text(text, encoding="utf-8")
-    hardware = load_hardware(path)
-    assert (hardware.num_devices, hardware.price_usd_per_hour) == (2, 0.4)
+    for written in (text, text + collectives):
+        path.write_text(written, encoding="utf-8")
+        hardware = load_hardware(path)
+        assert (hardware.num_devices, hardware.price_usd_per_hour) == (2, 0.4)
+    assert [one.num_ranks for one in hardware.collectives] == [2]
 
 
 def test_the_page_shows_overrides_that_work() -> None:

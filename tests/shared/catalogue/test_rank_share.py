@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from protwin.shared.basics.errors import HardwareError
 from protwin.shared.catalogue.machines import cluster_names, machine, override_hardware
 from protwin.shared.catalogue.rank_share import machine_of_rank, price_of_ranks
-from protwin.shared.schema.hardware import Hardware, LinkPoint
+from protwin.shared.schema.hardware import DeviceKind, Hardware, LinkPoint
+from protwin.sim.costs.copies import copy_time_s
+from protwin.sim.costs.fabrics import fabric_levels
 from protwin.sim.costs.fair_share import fair_shares
-from protwin.sim.costs.task_costs import copy_time_s, host_adam_bytes_per_s
+from protwin.sim.costs.task_costs import host_adam_bytes_per_s
 
 
 def test_one_rank_alone_has_all_that_a_machine_with_one_device_has() -> None:
@@ -102,3 +104,34 @@ def test_every_rank_needs_a_core() -> None:
         machine_of_rank(small, 8)
     enough = override_hardware(machine("h100-80gb-x8"), {"host.num_cores": "4"})
     assert machine_of_rank(enough, 8).host.num_cores == 1
+
+
+def cpu_of(num_ranks: int) -> Hardware:
+    """Four cores that are the device of so many processes."""
+    one = override_hardware(machine("l40s-x8"), {"host.num_cores": "4", "node.sockets": "8", "node.pcie_roots": "8"})
+    assert one.node is not None
+    device = one.device.model_copy(update={"kind": DeviceKind.CPU})
+    node = None
+    if num_ranks > 1:
+        counts = {"num_devices": num_ranks, "sockets": (num_ranks,), "pcie_roots": (num_ranks,)}
+        node = one.node.model_copy(update=counts)
+    return one.model_copy(update={"name": "four cores", "device": device, "node": node, "network": None})
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 7])
+def test_processes_may_outnumber_the_cores_of_a_cpu(num_ranks: int) -> None:
+    whole = cpu_of(num_ranks)
+    share = machine_of_rank(whole, num_ranks)
+    assert share.host.num_cores == max(1, 4 // num_ranks)
+    assert share.host.memory_bandwidth_bytes_per_s * num_ranks == pytest.approx(whole.host.memory_bandwidth_bytes_per_s)
+    assert share.device == whole.device, "a device is what one process reaches beside the others"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 5])
+def test_a_cpu_that_one_process_measured_says_how_to_measure_it_for_several(num_ranks: int) -> None:
+    for ask in (machine_of_rank, fabric_levels):
+        with pytest.raises(HardwareError, match=rf"protwin hardware probe --ranks {num_ranks} --output machine\.toml"):
+            ask(cpu_of(1), num_ranks)
+        with pytest.raises(HardwareError) as caught:
+            ask(machine("rtx-3090"), num_ranks)
+        assert "probe" not in str(caught.value)

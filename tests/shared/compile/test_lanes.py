@@ -8,10 +8,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protwin.shared.compile.assembly import is_there, task_order
 from protwin.shared.compile.compile import compile_schedule, drafted
 from protwin.shared.compile.family import Family, family_of
-from protwin.shared.compile.lanes import NOTHING, DeviceBuffers, FamilyLanes
+from protwin.shared.compile.lanes import NOTHING, DeviceBuffers, FamilyLanes, is_there, task_order
 from protwin.shared.compile.program import Draft
 from protwin.shared.compile.views import tasks_and_buffers
 from protwin.shared.schema.schedule import Content, Lane, Memory, lanes_of

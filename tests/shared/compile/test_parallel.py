@@ -35,6 +35,7 @@ from tests.strategies.plans import PlannedWorkload, parallel_workloads
 SEEDS = st.integers(0, 2**32 - 1)
 MODES = (ParallelMode.DDP, ParallelMode.REPLICATED, ParallelMode.SHARDED)
 CASES = [*((mode, 0) for mode in MODES), (ParallelMode.SHARDED, 4), (ParallelMode.SHARDED, 5)]
+LINE_BYTES = 64
 """Modes, and chunks that are sharded over the devices: none, all but one, all."""
 
 
@@ -177,20 +178,20 @@ def test_only_a_norm_of_shards_is_added_up() -> None:
 @given(parallel_workloads(), st.sampled_from((2, 3, 7, 64, 5000)))
 @settings(max_examples=examples(60, 25))
 def test_shards_hold_every_element_once_and_little_more(case: PlannedWorkload, num_ranks: int) -> None:
-    """Oracle: every element of a chunk, dealt out one by one."""
+    """Oracle: every cache line of a chunk, dealt out one by one."""
     for chunk in case.layout.chunks:
         part = rank_part(chunk, case.workload.parameters, ParallelMode.SHARDED, num_ranks, Optimizer.ADAMW)
         members = [case.workload.parameters[placed.index] for placed in chunk.parameters]
         assert part.gathered_bytes == num_ranks * part.parameter_bytes >= chunk.size_bytes
-        assert part.gathered_bytes - chunk.size_bytes < num_ranks * sum(p.dtype.item_bytes for p in members)
+        assert part.gathered_bytes - chunk.size_bytes < num_ranks * LINE_BYTES * len(members)
         assert num_ranks * part.num_stepped >= chunk.num_trainable
         assert (part.num_stepped > 0) == chunk.is_trainable
         if all(p.dtype is DType.FLOAT32 and p.trainable for p in members):
-            elements = [0] * num_ranks
-            for place in range(chunk.size_bytes // 4):
-                elements[place % num_ranks] += 1
-            assert part.parameter_bytes == 4 * max(elements)
-            assert part.state_bytes == 8 * max(elements) + 4
+            lines = [0] * num_ranks
+            for place in range(chunk.size_bytes // LINE_BYTES):
+                lines[place % num_ranks] += 1
+            assert part.parameter_bytes == LINE_BYTES * max(lines)
+            assert part.state_bytes == 2 * LINE_BYTES * max(lines) + 4
 
 
 def test_the_host_holds_a_share_and_the_device_the_whole() -> None:

@@ -21,6 +21,7 @@ from tests.shared.laid_out import LaidOut, laid_out
 from tests.shared.report.test_advice import advice, ranked
 from tests.shared.report.test_report import shown_name
 from tests.shared.report_pages import HOSTILE, crowded, full_report, html_report
+from tests.shared.several_ranks import several_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason="no Chromium to open the page with")]
 
@@ -123,6 +124,14 @@ def test_nothing_lies_beyond_the_page_and_times_lie_below_each_other(page: Brows
         "[...document.querySelectorAll('main text')].map((one) => parseFloat(getComputedStyle(one).fontSize))"
     )
     assert min(sizes) >= 11
+
+
+@pytest.mark.parametrize("width", [1280, 420])
+def test_ranks_lie_within_the_page(page: Browser, width: int) -> None:
+    ranks = several_ranks()
+    page.open(html_report(title="t", predicted=ranks.alike, measured=ranks.measured), width=width, touch=width < 600)
+    assert page.run("document.querySelectorAll('#figure-ranks-measured .row').length") > 4
+    assert page.run(OUTSIDE) == []
 
 
 @pytest.mark.parametrize("width", [1280, 420])

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from protwin.shared.basics.errors import PlanError
 from protwin.shared.schema.optimizer import HostGradients, Optimizer
-from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan, place_activation_modes
+from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan, TrainingMethod, place_activation_modes
 
 KEEP, CHECKPOINT, SWAP = ActivationMode.KEEP, ActivationMode.CHECKPOINT, ActivationMode.SWAP
 FIELDS: dict[str, Any] = {"workload_id": "w", "chunk_bytes": 4096, "n_persist": 0, "n_buffer": 1}
@@ -112,6 +112,7 @@ def test_the_identity_covers_every_knob() -> None:
     plan = Plan(**FIELDS)
     changes: list[dict[str, object]] = [
         {"workload_id": "v"},
+        {"method": TrainingMethod.BYPASS},
         {"chunk_bytes": 4097},
         {"n_persist": 1},
         {"n_host_stepped": 1},
@@ -131,12 +132,40 @@ def test_the_identity_covers_every_knob() -> None:
         {"host_gradients": HostGradients.FLOAT32},
         {"parallel": ParallelMode.SHARDED},
         {"num_ranks": 2},
+        {"shard_ranks": 2},
     ]
     assert {name for change in changes for name in change} == set(Plan.model_fields) - {"note"}
     identities = [plan.identity, *(plan.model_copy(update=change).identity for change in changes)]
     assert len(set(identities)) == len(identities)
     assert Plan(**FIELDS).identity == plan.identity
     assert Plan(**FIELDS, note="of ours").identity == plan.identity
+
+
+def test_shard_groups_are_equal_parts_of_the_ranks_and_leave_other_plans_as_they_were() -> None:
+    ranks = {**FIELDS, "parallel": "sharded", "num_ranks": 12}
+    whole = Plan(**ranks)
+    assert (whole.num_shards, whole.num_replicas, "shard_ranks" in json.loads(whole.to_json())) == (12, 1, False)
+    for same in (Plan(**ranks, shard_ranks=12), Plan(**ranks, shard_ranks=None)):
+        assert (same, same.identity) == (whole, whole.identity)
+    grouped = Plan(**ranks, shard_ranks=4)
+    assert (grouped.num_shards, grouped.num_replicas) == (4, 3)
+    assert Plan.from_mapping(json.loads(grouped.to_json()), origin="a file") == grouped
+    assert Plan(**{**ranks, "parallel": "ddp"}).num_shards == 1
+
+
+@pytest.mark.parametrize(
+    ("parallel", "shard_ranks", "reason"),
+    [
+        ("sharded", 5, "shard_ranks: 5 does not divide num_ranks 12 into equal groups. Choose from 2, 3, 4, 6, 12"),
+        ("sharded", 24, "shard_ranks: 24 does not divide"),
+        ("sharded", 1, "shard_ranks: 1 leaves nobody to share a chunk with; name ddp or replicated"),
+        ("ddp", 4, "shard_ranks: 4 with parallel ddp; only ranks in mode sharded"),
+        ("replicated", 12, "shard_ranks: 12 with parallel replicated; only ranks in mode sharded"),
+    ],
+)
+def test_shard_groups_that_cannot_be_are_refused(parallel: str, shard_ranks: int, reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        Plan(**FIELDS, parallel=ParallelMode(parallel), num_ranks=12, shard_ranks=shard_ranks)
 
 
 def test_a_note_is_kept_and_an_empty_one_leaves_no_field() -> None:

@@ -99,8 +99,8 @@ def test_a_host_that_is_too_small() -> None:
     assert row.words == "8 GiB pinned in powers of two, 1 GiB optimizer state, 1 GiB Python and libraries"
     loading = record_with(host=host.model_copy(update={"loading_bytes": 20 * GIB}))
     assert beyond_the_schedule(loading)[0].size_bytes == 21 * GIB
-    assert beyond_the_schedule(loading)[0].words.startswith("while the model loads; then")
+    assert beyond_the_schedule(loading)[0].words.startswith("while chunks are filled; then")
     message = host_warning(loading, 10 * GIB)
     assert message is not None
-    assert "needs 21 GiB of host memory while the model loads" in message
+    assert "needs 21 GiB of host memory while its chunks are filled" in message
     assert "10 GiB from then on, but the host has 10 GiB" in message

@@ -15,8 +15,9 @@ from protwin.shared.schema.calibration import Calibration, Factor
 from protwin.shared.schema.hardware import Device, DeviceKind, Disk, Hardware, Link, LinkPoint
 from protwin.shared.schema.schedule import LANE_OF, Lane, Task, TaskId, TaskKind
 from protwin.shared.schema.workload import DType, Operation, OperationClass, Phase
+from protwin.sim.costs.copies import copy_time_s
 from protwin.sim.costs.efficiency import DISPATCHES_PER_LAUNCH, KERNEL_FIXED_S, efficiency_frac
-from protwin.sim.costs.task_costs import CostModel, copy_time_s, host_adam_bytes_per_s, matrix_flop_per_s, roofline_s
+from protwin.sim.costs.task_costs import CostModel, host_adam_bytes_per_s, matrix_flop_per_s, roofline_s
 from protwin.sim.engine.simulator import simulate
 from tests.sim.hand_made import MACHINE, STEPPED_BYTES, adam, copy, machine, plan, workload
 from tests.strategies.machines import hardware, links
@@ -255,6 +256,20 @@ def test_a_disk_takes_its_latency_and_the_rate_of_its_direction() -> None:
     assert costs.task_s(copy(TaskKind.DISK_WRITE, 512)) == 0.5 + 4
 
 
+def test_a_teachers_forward_and_a_loss_are_forwards_unless_they_were_fitted() -> None:
+    of_forward = Calibration(
+        hardware_name="a machine",
+        machine="a machine",
+        factors={TaskKind.FORWARD: Factor(value=2.0)},
+        overhead_s={TaskKind.FORWARD: 0.5},
+    )
+    for kind in (TaskKind.TEACHER_FORWARD, TaskKind.LOSS):
+        assert (of_forward.factor(kind), of_forward.overhead(kind)) == (2.0, 0.5)
+        fitted = of_forward.model_copy(update={"factors": {**of_forward.factors, kind: Factor(value=3.0)}})
+        assert (fitted.factor(kind), fitted.overhead(kind)) == (3.0, 0.0)
+    assert (of_forward.factor(TaskKind.BACKWARD), of_forward.overhead(TaskKind.BACKWARD)) == (1.0, 0.0)
+
+
 @pytest.mark.parametrize("kind", TaskKind)
 def test_calibration_multiplies_and_adds_by_kind(kind: TaskKind) -> None:
     tasks = {
@@ -279,6 +294,8 @@ def test_calibration_multiplies_and_adds_by_kind(kind: TaskKind) -> None:
     calibration = Calibration(
         hardware_name=MACHINE, machine=MACHINE, factors={kind: Factor(value=1.5)}, overhead_s={kind: 0.25}
     )
+    # Where it was not fitted itself, these have the factor of forwards.
+    stand_in = TaskKind.FORWARD if kind in (TaskKind.TEACHER_FORWARD, TaskKind.LOSS) else kind
     for use_measured in (False, True):
         alone = CostModel(machine(disk=DISK), use_measured=use_measured, together=ranks).task_s(task)
         assert alone > 0
@@ -287,7 +304,7 @@ def test_calibration_multiplies_and_adds_by_kind(kind: TaskKind) -> None:
         others = Calibration(
             hardware_name=MACHINE,
             machine=MACHINE,
-            factors={other: Factor(value=9.0) for other in TaskKind if other is not kind},
+            factors={other: Factor(value=9.0) for other in TaskKind if other not in (kind, stand_in)},
         )
         assert CostModel(machine(disk=DISK), others, use_measured=use_measured, together=ranks).task_s(task) == alone
 

@@ -93,8 +93,8 @@ def test_the_account_by_hand() -> None:
     assert found.pinned_bytes == 4 * 4096
     assert found.state_bytes == 2 * 516
     assert found.device_bytes == 0
-    # Loading: 768 bytes of the model; chunk 0 goes to the device, 512 left; two pages for chunk 1, 256 left; two more.
-    assert found.loading_bytes == 256 + 4 * 4096
+    # Loading: chunk 0 goes to the device; two pages for chunk 1, two more for chunk 2.
+    assert found.loading_bytes == 4 * 4096
     assert found.total_bytes == PROCESS_BYTES[DeviceKind.CUDA] + 4 * 4096 + 2 * 516
 
 
@@ -104,25 +104,24 @@ def test_a_cpu_s_device_memory_is_the_host_s() -> None:
     assert found.total_bytes == PROCESS_BYTES[DeviceKind.CPU] + 4 * 4096 + 2 * 516 + 10**6
 
 
-def test_nothing_offloaded_still_loads_the_model() -> None:
+def test_nothing_offloaded_takes_nothing_of_a_host_that_is_no_device() -> None:
     model = workload(3)
     on_gpu, on_cpu = of(model, n_persist=3), of(model, kind=DeviceKind.CPU, n_persist=3)
     assert on_gpu.pinned_bytes == on_gpu.state_bytes == 0
-    assert on_gpu.loading_bytes == 3 * 256
-    assert on_cpu.loading_bytes == 3 * 256 + 256  # chunk 0 is there twice until the model's copy goes
+    assert on_gpu.loading_bytes == 0
+    assert on_cpu.loading_bytes == 3 * 256
 
 
 def test_narrow_parameters_have_masters_from_the_beginning() -> None:
-    # 128 bytes each: a page for parameters and one for gradients of either, and masters of 256.  When the second chunk
-    # is filled, the model's own copy of the first has gone.
-    assert of(narrow(2)).loading_bytes == 128 + 4 * 4096 + 2 * 256
+    # 128 bytes each: a page for parameters and one for gradients of either, and masters of 256.
+    assert of(narrow(2)).loading_bytes == 4 * 4096 + 2 * 256
 
 
 def test_a_rank_has_its_part_of_the_masters_of_offloaded_chunks_alone() -> None:
-    # Chunks come one by one, each of 128 bytes in 256.  The first stays, with masters of 256, all of them.  When the
-    # second is filled, its 128 bytes are there too, beside two pages for its parts and masters of 128, half of them.
+    # Chunks come one by one, each of 256 bytes.  The first stays, with masters of 256, all of them.  When the second is
+    # filled, there are two pages for its parts and masters of 128, half of them.
     found = of(narrow(2), kind=DeviceKind.CPU, n_persist=1, num_sharing=2)
-    assert found.loading_bytes == (256 + 256) + (256 + 128) + 2 * 4096 + 128
+    assert found.loading_bytes == (256 + 256) + 256 + 2 * 4096 + 128
 
 
 def loading_by_hand(case: PlannedWorkload, *, is_on_host: bool) -> int:
@@ -139,17 +138,12 @@ def loading_by_hand(case: PlannedWorkload, *, is_on_host: bool) -> int:
         level += size_bytes
         peak = max(peak, level)
 
-    if not is_sharded:
-        take(sum(parameter.size_bytes for parameter in parameters))
     for chunk in layout.chunks:
         members = [parameters[placed.index] for placed in chunk.parameters]
-        of_model = sum(parameter.size_bytes for parameter in members)
-        if is_sharded:
-            take(of_model)  # read from its file
         widens = chosen.host_gradients is HostGradients.FLOAT32 and (
             chosen.micro_batches > 1 or chosen.max_gradient_norm is not None
         )
-        knobs = (chosen.parallel, chosen.num_ranks, chosen.optimizer)
+        knobs = (chosen.parallel, chosen.shard_ranks or chosen.num_ranks, chosen.optimizer)
         part = rank_part(chunk, parameters, *knobs, widens=widens)
         is_whole = chunk.id < kept
         is_at_home = chunk.id in host_stepped or not (is_whole or chunk.id in in_parts)
@@ -163,13 +157,12 @@ def loading_by_hand(case: PlannedWorkload, *, is_on_host: bool) -> int:
             own = (DType.BFLOAT16,) if chosen.optimizer is Optimizer.ADAMW_BF16 else ()
             narrow = (p for p in members if p.trainable and p.dtype.item_bytes < 4 and p.dtype not in own)
             masters = sum(4 * p.num_elements for p in narrow)
-            take(masters if is_whole or not is_sharded else -(-masters // chosen.num_ranks))
+            take(masters if is_whole or not is_sharded else -(-masters // (chosen.shard_ranks or chosen.num_ranks)))
         if is_on_host:
             take(chunk.size_bytes)  # where it is filled
             level -= chunk.size_bytes
             if is_whole or chunk.id in in_parts:
                 level += chunk.size_bytes if is_whole else part.parameter_bytes
-        level -= of_model
     return peak
 
 
@@ -179,14 +172,12 @@ def test_loading_is_what_its_allocations_come_to(case: PlannedWorkload, is_on_ho
     schedule = compile_schedule(case.plan, case.workload, case.layout)
     found = loading_peak_bytes(schedule, case.workload.parameters, case.layout, is_on_host=is_on_host)
     assert found == loading_by_hand(case, is_on_host=is_on_host)
-    if case.plan.parallel is not ParallelMode.SHARDED:
-        assert found >= sum(parameter.size_bytes for parameter in case.workload.parameters)
 
 
 def test_masters_of_what_stays_on_a_device_are_there_too() -> None:
-    # 128 bytes of the model's own, of each of two chunks that go to the device with masters of theirs.
-    assert of(narrow(2), n_persist=2).loading_bytes == 2 * 128
-    assert of(narrow(2), n_persist=2, kind=DeviceKind.CPU).loading_bytes == 128 + (256 + 256) + (256 + 256)
+    # Two chunks of 256 that go to the device with masters of theirs.
+    assert of(narrow(2), n_persist=2).loading_bytes == 0
+    assert of(narrow(2), n_persist=2, kind=DeviceKind.CPU).loading_bytes == 2 * (256 + 256)
 
 
 @pytest.mark.parametrize("kind", DeviceKind)

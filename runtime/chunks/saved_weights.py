@@ -1,0 +1,245 @@
+"""Weights in safetensors files, read stretch by stretch: each process reads what it keeps, and keeps nothing else.
+
+Files are mapped into memory while one stretch is copied out of them: their pages are the operating system's, which
+takes them back when memory is short.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import safetensors
+import torch
+from torch import nn
+
+from ...shared.basics.errors import FileError, PlanError
+from ..model.pretrained import SAVED_DTYPES, first_line, some, weight_files
+from ..model.strides import contiguous_strides, copy_strided, in_memory_order
+from .meta_parameters import check_exchangeable
+from .parameter_values import ParameterValues, Wanted
+
+_T = TypeVar("_T")
+_PLACES: Final = 64
+_PLACE_BYTES: Final = 4096
+"""How many places of a file, and how much of each, tell files of different weights apart."""
+_COMPARED: Final = 2**22
+"""Scalars that are compared at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """One tensor of a file."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    """The name that safetensors has for it."""
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """The weights of a folder: ``model.safetensors``, or several files with an index."""
+
+    folder: Path
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """What the files call otherwise than the model's ``state_dict``, by its name there."""
+
+    @cached_property
+    def files(self) -> tuple[Path, ...]:
+        """The safetensors files.  Raises FileError if one is missing."""
+        return tuple(weight_files(self.folder))
+
+    @cached_property
+    def tensors(self) -> Mapping[str, SavedTensor]:
+        """All that the files hold, by the names in them.  Raises FileError if a file is damaged."""
+        found: dict[str, SavedTensor] = {}
+        for path in self.files:
+            with _opened(path) as opened:
+                for name in opened.keys():  # noqa: SIM118 - not a mapping
+                    if name in found:
+                        raise FileError(f"{name} is in {found[name].file} and in {path}. Get the folder again.")
+                    held = opened.get_slice(name)
+                    found[name] = SavedTensor(name, path, tuple(held.get_shape()), str(held.get_dtype()))
+        return found
+
+    def find(self, names: Iterable[str]) -> list[SavedTensor]:
+        """What the files hold of a tensor that the model has under these names."""
+        saved = dict.fromkeys(self.renamed.get(name, name) for name in names)
+        return [self.tensors[name] for name in saved if name in self.tensors]
+
+    def read(self, held: SavedTensor, like: torch.Tensor, stretch: slice, place: torch.Tensor) -> None:
+        """Write the scalars ``stretch`` of ``held``, as they lie in a tensor such as ``like``, into ``place`` (n,).
+
+        Other element types are converted.  Raises FileError if the file cannot be read.
+        """
+        if stretch.start >= stretch.stop:
+            return
+        with _opened(held.file) as opened:
+            if not held.shape or like.stride() != contiguous_strides(held.shape):
+                whole = opened.get_tensor(held.name)
+                place.copy_(in_memory_order(copy_strided(whole, like))[stretch])
+                return
+            row = like.numel() // held.shape[0]
+            first, last = stretch.start // row, -(-stretch.stop // row)
+            rows = opened.get_slice(held.name)[first:last].reshape(-1)
+            place.copy_(rows[stretch.start - first * row : stretch.stop - first * row])
+
+    def fingerprint(self) -> str:
+        """A hash of names, shapes, element types and samples of the values, the same for equal folders anywhere."""
+        digest = hashlib.sha256()
+        for held in sorted(self.tensors.values(), key=lambda held: held.name):
+            digest.update(repr((held.name, held.shape, held.dtype)).encode())
+        for path in self.files:
+            try:
+                with path.open("rb") as stream:
+                    size_bytes = path.stat().st_size
+                    for number in range(_PLACES):
+                        stream.seek(size_bytes * number // _PLACES)
+                        digest.update(stream.read(_PLACE_BYTES))
+            except OSError as error:
+                raise FileError(f"{path} cannot be read: {first_line(error)}.") from error
+        return digest.hexdigest()[:16]
+
+    # -- what a model wants of them ----------------------------------------------------------------------------------
+
+    def check(self, model: nn.Module, *, fills_all: bool) -> None:
+        """Raise, before anything moves, FileError unless the files hold the weights of ``model``, and nothing else.
+
+        Parameters on the meta device are to be filled; those that have values keep them.  ``fills_all``: whether what
+        the files lack is a fault, as it is where nobody else has it.  Raises PlanError if no parameter is to be filled,
+        or if one has values and the files have others for it.
+        """
+        parameters = names_of(model.named_parameters(remove_duplicate=False))
+        if not any(parameter.is_meta for parameter, _ in parameters):
+            raise PlanError(
+                f"weights = {self.folder} is given, but every parameter of the model has values already. Build it "
+                f"under torch.device('meta'), or leave weights out."
+            )
+        for parameter, names in parameters:
+            if not parameter.is_meta and self.find(names):
+                raise PlanError(
+                    f"parameter {names[0]} has values, and {self.folder} has others for it. Leave it on the meta "
+                    f"device to have it filled, or take it out of the files."
+                )
+        if reasons := self.misfits(model, fills_all=fills_all):
+            raise FileError(
+                f"the weights in {self.folder} are of another model: {'; '.join(reasons):.400}. Name a folder with the "
+                f"tensors of the model's state_dict()."
+            )
+        for parameter, names in parameters:
+            self._check_equal(self.find(names), parameter, names)
+            if parameter.is_meta:
+                check_exchangeable(names[0], parameter)
+
+    def misfits(self, model: nn.Module, *, fills_all: bool) -> list[str]:
+        """Why the files cannot fill ``model``: what they lack, have besides, or have otherwise.  As of ``check``."""
+        parameters = names_of(model.named_parameters(remove_duplicate=False))
+        buffers = names_of(persistent_buffers(model))
+        reasons: list[str] = []
+        known: set[str] = set()
+        missing: list[str] = []
+        for tensor, names in (*parameters, *buffers):
+            held = self.find(names)
+            known.update(one.name for one in held)
+            reasons += filter(None, (_misfit(one, tensor, names[0]) for one in held))
+            if tensor.is_meta and not held:
+                missing.append(names[0])
+        if missing and fills_all:
+            reasons.insert(0, f"they lack {some(sorted(missing))}")
+        if unexpected := sorted(self.tensors.keys() - known):
+            reasons.append(f"they have {some(unexpected)} besides")
+        return reasons
+
+    def _check_equal(self, held: Sequence[SavedTensor], like: torch.Tensor, names: Sequence[str]) -> None:
+        """Raise FileError if the files have different values for the names of one tied parameter."""
+        for other in held[1:]:
+            for begin in range(0, like.numel(), _COMPARED):
+                stretch = slice(begin, min(begin + _COMPARED, like.numel()))
+                one, two = (torch.empty(stretch.stop - begin, dtype=torch.float64) for _ in range(2))
+                self.read(held[0], like, stretch, one)
+                self.read(other, like, stretch, two)
+                if not torch.equal(one.view(torch.int64), two.view(torch.int64)):
+                    raise FileError(
+                        f"{held[0].name} and {other.name} differ in {self.folder}, but they are one parameter of the "
+                        f"model ({' and '.join(names)}). Untie it, or save the folder again from a model that has it "
+                        f"tied."
+                    )
+
+
+def names_of(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[Any, list[str]]]:
+    """Every tensor once, with all the names that it has."""
+    found: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    for name, tensor in named:
+        found.setdefault(id(tensor), (tensor, []))[1].append(name)
+    return list(found.values())
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that a ``state_dict`` has."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
+
+
+class SavedValues:
+    """Fills chunks from files; what these lack, as ``others`` do."""
+
+    def __init__(self, saved: SavedWeights, model: nn.Module, others: ParameterValues, rank: int = 0) -> None:
+        found = names_of(model.named_parameters(remove_duplicate=False))
+        self._held = {id(parameter): saved.find(names)[:1] for parameter, names in found}
+        self._saved, self._others, self._rank = saved, others, rank
+
+    def made(self, make: Callable[[], _T]) -> _T:
+        """On all ranks."""
+        return self._others.made(make)
+
+    def fill(self, wanted: Sequence[Wanted]) -> None:
+        """Read what the files have; then the others give the rest.  Raises FileError."""
+        self.made(lambda: self._read(wanted))
+        self._others.fill([one for one in wanted if not self._held[id(one.parameter)]])
+
+    def _read(self, wanted: Sequence[Wanted]) -> None:
+        for one in wanted:
+            for held in self._held[id(one.parameter)]:
+                self._saved.read(held, one.parameter, one.own(self._rank), one.place)
+
+
+def _misfit(held: SavedTensor, tensor: torch.Tensor, name: str) -> str | None:
+    """Why ``held`` cannot fill ``tensor``."""
+    if held.shape != tuple(tensor.shape):
+        return f"{held.name} is {list(held.shape)} in them and {list(tensor.shape)} in the model"
+    if tensor.is_floating_point() and held.dtype in SAVED_DTYPES:
+        return None
+    if getattr(torch, _OTHER_DTYPES.get(held.dtype, ""), None) is tensor.dtype:
+        return None
+    return f"{held.name} is {held.dtype} in them and {str(tensor.dtype).removeprefix('torch.')} in the model ({name})"
+
+
+_OTHER_DTYPES: Final = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+    "C64": "complex64",
+}
+"""Element types that are taken as they are alone."""
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Raises FileError if it cannot be read."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as opened:
+            yield opened
+    except (OSError, safetensors.SafetensorError) as error:
+        raise FileError(f"{path} cannot be read: {first_line(error)}. Get the file again.") from error

@@ -1,0 +1,92 @@
+"""The weights of ``protwin run --weights``: read into chunks where the files have the model's own names.
+
+transformers renames, splits and joins the tensors of some families while it loads them.  Such a model is loaded whole,
+by transformers itself, before it moves into its chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...shared.schema.training_options import TrainingOptions
+from ..chunks.meta_parameters import parameters_on_meta
+from ..chunks.saved_weights import SavedWeights
+from ..model.adapters import LowRankLinear
+from ..model.configurations import build_model
+from ..model.pretrained import check_dtypes, load_generation, load_pretrained
+from ..tracing.configurations import apply_options
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltModel:
+    """A model that is about to be trained."""
+
+    model: nn.Module
+    weights: SavedWeights | None = None
+    """What fills its parameters on the meta device; None: it has values."""
+
+
+@dataclass(frozen=True, slots=True)
+class FolderModel:
+    """The model of a folder in the Hugging Face form."""
+
+    folder: Path
+    configuration: Mapping[str, Any]
+    name: str
+    dtype: torch.dtype
+    options: TrainingOptions
+    seed: int
+    """Of low-rank matrices."""
+    is_converting: bool
+    """Whether weights of another element type are converted."""
+
+    def build(self, before_loading: Callable[[], None]) -> BuiltModel:
+        """The model in training mode, without the memory of its weights wherever the files can fill it.
+
+        ``before_loading`` is called before it is loaded whole, if it has to be.  Raises FileError if files are missing
+        or damaged, or have another element type that is not to be converted, and what ``load_pretrained`` does.
+        """
+        with parameters_on_meta():
+            model = build_model(self.configuration, self.name, self.dtype, device="cpu")
+        saved = SavedWeights(self.folder)
+        if not self.is_converting:
+            check_dtypes(self.folder, saved.files, model, self.dtype)
+        load_generation(model, self.folder)
+        self._adapt(model)
+        saved = SavedWeights(self.folder, _renamed(model, saved.tensors))
+        if not saved.misfits(model, fills_all=True):
+            return BuiltModel(model.train(), saved)
+        before_loading()
+        model = load_pretrained(
+            self.folder, self.configuration, self.name, self.dtype, is_converting=self.is_converting
+        )
+        self._adapt(model)
+        return BuiltModel(model)
+
+    def _adapt(self, model: nn.Module) -> None:
+        torch.manual_seed(self.seed)
+        # No file has low-rank matrices: they have values, whatever they lie beside.
+        apply_options(model, self.options, device=torch.device("cpu"))
+
+
+def _renamed(model: Any, saved: Mapping[str, object]) -> dict[str, str]:
+    """What the files call the tensors of ``model``, where that is something else than it does.
+
+    They do not know that maps have low-rank matrices beside them, and may leave out or add what the model without its
+    head is called within the whole.
+    """
+    prefix = f"{model.base_model_prefix}."
+    bases = [f"{path}.base." for path, part in model.named_modules() if isinstance(part, LowRankLinear)]
+    found: dict[str, str] = {}
+    for name in model.state_dict():
+        base = next((base for base in bases if name.startswith(base)), None)
+        plain = name if base is None else f"{base.removesuffix('base.')}{name.removeprefix(base)}"
+        spellings = (plain, plain.removeprefix(prefix), prefix + plain)
+        found[name] = next((spelling for spelling in spellings if spelling in saved), plain)
+    return found

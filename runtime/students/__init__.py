@@ -1,0 +1,1 @@
+"""A student made of its teacher: built block by block, initialised from the teacher's values, saved and loaded."""

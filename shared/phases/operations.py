@@ -1,0 +1,111 @@
+"""Element types, and the operations of a phase."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Final
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from ..basics.documents import FrozenModel
+
+MAX_BYTES: Final = 2**60
+Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
+SignedBytes = Annotated[int, Field(ge=-MAX_BYTES, le=MAX_BYTES)]
+
+
+class DType(StrEnum):
+    """Element types of parameters and compute, by their torch names."""
+
+    FLOAT64 = "float64"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT8_E4M3FN = "float8_e4m3fn"
+    FLOAT8_E5M2 = "float8_e5m2"
+    INT64 = "int64"
+    INT32 = "int32"
+    INT16 = "int16"
+    INT8 = "int8"
+    UINT8 = "uint8"
+    BOOL = "bool"
+
+    @classmethod
+    def _missing_(cls, value: object) -> DType | None:
+        """The type that people call so: ``bf16``, ``fp32``, ``half``, ``torch.float16``, in any case."""
+        if not isinstance(value, str):
+            return None
+        name = value.strip().casefold().removeprefix("torch.")
+        return cls._value2member_map_.get(_USUAL_NAMES.get(name, name))  # type: ignore[return-value]
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return _ITEM_BYTES[self]
+
+
+_USUAL_NAMES: Final = {
+    "bf16": "bfloat16",
+    "double": "float64",
+    "f16": "float16",
+    "f32": "float32",
+    "fp16": "float16",
+    "fp32": "float32",
+    "fp64": "float64",
+    "half": "float16",
+    "single": "float32",
+}
+
+_ITEM_BYTES: Final[dict[DType, int]] = {
+    DType.FLOAT64: 8,
+    DType.FLOAT32: 4,
+    DType.BFLOAT16: 2,
+    DType.FLOAT16: 2,
+    DType.FLOAT8_E4M3FN: 1,
+    DType.FLOAT8_E5M2: 1,
+    DType.INT64: 8,
+    DType.INT32: 4,
+    DType.INT16: 2,
+    DType.INT8: 1,
+    DType.UINT8: 1,
+    DType.BOOL: 1,
+}
+
+
+class DTypeOrigin(StrEnum):
+    """Who chose the element type of the weights."""
+
+    ASKED = "asked"
+    """The user, by ``--dtype``."""
+    PUBLISHED = "published"
+    """Whoever published the model."""
+    DEVICE = "device"
+    """The device: another one than published, which its matrix units compute in."""
+
+
+class OperationClass(StrEnum):
+    """Operations whose cost follows the same law."""
+
+    MATMUL = "matmul"
+    ATTENTION = "attention"
+    NORMALIZATION = "normalization"
+    ELEMENTWISE = "elementwise"
+    REDUCTION = "reduction"
+    EMBEDDING = "embedding"
+
+
+class Operation(FrozenModel):
+    """Operations of one kind and size within a phase."""
+
+    name: str
+    """The ATen operator."""
+    operation_class: OperationClass
+    dtype: DType
+    flops: NonNegativeInt
+    """Floating-point operations of one call (a multiply-add is two)."""
+    bytes_moved: Bytes
+    """Bytes read plus bytes written by one call, each tensor once."""
+    count: PositiveInt = 1
+    shape: tuple[NonNegativeInt, ...] = ()
+    """Of a matrix product (batch, m, n, k): batch products of m x k by k x n; of attention (batch * heads, queries,
+    keys, width of a head); () where it is not known or does not matter."""

@@ -1,0 +1,112 @@
+"""Phases: stretches of the compute lane that the schedule knows as one task each."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Annotated, Self
+
+from pydantic import Field, NonNegativeFloat, model_validator
+
+from ..basics.documents import FrozenModel
+from .operations import Bytes, Operation, SignedBytes
+
+
+class Phase(FrozenModel):
+    """One stretch of the compute lane: its operations, its memory, and its seconds where they were measured."""
+
+    operations: tuple[Operation, ...] = ()
+    net_bytes: SignedBytes = 0
+    """Device bytes alive at its end minus at its start, its parameters' gradients included."""
+    gradient_bytes: Bytes | None = None
+    """Of these, gradients of parameters that had none before; 0: none, as of a block under ``torch.no_grad()``; None:
+    the phase does not say, and a block's backward is taken to leave gradients of all its trainable parameters.  Where
+    they have some already, a backward adds to them and leaves so much less behind."""
+    curve: tuple[tuple[Annotated[float, Field(gt=0, le=1)], SignedBytes], ...] = ()
+    """Highest level, relative to the start, within consecutive stretches: (end of stretch as a fraction of the
+    phase's time, bytes).  Ascending, the last fraction is 1; empty for an empty phase."""
+    adding_curve: tuple[tuple[Annotated[float, Field(gt=0, le=1)], SignedBytes], ...] = ()
+    """``curve`` where all of ``gradient_bytes`` are added to gradients that are there already: each goes as soon as it
+    is final.  Empty where there are none, or where they are not known."""
+    looked_up_bytes: Bytes = 0
+    """Rows of embeddings that it looks up on the host and copies to the device; beside ``measured_s``."""
+    measured_s: NonNegativeFloat | None = None
+    """Median seconds on ``Workload.measured_on``, alone on the machine."""
+
+    @property
+    def adding(self) -> Phase:
+        """The phase as it is in a later micro-batch, if all its gradients are added to those of the first.
+
+        Without ``adding_curve``, its levels are those of the first: an upper bound.
+        """
+        return self._adding if self.stated_gradient_bytes else self
+
+    @property
+    def stated_gradient_bytes(self) -> int:
+        """``gradient_bytes``, of a phase outside the blocks above all; 0 where the phase does not say."""
+        return self.gradient_bytes or 0
+
+    @cached_property
+    def _adding(self) -> Phase:
+        # Made anew: a copy would take along what is cached here.
+        return Phase(
+            operations=self.operations,
+            net_bytes=self.net_bytes - self.stated_gradient_bytes,
+            gradient_bytes=0,
+            curve=self.adding_curve or self.curve,
+            looked_up_bytes=self.looked_up_bytes,
+            measured_s=self.measured_s,
+        )
+
+    def with_more_gradients(self, size_bytes: int) -> Phase:
+        """The phase if so many more of the bytes that it leaves are final gradients.
+
+        One that does not say how many are leaves all that there may be.
+        """
+        if self.gradient_bytes is None:
+            return self
+        # Made anew: a copy would take along what is cached here.
+        fields = {name: getattr(self, name) for name in Phase.model_fields}
+        return Phase(**{**fields, "gradient_bytes": self.gradient_bytes + size_bytes})
+
+    def with_shared(self, *, held_bytes: int = 0, freed_bytes: int = 0) -> Phase:
+        """The phase where it does not let go of ``held_bytes`` of shared inputs, or does of ``freed_bytes``.
+
+        The first are there all the time; the last go at its end.  See [Note: Shared inputs] in ``shared_inputs.py``.
+        """
+        if not held_bytes and not freed_bytes:
+            return self
+        key = (held_bytes, freed_bytes)
+        if key not in self._with_shared:
+            self._with_shared[key] = Phase(
+                operations=self.operations,
+                net_bytes=self.net_bytes + held_bytes - freed_bytes,
+                gradient_bytes=self.gradient_bytes,
+                curve=tuple((end, level + held_bytes) for end, level in self.curve),
+                adding_curve=tuple((end, level + held_bytes) for end, level in self.adding_curve),
+                looked_up_bytes=self.looked_up_bytes,
+                measured_s=self.measured_s,
+            )
+        return self._with_shared[key]
+
+    @cached_property
+    def _with_shared(self) -> dict[tuple[int, int], Phase]:
+        """Each made once: costs know phases by their identity."""
+        return {}
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Highest level within the phase above the level at its start, both of its ends included; at least 0."""
+        return max(0, self.net_bytes, *(level for _, level in self.curve))
+
+    @cached_property
+    def flops(self) -> int:
+        """Floating-point operations of the whole phase."""
+        return sum(op.flops * op.count for op in self.operations)
+
+    @model_validator(mode="after")
+    def _curve_ascends(self) -> Self:
+        for name in ("curve", "adding_curve"):
+            ends = [end for end, _ in getattr(self, name)]
+            if ends and (ends != sorted(set(ends)) or ends[-1] != 1):
+                raise ValueError(f"{name} fractions must ascend strictly and end at 1")
+        return self

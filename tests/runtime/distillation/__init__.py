@@ -1,0 +1,1 @@
+"""Tests of bypass distillation on PyTorch."""

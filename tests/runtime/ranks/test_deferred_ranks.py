@@ -1,0 +1,40 @@
+"""Ranks on CUDA devices, by a stand-in that does the work of every stream as late as events allow."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from protwin.shared.schema.plan import ParallelMode
+from tests.proof_size import share
+from tests.runtime.ranks.beside_ddp import STEADY, all_cases
+from tests.runtime.ranks.deferred_ranks import LANES, VARIANTS, train_deferred
+from tests.runtime.ranks.processes import Ranks
+from tests.runtime.ranks.test_beside_ddp import MODES, NUM_BATCHES, plan_for
+
+
+@pytest.mark.parametrize(("starved", "parallel"), share(product(LANES, MODES), 2))
+def test_whichever_stream_lags_two_ranks_give_the_bits_of_ddp(
+    starved: str, parallel: ParallelMode, two_ranks: Ranks
+) -> None:
+    seed = list(LANES).index(starved) + MODES.index(parallel)
+    plan = plan_for(all_cases(NUM_BATCHES)[STEADY].workload, parallel, seed)
+    for found in two_ranks.run(train_deferred, STEADY, plan, NUM_BATCHES, starved, seed):
+        assert found.different == [], plan
+        assert found.num_collectives > 0
+        assert found.peak_bytes <= found.guaranteed_bytes
+
+
+@pytest.mark.parametrize(("variant", "parallel", "seed", "starved"), VARIANTS)
+def test_with_one_wait_or_one_reference_less_something_else_comes_out(
+    variant: str, parallel: ParallelMode, seed: int, starved: str, two_ranks: Ranks
+) -> None:
+    """In one of some orders of work."""
+    plan = plan_for(all_cases(NUM_BATCHES)[STEADY].workload, parallel, seed)
+    for order in range(5):
+        given = (STEADY, plan, NUM_BATCHES, starved, order, variant, False)
+        found = two_ranks.outcomes(train_deferred, *given, patience_s=60)
+        if any(outcome.error is not None or outcome.value.different for outcome in found):
+            return
+    pytest.fail("every order gave the right bits")
