@@ -141,7 +141,10 @@ def start_peak(case: Case, plan: Plan, folder: Path, *, loads_first: bool) -> tu
 
 @pytest.mark.parametrize("is_on_disk", [False, True])
 def test_at_no_time_is_there_more_than_what_stays_and_one_chunk(is_on_disk: bool, tmp_path: Path) -> None:
-    """A model that is loaded first lies there whole, which shows where it is on the disk afterwards."""
+    """A model that is loaded first lies there whole, which shows where it is on the disk afterwards.
+
+    Buffers are copied, so that a training that cannot begin leaves them as they were.
+    """
     case = Case(lambda: llama(num_layers=10), cases()["llama"].batches)
     save(case.build(), tmp_path)
     layout = build_layout(case.workload.parameters, num_blocks=case.workload.num_blocks, chunk_bytes=9_000)
@@ -159,7 +162,8 @@ def test_at_no_time_is_there_more_than_what_stays_and_one_chunk(is_on_disk: bool
     schedule = compile_schedule(plan, case.workload, layout)
     planned_bytes = schedule.static_bytes(Memory.PINNED_HOST) + schedule.static_bytes(Memory.HOST)
     peak_bytes, held_bytes = start_peak(case, plan, tmp_path, loads_first=False)
-    assert peak_bytes <= held_bytes + chunk_bytes
+    copied_bytes = 2 * sum(buffer.untyped_storage().nbytes() for buffer in case.build().buffers())
+    assert peak_bytes <= held_bytes + chunk_bytes + copied_bytes
     assert peak_bytes <= 1.005 * planned_bytes + chunk_bytes
     if is_on_disk:
         peak_bytes, _ = start_peak(case, plan, tmp_path, loads_first=True)
