@@ -88,6 +88,10 @@ class CpuDevice(TrainingDevice):
         """The budget; without one the host's memory stands in for the device's, which has none of its own."""
         return self.budget_bytes
 
+    def free_bytes(self) -> int | None:
+        """By the ledger."""
+        return None if self.budget_bytes is None else max(0, self.budget_bytes - self.ledger.level_bytes)
+
     @property
     def emulated(self) -> tuple[str, ...]:
         """Device memory always; budget, links and disk where they are set."""

@@ -74,6 +74,12 @@ class CudaDevice(TrainingDevice):
         """The budget, else all memory of the device."""
         return self.budget_bytes if self.budget_bytes is not None else self._total_bytes
 
+    def free_bytes(self) -> int:
+        """By torch's allocator, which may have some of it in pieces, and by the driver: others may have memory too."""
+        unused_bytes = torch.cuda.memory_reserved(self._index) - torch.cuda.memory_allocated(self._index)
+        of_driver_bytes = int(torch.cuda.mem_get_info(self._index)[0]) + unused_bytes
+        return max(0, min(self.limit_bytes - torch.cuda.memory_allocated(self._index), of_driver_bytes))
+
     def begin_training(self) -> None:
         """Let the budget hold, and remember the stream that compute is queued on.
 

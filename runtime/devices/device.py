@@ -42,6 +42,10 @@ class TrainingDevice(ABC):
     def limit_bytes(self) -> int | None:
         """What a training may take at most: the budget, else all memory of the device; None: no limit is known."""
 
+    @abstractmethod
+    def free_bytes(self) -> int | None:
+        """What is left of ``limit_bytes`` at this moment; None: no limit is known."""
+
     @property
     def emulated(self) -> tuple[str, ...]:
         """What is emulated, in words."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypedDict, Unpack
 
@@ -13,6 +13,7 @@ from torch import nn
 from ...shared.basics.errors import PlanError, ProtwinError, ScheduleError
 from ...shared.schema.hardware import Disk
 from ...shared.schema.plan import Plan
+from ...shared.schema.schedule import Memory
 from ...shared.schema.workload import Workload, check_plan
 from ..devices.device import TrainingDevice
 from ..model.ownership import check_untaken, taken_over
@@ -21,7 +22,9 @@ from ..optimizers.named import named_optimizer
 from ..training.assembly import TrainingSettings
 from ..training.carry_out import checked_plan, device_for
 from ..training.compute_lane import ComputeLane
+from ..training.evaluation import EvaluatedModel
 from ..training.training import Training
+from .ends import Ends
 from .pairs import PairLoss, Pairs, name_of_loss
 
 
@@ -81,10 +84,14 @@ def distil(
         disk_folder=options.get("disk_folder"),
         stated_disk=options.get("stated_disk"),
         follow=lambda compute: _Announcing(pairs, compute),
+        evaluated=_evaluated(pairs),
     )
     with ExitStack() as undo:
         undo.enter_context(pairs.learning())
+        ends = Ends(pairs, workload)
+        undo.enter_context(ends.on_host())
         training = Distilling(pairs, found, workload, settings)
+        training.ends = ends
         for model in (teacher, student):
             undo.enter_context(taken_over(model, training))
         training.held = undo.pop_all()
@@ -112,11 +119,35 @@ def _checked(teacher: nn.Module, plan: Plan, workload: Workload, loss: PairLoss)
     return found
 
 
+def _evaluated(pairs: Pairs) -> list[EvaluatedModel]:
+    """Both models as an evaluation calls them.  The schedule has the teacher's prologue; ends are brought otherwise."""
+    epilogue = 1 + 2 * pairs.num_pairs
+    teacher = tuple((1 + 2 * index, block) for index, block in enumerate(pairs.teacher_blocks))
+    student = tuple((2 + 2 * index, block) for index, block in enumerate(pairs.student_blocks))
+    return [
+        EvaluatedModel(pairs.teacher, teacher, 0, epilogue),
+        EvaluatedModel(pairs.student, student, None, epilogue),
+    ]
+
+
 class Distilling(Training):
     """Teacher and student in the hands of a schedule; called with a batch, it gives the losses of all pairs."""
 
     held = ExitStack()
     """Gives both models their flags back."""
+    model: Pairs
+    ends: Ends
+    """What of both models no task reads."""
+
+    @property
+    def teacher(self) -> nn.Module:
+        """The teacher, which can be called within ``evaluation``."""
+        return self.model.teacher
+
+    @property
+    def student(self) -> nn.Module:
+        """The student, which can be called within ``evaluation``."""
+        return self.model.student
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """(n,) the losses of one micro-batch, whose gradients are added to those of the step."""
@@ -131,12 +162,20 @@ class Distilling(Training):
         """Refused: there is one rank, and every pair runs its own backward."""
         raise ScheduleError("losses are not weighed in a distillation: every pair runs its own backward.")
 
-    def evaluation(self) -> NoReturn:
-        """Refused so far: norms and heads of both models are no part of the schedule."""
-        raise ScheduleError(
-            "evaluation() within a distillation is not known yet: norms and heads are no part of its schedule. Save "
-            "it (training.save), close it, evaluate both models, and resume."
-        )
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Within the block the whole teacher and the whole student can be called, forward and without gradients.
+
+        Otherwise as ``Training.evaluation``: ``teacher(**batch)`` and ``student(**batch)`` take batches of any shape
+        that memory allows.  Blocks come to the device one after the other; so does each module outside of them, such as
+        the head, which is on the host before and after it runs.  ``student.eval()`` and ``student.train()`` are the
+        caller's.  Raises DeviceOutOfMemoryError, with nothing changed, if one of these modules does not fit beside
+        what stays on the device; a module that finds no room for its weights and what it makes of a batch raises it
+        before it runs, and training can go on.
+        """
+        self.ends.check_room(self.schedule.static_bytes(Memory.DEVICE), self.device.limit_bytes)
+        with super().evaluation(), self.model.whole(), self.ends.coming(self.device):
+            yield
 
     def close(self) -> None:
         """As ``Training.close``; both models then have their flags and modes back."""

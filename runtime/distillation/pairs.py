@@ -79,6 +79,9 @@ class Pairs(nn.Module):
         self.student_blocks = of_student
         """(n,) by their paths within the student, which are the same."""
         check_learnt(teacher, student, of_student)
+        self._turned_off: list[tuple[Any, str]] = []
+        """Settings of the teacher that are off while it teaches; ``learning`` fills and empties it."""
+        self._is_whole = False
 
     def train(self, mode: bool = True) -> Pairs:
         """The student's mode; the teacher's is evaluation."""
@@ -107,6 +110,11 @@ class Pairs(nn.Module):
         others read.
         """
         refuse_transforms()
+        if self._is_whole:
+            raise ScheduleError(
+                "the pairs are to learn within evaluation(), where nothing is trained. Call the teacher or the student "
+                "there, or leave its block first."
+            )
         device = next((tensor.device for tensor in tensors_in((args, kwargs))), None)
         losses = torch.empty(self.num_pairs, dtype=torch.float32, device=device)
         stitch = _Stitch(self, losses)
@@ -136,7 +144,9 @@ class Pairs(nn.Module):
         modes = [(module, module.training) for module in self.modules()]
         with ExitStack() as undo:
             undo.enter_context(without_cache(self))
-            for config, name in collecting(self.teacher):
+            self._turned_off = collecting(self.teacher)
+            undo.callback(self._turned_off.clear)
+            for config, name in self._turned_off:
                 undo.callback(setattr, config, name, True)
                 setattr(config, name, False)
             for parameter in held:
@@ -145,6 +155,22 @@ class Pairs(nn.Module):
             undo.callback(_set_modes, modes)
             self.train()
             yield
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Within the block, which is within ``learning``, each model is called by itself: the pairs learn nothing.
+
+        The teacher collects what it did before.
+        """
+        self._is_whole = True
+        for config, name in self._turned_off:
+            setattr(config, name, True)
+        try:
+            yield
+        finally:
+            self._is_whole = False
+            for config, name in self._turned_off:
+                setattr(config, name, False)
 
 
 class _LastBlockRan(BaseException):

@@ -53,7 +53,7 @@ from ..recording.metering import Metering
 from ..recording.recorder import Recorder
 from .compute_lane import ComputeLane
 from .consensus import check_ranks_on, facts_of_optimizer, facts_of_plan
-from .evaluation import Evaluation
+from .evaluation import EvaluatedModel, Evaluation, whole_model
 from .guards import (
     OffloadedWeights,
     StateAccess,
@@ -97,6 +97,8 @@ class TrainingSettings:
     """What fills parameters on the meta device."""
     follow: Callable[[ComputeLane], Walker] | None = None
     """Who tells the compute lane where the model is; None: hooks on its blocks, in forward and backward."""
+    evaluated: Sequence[EvaluatedModel] | None = None
+    """The models that an evaluation calls; None: the whole."""
 
     def check(self, plan: Plan) -> None:
         """Raise PlanError if a setting makes no sense, or not with ``plan``."""
@@ -276,7 +278,9 @@ class Assembly:
             held=held,
             lanes=lanes,
             compute=compute,
-            evaluation=Evaluation(model, blocks, held.placed.chunks, device, held.placed.rows),
+            evaluation=Evaluation(
+                self.settings.evaluated or [whole_model(model, blocks)], held.placed.chunks, device, held.placed.rows
+            ),
             walker=walker,
             buffers=self._shared_buffers(held.placed.ranks),
             undo=undo,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,19 +40,35 @@ def refuse_other_gradient_mode(*, is_evaluating: bool) -> None:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class EvaluatedModel:
+    """A model that is called in an evaluation: the training's own, or one of those that it consists of."""
+
+    module: nn.Module
+    blocks: Sequence[tuple[int, NamedBlock]]
+    """In the order of execution, with the numbers of their sections."""
+    prologue: int | None
+    """The number of the section that begins with a call; None: the schedule has none for it."""
+    epilogue: int
+    """The number of the section behind the last block."""
+
+
+def whole_model(model: nn.Module, blocks: Sequence[NamedBlock]) -> EvaluatedModel:
+    """``model`` as it is trained."""
+    return EvaluatedModel(model, tuple(enumerate(blocks, start=1)), 0, 1 + len(blocks))
+
+
 class Evaluation:
-    """Brings chunks to a model that runs forward alone."""
+    """Brings chunks to models that run forward alone."""
 
     def __init__(
         self,
-        model: nn.Module,
-        blocks: Sequence[NamedBlock],
+        models: Sequence[EvaluatedModel],
         chunks: Iterable[DeviceChunk],
         device: TrainingDevice,
         rows: LookedUpRows,
     ) -> None:
-        self._model = model
-        self._blocks = tuple(blocks)
+        self._models = tuple(models)
         self._chunks = [chunk for chunk in chunks if not chunk.is_persistent]
         self._device = device
         self._rows = rows
@@ -59,15 +76,16 @@ class Evaluation:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Within the block the model runs forward.  Every chunk is away before and after it, and no lane runs."""
-        handles = [
-            self._model.register_forward_pre_hook(self._enter_model, prepend=True, with_kwargs=True),
-            self._model.register_forward_hook(self._leave_model, always_call=True),
-        ]
-        for index, block in enumerate(self._blocks):
-            handles.append(block.module.register_forward_pre_hook(self._entering(1 + index), prepend=True))
-        if self._blocks:
-            handles.append(self._blocks[-1].module.register_forward_hook(self._entering(1 + len(self._blocks))))
+        """Within the block the models run forward.  Every chunk is away before and after it, and no lane runs."""
+        handles = []
+        for model in self._models:
+            enter = self._entering_model(model)
+            handles.append(model.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+            handles.append(model.module.register_forward_hook(self._leave_model, always_call=True))
+            for section, block in model.blocks:
+                handles.append(block.module.register_forward_pre_hook(self._entering(section), prepend=True))
+            for _, block in model.blocks[-1:]:
+                handles.append(block.module.register_forward_hook(self._entering(model.epilogue)))
         for module, held in self._holders():
             handles.append(module.register_forward_pre_hook(self._bringing(held), prepend=True))
         self._rows.is_evaluating = True
@@ -83,16 +101,25 @@ class Evaluation:
             # Copies of chunks may still be queued, and their homes are about to be stepped.
             self._device.synchronize()
 
-    def _enter_model(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        refuse_transforms()
+    def _entering_model(self, model: EvaluatedModel) -> Any:
+        needed = [] if model.prologue is None else self._needed(model.prologue)
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            refuse_transforms()
+            refuse_other_gradient_mode(is_evaluating=True)
+            self._begin_forward((args, kwargs))
+            self._enter(needed)
+
+        return enter
+
+    def _begin_forward(self, given: Any) -> None:
         ledger = self._device.ledger
         if ledger is not None and self._claim_before_bytes is None:
             self._claim_before_bytes = ledger.claim_bytes
             ledger.claim(0)
             ledger.doing = "running forward alone"
             ledger.start_metering()
-            ledger.adopt_inputs(tensors_in((args, kwargs)))
-        self._enter(self._needed(0))
+            ledger.adopt_inputs(tensors_in(given))
 
     def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
         self._end_forward()
@@ -103,6 +130,7 @@ class Evaluation:
             ledger.stop_metering()
             ledger.claim(self._claim_before_bytes)
             self._claim_before_bytes = None
+        torch.clear_autocast_cache()
         self._keep([])
 
     def _needed(self, section: int) -> list[DeviceChunk]:
@@ -119,14 +147,17 @@ class Evaluation:
 
     def _enter(self, needed: Sequence[DeviceChunk]) -> None:
         """Let every chunk but ``needed`` go, and bring these."""
+        # A weight's cast that autocast keeps would stay on the device when the weight goes.
+        torch.clear_autocast_cache()
         self._keep(needed)
         self._bring(needed)
 
     def _holders(self) -> Iterator[tuple[nn.Module, list[DeviceChunk]]]:
         """The modules outside the blocks that hold parameters themselves, with the chunks of these."""
-        inside = {id(part) for block in self._blocks for part in block.module.modules()}
+        of_blocks = (block.module for model in self._models for _, block in model.blocks)
+        inside = {id(part) for block in of_blocks for part in block.modules()}
         chunk_of = {id(parameter): chunk for chunk in self._chunks for parameter in chunk.parameters}
-        for module in self._model.modules():
+        for module in {id(part): part for model in self._models for part in model.module.modules()}.values():
             held = {id(parameter) for parameter in module.parameters(recurse=False)} & chunk_of.keys()
             if held and id(module) not in inside and not self._rows.holds_all_of(module):
                 yield module, [chunk for chunk in self._chunks if any(chunk is chunk_of[key] for key in held)]
