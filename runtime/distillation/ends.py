@@ -6,9 +6,9 @@ while it runs, and no longer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from ...shared.schema.workload import Workload
 from ..chunks.chunk import view_of
 from ..chunks.meta_parameters import set_values
 from ..devices.device import TrainingDevice
+from ..devices.ledger import MemoryLedger
 from ..model.nested_tensors import tensors_in
 from .pairs import Pairs
 
@@ -72,87 +73,94 @@ class Ends:
     @contextmanager
     def coming(self, device: TrainingDevice) -> Iterator[None]:
         """Within the block every module has its parameters on ``device`` while it runs."""
-        with ExitStack() as undo, _Places(device) as places:
+        places = {parameter: _Place(parameter, device) for parameter in self._parameters}
+        with ExitStack() as undo:
+            # Copies may still be queued when all have gone.
+            undo.callback(device.synchronize)
+            for place in places.values():
+                undo.callback(place.leave)
             for module in self._modules:
-                undo.enter_context(module.coming(places))
+                undo.enter_context(module.coming([places[p] for p in module.parameters], device))
             yield
 
 
-@dataclass(eq=False, slots=True)
 class _Place:
-    """A parameter on the device."""
+    """A parameter on its way to the device and back."""
 
-    flat: torch.Tensor
-    home: torch.Tensor
-    num_users: int = 0
-    """Modules that run with it."""
+    def __init__(self, parameter: nn.Parameter, device: TrainingDevice) -> None:
+        self.parameter = parameter
+        self.size_bytes = parameter.nbytes
+        self._device = device
+        # Made before anybody watches operations, with no bytes: these are allocated by name.
+        self._flat = torch.empty(0, dtype=torch.uint8, device=device.torch_device)
+        if device.ledger is not None:
+            device.ledger.ignore([self._flat])
+        self._home: torch.Tensor | None = None
+        """Its values on the host, while it is on the device."""
+        self._num_users = 0
+        """Modules that run with it."""
 
-
-@dataclass(eq=False)
-class _Places:
-    """What of the ends is on the device."""
-
-    device: TrainingDevice
-    held: dict[nn.Parameter, _Place] = field(default_factory=dict)
-
-    def __enter__(self) -> _Places:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for parameter in list(self.held):
-            self._let_go(parameter)
-        # Copies may still be queued.
-        self.device.synchronize()
-
-    def bring(self, path: str, parameters: Iterable[nn.Parameter]) -> None:
-        """Copy parameters to the device, unless they are there."""
-        for parameter in parameters:
-            if parameter not in self.held:
-                self._copy(path, parameter)
-            self.held[parameter].num_users += 1
-
-    def release(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The end of a ``bring``; whatever nobody uses goes."""
-        for parameter in parameters:
-            place = self.held.get(parameter)
-            if place is not None:
-                place.num_users -= 1
-                if not place.num_users:
-                    self._let_go(parameter)
-
-    def is_here(self, parameter: nn.Parameter) -> bool:
+    @property
+    def is_here(self) -> bool:
         """Whether it is on the device."""
-        return parameter in self.held
+        return self._num_users > 0
 
-    def _copy(self, path: str, parameter: nn.Parameter) -> None:
-        device, ledger, home = self.device, self.device.ledger, parameter.data
-        flat = torch.empty(0, dtype=torch.uint8, device=device.torch_device)
+    def bring(self, path: str) -> None:
+        """Copy it to the device, unless it is there."""
+        if not self._num_users:
+            self._copy(path)
+        self._num_users += 1
+
+    def release(self) -> None:
+        """The end of a ``bring``; what nobody uses any more goes."""
+        if self._num_users:
+            self._num_users -= 1
+            if not self._num_users:
+                self._let_go()
+
+    def leave(self) -> None:
+        """It goes, whoever used it."""
+        if self._num_users:
+            self._num_users = 0
+            self._let_go()
+
+    def _copy(self, path: str) -> None:
+        ledger = self._device.ledger
         if ledger is not None:
-            ledger.ignore([flat])
-            ledger.allocate(home.nbytes, path, Content.PARAMETERS)
+            ledger.allocate(self.size_bytes, path, Content.PARAMETERS)
         try:
-            device.resize(flat, home.nbytes, path)
+            self._device.resize(self._flat, self.size_bytes, path)
         except BaseException:
             if ledger is not None:
-                ledger.free(home.nbytes, Content.PARAMETERS)
+                ledger.free(self.size_bytes, Content.PARAMETERS)
             raise
-        self.held[parameter] = _Place(flat, home)
-        is_finding = ledger is not None and ledger.is_finding
-        if ledger is not None:
-            # What is read is the host's.
-            ledger.is_finding = False
-        value = view_of(flat.as_strided((home.nbytes,), (1,)), 0, home)
-        device.copy(value, home, to_device=True)
-        if ledger is not None:
-            ledger.is_finding = is_finding
-        set_values(parameter, value)
+        with _of_the_host(ledger):
+            self._home = home = self.parameter.data
+            value = view_of(self._flat.as_strided((self.size_bytes,), (1,)), 0, home)
+            self._device.copy(value, home, to_device=True)
+            set_values(self.parameter, value)
 
-    def _let_go(self, parameter: nn.Parameter) -> None:
-        place = self.held.pop(parameter)
-        set_values(parameter, place.home)
-        self.device.resize(place.flat, 0, "an end")
-        if self.device.ledger is not None:
-            self.device.ledger.free(place.home.nbytes, Content.PARAMETERS)
+    def _let_go(self) -> None:
+        assert self._home is not None
+        set_values(self.parameter, self._home)
+        self._home = None
+        self._device.resize(self._flat, 0, "an end")
+        if self._device.ledger is not None:
+            self._device.ledger.free(self.size_bytes, Content.PARAMETERS)
+
+
+@contextmanager
+def _of_the_host(ledger: MemoryLedger | None) -> Iterator[None]:
+    """Within the block, what operations are given and nobody knew is not on the device."""
+    if ledger is None:
+        yield
+        return
+    before = ledger.is_finding
+    ledger.is_finding = False
+    try:
+        yield
+    finally:
+        ledger.is_finding = before
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -169,25 +177,28 @@ class _EndModule:
         return sum(parameter.nbytes for parameter in self.parameters)
 
     @contextmanager
-    def coming(self, places: _Places) -> Iterator[None]:
-        """Within the block its parameters come when it runs, and go after it."""
+    def coming(self, places: Sequence[_Place], device: TrainingDevice) -> Iterator[None]:
+        """Within the block its parameters come to their places when it runs, and go after it."""
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            missing_bytes = sum(place.size_bytes for place in places if not place.is_here)
+            self._check_room(device, missing_bytes, _output_bytes(module, (args, kwargs)))
+            for place in places:
+                place.bring(self.path)
+
+        def leave(*_: Any) -> None:
+            for place in places:
+                place.release()
+
         handles = [
-            self.module.register_forward_pre_hook(self._entering(places), prepend=True, with_kwargs=True),
-            self.module.register_forward_hook(lambda *_: places.release(self.parameters), always_call=True),
+            self.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+            self.module.register_forward_hook(leave, always_call=True),
         ]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-
-    def _entering(self, places: _Places) -> Callable[..., None]:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            missing = sum(p.nbytes for p in self.parameters if not places.is_here(p))
-            self._check_room(places.device, missing, _output_bytes(module, (args, kwargs)))
-            places.bring(self.path, self.parameters)
-
-        return enter
 
     def _check_room(self, device: TrainingDevice, weight_bytes: int, output_bytes: int) -> None:
         """Before anything of it is taken: what fails in the middle of an operation says less."""

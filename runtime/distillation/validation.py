@@ -92,9 +92,7 @@ def _add(found: _Sum, model: nn.Module, batch: Mapping[str, Any]) -> None:
         )
     labels = _labels(batch).to(logits.device)
     for of_sample, wanted in zip(logits, labels, strict=True):
-        nats = nn.functional.cross_entropy(
-            of_sample[:-1].float(), wanted[1:], ignore_index=_IGNORED, reduction="sum"
-        )
+        nats = nn.functional.cross_entropy(of_sample[:-1].float(), wanted[1:], ignore_index=_IGNORED, reduction="sum")
         found.nats += nats.item()
         found.num_tokens += int((wanted[1:] != _IGNORED).sum())
 
