@@ -35,6 +35,7 @@ from .manifest import (
     OPTIMIZER,
     TRAINING,
     WEIGHTS,
+    LeftOut,
     Manifest,
     damaged,
     saved_file,
@@ -55,6 +56,8 @@ class CheckpointContent:
     training: Mapping[str, Any]
     configuration: str | None = None
     """JSON text, of a transformers model."""
+    left_out: LeftOut | None = None
+    """What it does not hold, if it does not hold everything."""
 
 
 def write_checkpoint(folder: str | Path, content: CheckpointContent) -> None:
@@ -68,7 +71,9 @@ def write_checkpoint(folder: str | Path, content: CheckpointContent) -> None:
         tensors_in([content.optimizer, content.training])
     )
     with replaced_folder(folder, manifest=MANIFEST, known=KNOWN, need_bytes=need_bytes) as part:
-        write_weights(part / WEIGHTS, content.weights)
+        left_out = content.left_out
+        short = content.weights if left_out is None else {left_out.short(n): t for n, t in content.weights.items()}
+        write_weights(part / WEIGHTS, short)
         pack(part / OPTIMIZER, content.optimizer, "the optimizer's state or options")
         pack(part / TRAINING, content.training, "the scheduler's state or data_position")
         if content.configuration is not None:
@@ -77,6 +82,7 @@ def write_checkpoint(folder: str | Path, content: CheckpointContent) -> None:
             model_hash=content.model_hash,
             model_name=content.model_name,
             step=content.step,
+            left_out=left_out,
             software=software_versions(),
             files={name: saved_file(part / name) for name in sorted(os.listdir(part))},
         )
@@ -108,16 +114,18 @@ def read_checkpoint(folder: str | Path, *, model_hash: str | None = None) -> Che
 
 def content_of(path: Path, manifest: Manifest) -> CheckpointContent:
     """Read verified files of one rank.  Raises FileError and OSError."""
-    configuration = path / CONFIGURATION
+    configuration, left_out = path / CONFIGURATION, manifest.left_out
     try:
+        short = load_file(path / WEIGHTS)
         return CheckpointContent(
             model_hash=manifest.model_hash,
             model_name=manifest.model_name,
             step=manifest.step,
-            weights=load_file(path / WEIGHTS),
+            weights=short if left_out is None else {f"{left_out.kept}.{n}": t for n, t in short.items()},
             optimizer=unpacked(path / OPTIMIZER, is_mapped=True),
             training=unpacked(path / TRAINING, is_mapped=False),
             configuration=configuration.read_text() if CONFIGURATION in manifest.files else None,
+            left_out=left_out,
         )
     except safetensors.SafetensorError as error:
         raise damaged(path / WEIGHTS, str(error)) from error

@@ -32,6 +32,21 @@ class SavedFile(FrozenModel):
     sha256: Sha256
 
 
+class LeftOut(FrozenModel):
+    """A part of a model whose weights are not in the checkpoint: it never changes, such as a distillation's teacher."""
+
+    part: str
+    """The path of its module."""
+    kept: str
+    """The path of the module that is saved; files of safetensors have its names without this."""
+    identity: str
+    """A hash of the weights that are left out."""
+
+    def short(self, name: str) -> str:
+        """The name in files of safetensors."""
+        return name.removeprefix(f"{self.kept}.")
+
+
 class Manifest(Document):
     """Says that a checkpoint is complete, and of what."""
 
@@ -44,14 +59,18 @@ class Manifest(Document):
     """Completed steps."""
     num_ranks: PositiveInt = 1
     """Ranks that have written it; a file says so if they are several."""
+    left_out: LeftOut | None = None
+    """What it does not hold, if it does not hold everything; a file says so then."""
     software: dict[str, str]
     files: dict[str, SavedFile]
     digest: str = ""
     """SHA-256 of this file with an empty digest."""
 
     @model_serializer(mode="wrap")
-    def _without_one_rank(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = handler(self)
+        if self.left_out is None:
+            fields.pop("left_out", None)
         if self.num_ranks == 1:
             fields.pop("num_ranks", None)
         return fields

@@ -39,6 +39,7 @@ from .manifest import (
     KNOWN,
     MANIFEST,
     TRAINING,
+    LeftOut,
     Manifest,
     SavedFile,
     piece_file,
@@ -66,6 +67,8 @@ class RankContent:
     persistent: Mapping[str, torch.Tensor]
     """Those that it holds."""
     configuration: str | None = None
+    left_out: LeftOut | None = None
+    """What it does not hold, if it does not hold everything."""
 
     @property
     def size_bytes(self) -> int:
@@ -162,13 +165,20 @@ def _write_parts(world: World, folder: str | Path, part: Path, content: RankCont
             files = {name: saved_file(part / name) for name in names}
             for _, of_rank in written:
                 files |= of_rank
-            write_manifest(part, content.model_hash, content.model_name, content.step, files, world.num_ranks)
+            facts = (content.model_hash, content.model_name, content.step)
+            write_manifest(part, *facts, files, world.num_ranks, content.left_out)
 
     agreed(world, write_common)
 
 
 def write_manifest(
-    part: Path, model_hash: str, model_name: str, step: int, files: Mapping[str, SavedFile], num_ranks: int
+    part: Path,
+    model_hash: str,
+    model_name: str,
+    step: int,
+    files: Mapping[str, SavedFile],
+    num_ranks: int,
+    left_out: LeftOut | None,
 ) -> None:
     """Write the manifest of ``files``.  Raises OSError."""
     manifest = Manifest(
@@ -176,6 +186,7 @@ def write_manifest(
         model_name=model_name,
         step=step,
         num_ranks=num_ranks,
+        left_out=left_out,
         software=software_versions(),
         files=dict(sorted(files.items())),
     )

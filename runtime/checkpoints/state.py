@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 import torch
@@ -33,6 +33,7 @@ from .pieces import Stretch, stretch_of
 from .random_states import check_random_states, random_states, set_random_states
 from .rank_checkpoint import RankContent
 from .saved import WEIGHT, Described, Saved, WantedWeight, inconsistent
+from .saved_part import SavedPart
 
 STEP_KNOBS: Final = ("micro_batches", "max_gradient_norm", "host_gradients")
 """The knobs of a plan that change what a step computes."""
@@ -72,10 +73,10 @@ class CheckpointState:
         device: TrainingDevice,
         *,
         plan: Plan,
-        configuration: str | None,
+        part: SavedPart,
         scaler: LossScaler | None = None,
     ) -> None:
-        """``optimizer`` has the user's parameter groups; ``configuration`` is the model's as the user made it.
+        """``optimizer`` has the user's parameter groups; ``part`` says what of the model is saved.
 
         ``scaler`` scales losses, if they are scaled.
         """
@@ -84,11 +85,28 @@ class CheckpointState:
         self._placed = placed
         self._device = device
         self._step_knobs = plan.model_dump(mode="json", include=set(STEP_KNOBS))
-        self._configuration = configuration
+        self._part = part
         self._scaler = scaler
         names = {parameter: name for name, parameter in model.named_parameters()}
         self.optimizer = OptimizerState(placed, optimizer.param_groups, names)
         """The state of the optimizers of all chunks."""
+
+    def _saved_by(self, part: SavedPart) -> list[tuple[str, nn.Parameter]]:
+        """What is saved, with its name."""
+        return part.parameters(
+            self._model, (named for chunk in self._placed.chunks for named in chunk.named_parameters())
+        )
+
+    def _outside(self, part: SavedPart) -> list[WantedWeight]:
+        """What is saved of parameters that no chunk has."""
+        placed = {parameter for chunk in self._placed.chunks for parameter in chunk.parameters}
+        found = [(name, p) for name, p in self._saved_by(part) if p not in placed]
+        return [WantedWeight(name, p, 0, in_memory_order(p.detach())) for name, p in found]
+
+    def _named(self, wanted: Iterable[WantedWeight], part: SavedPart) -> Iterator[WantedWeight]:
+        """Those of ``wanted`` that are saved, by their names in the checkpoint."""
+        names = {parameter: name for name, parameter in self._saved_by(part)}
+        return (replace(one, name=names[one.parameter]) for one in wanted if one.parameter in names)
 
     # -- collecting --------------------------------------------------------------------------------------------------
 
@@ -98,12 +116,17 @@ class CheckpointState:
         Offloaded chunks are read from their homes: no device memory is needed.
         """
         # Files of safetensors hold contiguous tensors alone: those with other strides are copied.
+        held = {
+            parameter: value
+            for chunk in self._placed.chunks
+            for parameter, value in zip(chunk.parameters, chunk.values().values(), strict=True)
+        }
         weights = {
-            name: value.cpu().contiguous() for chunk in self._placed.chunks for name, value in chunk.values().items()
+            name: (held[p] if p in held else p.detach()).cpu().contiguous() for name, p in self._saved_by(self._part)
         }
         buffers: dict[str, torch.Tensor] = {}
-        for name, buffer, is_persistent in _buffers(self._model):
-            (weights if is_persistent else buffers)[name] = on_host(buffer)
+        for name, buffer, is_kept in self._part.buffers(self._model):
+            (weights if is_kept else buffers)[name] = on_host(buffer)
         return CheckpointContent(
             model_hash=self._workload.model_hash,
             model_name=self._workload.model_name,
@@ -120,23 +143,23 @@ class CheckpointState:
                 "buffers": buffers,
                 "extra": {name: module.get_extra_state() for name, module in _modules_with_extra_state(self._model)},
             },
-            configuration=self._configuration,
+            configuration=self._part.configuration,
+            left_out=self._part.left_out,
         )
 
     def collect_own(self, step: int, scheduler: Scheduler | None, data_position: Any) -> RankContent:
         """What one of several ranks writes; nothing is copied but what is small, so it is to be written at once."""
         stretches: list[Stretch] = []
         shapes = {}
-        for chunk in self._placed.chunks:
-            for parameter, name in _named(chunk):
-                shapes[name] = tuple(parameter.shape), parameter.stride()
-            stretches += [
-                stretch_of(WEIGHT + one.name, one.begin, one.into, one.parameter.numel()) for one in _weights_of(chunk)
-            ]
+        for name, parameter in self._saved_by(self._part):
+            shapes[name] = tuple(parameter.shape), parameter.stride()
+        for wanted in (*(_weights_of(chunk) for chunk in self._placed.chunks), self._outside(self._part)):
+            for one in self._named(wanted, self._part):
+                stretches.append(stretch_of(WEIGHT + one.name, one.begin, one.into, one.parameter.numel()))
         of_optimizer, values = self.optimizer.pieces()
         buffers: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = {}, {}
-        for name, buffer, is_persistent in _buffers(self._model):
-            buffers[is_persistent][name] = on_host(buffer)
+        for name, buffer, is_kept in self._part.buffers(self._model):
+            buffers[is_kept][name] = on_host(buffer)
         return RankContent(
             model_hash=self._workload.model_hash,
             model_name=self._workload.model_name,
@@ -158,7 +181,8 @@ class CheckpointState:
             },
             buffers=buffers[False],
             persistent=buffers[True],
-            configuration=self._configuration,
+            configuration=self._part.configuration,
+            left_out=self._part.left_out,
         )
 
     # -- placing -----------------------------------------------------------------------------------------------------
@@ -175,7 +199,7 @@ class CheckpointState:
             _check_scheduler(training["scheduler"], scheduler)
             _check_scaler(training["loss_scaler"], self._scaler)
             self.optimizer.check(saved)
-            self._check_tensors(saved)
+            self._check_tensors(saved, self._part.in_form_of(saved.manifest.left_out))
             if training["extra"].keys() != {name for name, _ in _modules_with_extra_state(self._model)}:
                 raise FileError("the checkpoint has extra state of other modules than this model has.")
             check_random_states(training["random"])
@@ -184,13 +208,13 @@ class CheckpointState:
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise inconsistent(error) from error
 
-    def _check_tensors(self, saved: Saved) -> None:
+    def _check_tensors(self, saved: Saved, part: SavedPart) -> None:
         expected: dict[str, Described] = {
-            p.name: (tuple(p.shape), getattr(torch, p.dtype.value)) for p in self._workload.parameters
+            name: (tuple(parameter.shape), parameter.dtype) for name, parameter in self._saved_by(part)
         }
         others = set()
-        for name, buffer, is_persistent in _buffers(self._model):
-            if is_persistent:
+        for name, buffer, is_kept in part.buffers(self._model):
+            if is_kept:
                 expected[name] = (tuple(buffer.shape), buffer.dtype)
             else:
                 others.add(name)
@@ -211,11 +235,16 @@ class CheckpointState:
         if self._scaler is not None:
             self._scaler.load_state_dict(training["loss_scaler"])
         with torch.no_grad():
+            part = self._part.in_form_of(saved.manifest.left_out)
+            is_saved = {parameter for _, parameter in self._saved_by(part)}
             for chunk in self._placed.chunks:
+                if is_saved.isdisjoint(chunk.parameters):
+                    continue
                 with _rewriting(chunk) as wanted:
-                    saved.read_weights(wanted)
+                    saved.read_weights(self._named(wanted, part))
+            saved.read_weights(self._named(self._outside(part), part))
             self.optimizer.place(saved)
-            persistent = {name: saved.weight(name) for name, _, is_kept in _buffers(self._model) if is_kept}
+            persistent = {name: saved.weight(name) for name, _, is_kept in part.buffers(self._model) if is_kept}
             self._place_buffers({**persistent, **training["buffers"]})
         for name, module in _modules_with_extra_state(self._model):
             module.set_extra_state(training["extra"][name])
@@ -223,17 +252,13 @@ class CheckpointState:
         return Resumed(int(training["step"]), training["data_position"], training["data_positions"])
 
     def _place_buffers(self, saved: dict[str, torch.Tensor]) -> None:
-        for name, buffer, _ in _buffers(self._model):
+        for name, buffer, _ in self._part.buffers(self._model):
             value = saved[name]
             if (buffer.shape, buffer.dtype) == (value.shape, value.dtype):
                 buffer.copy_(value)
             else:
                 path, _, own_name = name.rpartition(".")
                 self._model.get_submodule(path)._buffers[own_name] = value.to(buffer.device, copy=True)
-
-
-def _named(chunk: DeviceChunk) -> list[tuple[torch.nn.Parameter, str]]:
-    return [(parameter, name) for name, parameter in chunk.named_parameters()]
 
 
 def _weights_of(chunk: DeviceChunk) -> list[WantedWeight]:
@@ -266,17 +291,6 @@ def configuration_text(model: nn.Module) -> str | None:
     configuration.architectures = [type(model).__name__]
     setattr(configuration, "dtype" if hasattr(configuration, "dtype") else "torch_dtype", model.dtype)
     return str(configuration.to_json_string())
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Every buffer once: its name, itself, and whether ``state_dict`` holds it."""
-    transient = {
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules(remove_duplicate=False)
-        for name in module._non_persistent_buffers_set
-    }
-    for name, buffer in model.named_buffers():
-        yield name, buffer, name not in transient
 
 
 def _modules_with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -26,6 +26,7 @@ from ..training.evaluation import EvaluatedModel
 from ..training.training import Training
 from .ends import Ends
 from .pairs import PairLoss, Pairs, name_of_loss
+from .saved_student import saved_student
 
 
 class DistilOptions(TypedDict, total=False):
@@ -85,6 +86,7 @@ def distil(
         stated_disk=options.get("stated_disk"),
         follow=lambda compute: _Announcing(pairs, compute),
         evaluated=_evaluated(pairs),
+        saved=saved_student(pairs),
     )
     with ExitStack() as undo:
         undo.enter_context(pairs.learning())

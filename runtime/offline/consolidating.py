@@ -66,14 +66,17 @@ def consolidate(folder: Path, into: Path, *, max_shard_bytes: int, on_progress: 
 
     Parameters and persistent buffers, those of rank 0, in files of at most ``max_shard_bytes`` or of one tensor each,
     and ``model.safetensors.index.json`` if they are several, beside the model's configuration: what ``from_pretrained``
-    reads.  One tensor is in memory at a time.  ``into`` is there when it is complete.  Raises FileError if the
-    checkpoint is damaged, or ``into`` is not free or cannot be written.
+    reads.  Of a distillation these are the student's, without a configuration if its blocks have shapes of their own.
+    One tensor is in memory at a time.  ``into`` is there when it is complete.  Raises FileError if the checkpoint is
+    damaged, or ``into`` is not free or cannot be written.
     """
     # It takes half a second to import, and comes with transformers.
     from huggingface_hub import split_state_dict_into_shards_factory
 
     saved = open_checkpoint(folder)
-    described = saved.weights
+    left_out, weights = saved.manifest.left_out, saved.weights
+    full = {name if left_out is None else left_out.short(name): name for name in weights}
+    described = {name: weights[of_training] for name, of_training in full.items()}
     split = split_state_dict_into_shards_factory(
         described, get_storage_size=size_bytes_of, filename_pattern=_PATTERN, max_shard_size=max_shard_bytes
     )
@@ -84,7 +87,7 @@ def consolidate(folder: Path, into: Path, *, max_shard_bytes: int, on_progress: 
         nonlocal done_bytes
         done_bytes += size_bytes_of(described[name])
         on_progress(done_bytes, total_bytes)
-        return saved.weight(name)
+        return saved.weight(full[name])
 
     with new_folder(into, total_bytes) as part:
         for file, names in split.filename_to_tensors.items():

@@ -12,7 +12,16 @@ from ...shared.basics.documents import Document, FrozenModel
 from ...shared.basics.errors import FileError
 from ...shared.basics.progress import OnProgress
 from ..checkpoints.folder import find_folder
-from ..checkpoints.manifest import MANIFEST, Manifest, SavedFile, check_file, check_names, read_manifest, saved_file
+from ..checkpoints.manifest import (
+    MANIFEST,
+    LeftOut,
+    Manifest,
+    SavedFile,
+    check_file,
+    check_names,
+    read_manifest,
+    saved_file,
+)
 from ..checkpoints.saved import MASTER, STATE, Saved, size_bytes_of
 from ..checkpoints.saved_by_ranks import opened
 
@@ -38,6 +47,8 @@ class CheckpointReport(Document):
     """Completed steps."""
     num_ranks: int
     """Ranks that have saved it."""
+    left_out: LeftOut | None = None
+    """What it does not hold: of a distillation, the teacher's weights."""
     software: dict[str, str]
     files: tuple[InspectedFile, ...]
     damage: str | None = None
@@ -72,6 +83,7 @@ def inspect(folder: Path, *, on_progress: OnProgress) -> CheckpointReport:
             model_hash=manifest.model_hash,
             step=manifest.step,
             num_ranks=manifest.num_ranks,
+            left_out=manifest.left_out,
             software=manifest.software,
             files=tuple(files),
             damage=_damage(path, manifest, files),

@@ -69,7 +69,8 @@ def reshard(folder: Path, into: Path, num_ranks: int, *, on_progress: OnProgress
                 sync(stream)
         manifest = saved.manifest
         files = {name: saved_file(part / name) for name in names}
-        write_manifest(part, manifest.model_hash, manifest.model_name, manifest.step, files, num_ranks)
+        facts = (manifest.model_hash, manifest.model_name, manifest.step)
+        write_manifest(part, *facts, files, num_ranks, manifest.left_out)
 
 
 class _Progress:
@@ -125,11 +126,13 @@ def _own(saved: Saved, rank: int, num_ranks: int) -> dict[str, Any]:
 
 
 def _write_for_one(part: Path, saved: Saved, progress: _Progress) -> None:
-    described = saved.weights
+    left_out = saved.manifest.left_out
+    names = {name if left_out is None else left_out.short(name): name for name in saved.weights}
+    described = {short: saved.weights[name] for short, name in names.items()}
 
     def read(name: str) -> torch.Tensor:
         progress.add(size_bytes_of(described[name]))
-        return saved.weight(name)
+        return saved.weight(names[name])
 
     write_safetensors(part / WEIGHTS, described, read)
     _write_optimizer(part / OPTIMIZER, saved, progress)

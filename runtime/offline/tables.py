@@ -11,6 +11,8 @@ from .inspecting import CheckpointReport
 def checkpoint_tables(report: CheckpointReport) -> Parts:
     """What it is of, and its files."""
     facts = [("model", report.model_name), ("step", f"{report.step:,}"), ("ranks", f"{report.num_ranks:,}")]
+    if report.left_out is not None:
+        facts.append(("not in it", f"the {report.left_out.part}'s weights (identity {report.left_out.identity})"))
     if report.optimizer is not None:
         facts.append(("optimizer", report.optimizer))
     if report.num_parameters is not None and report.weight_bytes is not None:

@@ -24,6 +24,7 @@ from ...shared.schema.plan import Plan
 from ...shared.schema.schedule import Content, Schedule, TaskKind
 from ...shared.schema.workload import Workload
 from ...shared.verify.verify import verify_schedule
+from ..checkpoints.saved_part import SavedPart
 from ..checkpoints.state import CheckpointState, configuration_text
 from ..chunks.chunk_store import ChunkStore, chunk_store
 from ..chunks.gradient_watch import refusing_late_gradients
@@ -99,6 +100,8 @@ class TrainingSettings:
     """Who tells the compute lane where the model is; None: hooks on its blocks, in forward and backward."""
     evaluated: Sequence[EvaluatedModel] | None = None
     """The models that an evaluation calls; None: the whole."""
+    saved: SavedPart | None = None
+    """What a checkpoint holds; None: everything."""
 
     def check(self, plan: Plan) -> None:
         """Raise PlanError if a setting makes no sense, or not with ``plan``."""
@@ -315,7 +318,7 @@ class Assembly:
         model, plan, workload, device = self.model, self.plan, self.workload, self.settings.device
         progress = self.progress
         # As the user made it: while a plan is carried out, its cache is off.
-        configuration = configuration_text(model)
+        saved = self.settings.saved or SavedPart(configuration_text(model))
         undo.enter_context(without_cache(model))
         undo.enter_context(taken_over(model, self.owner))
         undo.enter_context(buffers_on(device.torch_device, model))
@@ -343,9 +346,7 @@ class Assembly:
             read_state=self.callbacks.optimizer_state,
             write_state=self.callbacks.set_optimizer_state,
         )
-        state = CheckpointState(
-            model, workload, placed, optimizer, device, plan=plan, configuration=configuration, scaler=policy.scaler
-        )
+        state = CheckpointState(model, workload, placed, optimizer, device, plan=plan, part=saved, scaler=policy.scaler)
         access = undo.enter_context(refusing_access(model))
         steppers = [stepper.optimizer for stepper, _, _ in placed.optimizers.steppers()]
         for stepper in steppers:
