@@ -91,22 +91,16 @@ class CheckpointState:
         self.optimizer = OptimizerState(placed, optimizer.param_groups, names)
         """The state of the optimizers of all chunks."""
 
-    def _saved_by(self, part: SavedPart) -> list[tuple[str, nn.Parameter]]:
-        """What is saved, with its name."""
-        return part.parameters(
-            self._model, (named for chunk in self._placed.chunks for named in chunk.named_parameters())
-        )
+    def _saved_by(self, part: SavedPart) -> dict[nn.Parameter, str]:
+        """What is saved, with its name in the checkpoint."""
+        placed = (named for chunk in self._placed.chunks for named in chunk.named_parameters())
+        return {parameter: name for name, parameter in part.parameters(self._model, placed)}
 
-    def _outside(self, part: SavedPart) -> list[WantedWeight]:
+    def _outside(self, names: dict[nn.Parameter, str]) -> list[WantedWeight]:
         """What is saved of parameters that no chunk has."""
         placed = {parameter for chunk in self._placed.chunks for parameter in chunk.parameters}
-        found = [(name, p) for name, p in self._saved_by(part) if p not in placed]
+        found = [(name, p) for p, name in names.items() if p not in placed]
         return [WantedWeight(name, p, 0, in_memory_order(p.detach())) for name, p in found]
-
-    def _named(self, wanted: Iterable[WantedWeight], part: SavedPart) -> Iterator[WantedWeight]:
-        """Those of ``wanted`` that are saved, by their names in the checkpoint."""
-        names = {parameter: name for name, parameter in self._saved_by(part)}
-        return (replace(one, name=names[one.parameter]) for one in wanted if one.parameter in names)
 
     # -- collecting --------------------------------------------------------------------------------------------------
 
@@ -122,7 +116,8 @@ class CheckpointState:
             for parameter, value in zip(chunk.parameters, chunk.values().values(), strict=True)
         }
         weights = {
-            name: (held[p] if p in held else p.detach()).cpu().contiguous() for name, p in self._saved_by(self._part)
+            name: (held[p] if p in held else p.detach()).cpu().contiguous()
+            for p, name in self._saved_by(self._part).items()
         }
         buffers: dict[str, torch.Tensor] = {}
         for name, buffer, is_kept in self._part.buffers(self._model):
@@ -151,10 +146,11 @@ class CheckpointState:
         """What one of several ranks writes; nothing is copied but what is small, so it is to be written at once."""
         stretches: list[Stretch] = []
         shapes = {}
-        for name, parameter in self._saved_by(self._part):
+        names = self._saved_by(self._part)
+        for parameter, name in names.items():
             shapes[name] = tuple(parameter.shape), parameter.stride()
-        for wanted in (*(_weights_of(chunk) for chunk in self._placed.chunks), self._outside(self._part)):
-            for one in self._named(wanted, self._part):
+        for wanted in (*(_weights_of(chunk) for chunk in self._placed.chunks), self._outside(names)):
+            for one in _named(wanted, names):
                 stretches.append(stretch_of(WEIGHT + one.name, one.begin, one.into, one.parameter.numel()))
         of_optimizer, values = self.optimizer.pieces()
         buffers: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = {}, {}
@@ -210,7 +206,7 @@ class CheckpointState:
 
     def _check_tensors(self, saved: Saved, part: SavedPart) -> None:
         expected: dict[str, Described] = {
-            name: (tuple(parameter.shape), parameter.dtype) for name, parameter in self._saved_by(part)
+            name: (tuple(parameter.shape), parameter.dtype) for parameter, name in self._saved_by(part).items()
         }
         others = set()
         for name, buffer, is_kept in part.buffers(self._model):
@@ -236,13 +232,13 @@ class CheckpointState:
             self._scaler.load_state_dict(training["loss_scaler"])
         with torch.no_grad():
             part = self._part.in_form_of(saved.manifest.left_out)
-            is_saved = {parameter for _, parameter in self._saved_by(part)}
+            names = self._saved_by(part)
             for chunk in self._placed.chunks:
-                if is_saved.isdisjoint(chunk.parameters):
+                if names.keys().isdisjoint(chunk.parameters):
                     continue
                 with _rewriting(chunk) as wanted:
-                    saved.read_weights(self._named(wanted, part))
-            saved.read_weights(self._named(self._outside(part), part))
+                    saved.read_weights(_named(wanted, names))
+            saved.read_weights(self._outside(names))
             self.optimizer.place(saved)
             persistent = {name: saved.weight(name) for name, _, is_kept in part.buffers(self._model) if is_kept}
             self._place_buffers({**persistent, **training["buffers"]})
@@ -259,6 +255,11 @@ class CheckpointState:
             else:
                 path, _, own_name = name.rpartition(".")
                 self._model.get_submodule(path)._buffers[own_name] = value.to(buffer.device, copy=True)
+
+
+def _named(wanted: Iterable[WantedWeight], names: dict[nn.Parameter, str]) -> Iterator[WantedWeight]:
+    """Those of ``wanted`` that are saved, by their names in the checkpoint."""
+    return (replace(one, name=names[one.parameter]) for one in wanted if one.parameter in names)
 
 
 def _weights_of(chunk: DeviceChunk) -> list[WantedWeight]:
