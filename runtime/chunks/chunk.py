@@ -446,9 +446,16 @@ class DeviceChunk:
     def let_originals_go(self) -> None:
         """All ranks have moved this chunk in: from now on its home is all that there is."""
 
-    def keep(self) -> None:
-        """Training begins: parameters that began on the meta device are to be on the host in the end."""
-        self._origins = [torch.device("cpu") if origin.type == "meta" else origin for origin in self._origins]
+    def keep(self, returning: Collection[nn.Parameter] = ()) -> None:
+        """Training begins: parameters that began on the meta device are to be on the host in the end.
+
+        Those that are ``returning`` go back: nobody has changed them, and they are in files.
+        """
+        pairs = zip(self.parameters, self._origins, strict=True)
+        self._origins = [
+            torch.device("cpu") if origin.type == "meta" and parameter not in returning else origin
+            for parameter, origin in pairs
+        ]
 
     def move_out(self) -> None:
         """Give every parameter a tensor of its own again, where it came from, with its current value.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -132,10 +132,13 @@ class PlacedModel:
             maker.values.made(partial(move_in, chunk)).let_originals_go()
         self.optimizers.add_whole(self.chunks)
 
-    def keep(self) -> None:
-        """Training begins: parameters that began on the meta device are to be ordinary in the end."""
+    def keep(self, returning: Collection[nn.Parameter] = ()) -> None:
+        """Training begins: parameters that began on the meta device are to be ordinary in the end.
+
+        Those that are ``returning`` go back there.
+        """
         for chunk in self.chunks:
-            chunk.keep()
+            chunk.keep(returning)
 
     def separate(self) -> None:
         """Other ranks are asked for nothing any more: weights that are in parts are lost."""

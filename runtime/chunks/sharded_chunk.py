@@ -14,7 +14,7 @@ An optimizer that treats every scalar by itself gives the same bits for pieces a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -222,10 +222,10 @@ class ShardedChunk(DeviceChunk):
         """All ranks have moved this chunk in: from now on their parts are all that there is."""
         self._originals = []
 
-    def keep(self) -> None:
+    def keep(self, returning: Collection[nn.Parameter] = ()) -> None:
         """Training begins: what began on the meta device is to be whole on the host of rank 0 in the end."""
         if self._shards.between_steps.world.rank == 0:
-            super().keep()
+            super().keep(returning)
 
     def _views(self) -> list[torch.Tensor]:
         """The parameters' places in their regions, in order."""

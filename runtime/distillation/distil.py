@@ -25,6 +25,7 @@ from ..training.compute_lane import ComputeLane
 from ..training.evaluation import EvaluatedModel
 from ..training.training import Training
 from .ends import Ends
+from .pair_weights import Folder, pair_weights
 from .pairs import PairLoss, Pairs, name_of_loss
 from .saved_student import saved_student
 
@@ -40,6 +41,8 @@ class DistilOptions(TypedDict, total=False):
     keep_last_step: bool
     disk_folder: str | Path | None
     stated_disk: Disk | None
+    teacher_weights: Folder | None
+    student_weights: Folder | None
 
 
 def distil(
@@ -65,6 +68,10 @@ def distil(
     call the training so often before each step, which minimises the mean of their losses.  ``loss`` and ``blocks`` are
     those of ``trace_distillation``, which gives ``workload``.  Parameter groups hold what is learnt of the student.
 
+    ``teacher_weights`` and ``student_weights`` are folders of safetensors files for models whose parameters are on the
+    meta device, as ``weights`` of ``carry_out``: each chunk is read when it is made, so that a teacher never lies whole
+    in memory unless the plan has it there.  After ``close`` such a teacher is on the meta device again.
+
     Afterwards the student has its new weights, and the teacher is unchanged.  Raises PlanError, before anything moves,
     if plan, workload, models and loss do not belong together, or if the plan may need more memory than the device has;
     otherwise as ``carry_out``.
@@ -73,6 +80,7 @@ def distil(
     for model in (teacher, student):
         check_untaken(model)
     pairs = Pairs(teacher, student, loss, blocks=blocks, micro_batches=found.micro_batches)
+    weights = pair_weights(pairs, options.get("teacher_weights"), options.get("student_weights"))
     device = options.get("device")
     settings = TrainingSettings(
         optimizer=options.get("optimizer") or named_optimizer(found.optimizer),
@@ -86,7 +94,9 @@ def distil(
         stated_disk=options.get("stated_disk"),
         follow=lambda compute: _Announcing(pairs, compute),
         evaluated=_evaluated(pairs),
-        saved=saved_student(pairs),
+        saved=saved_student(pairs, weights),
+        weights=weights,
+        returning=frozenset(parameter for parameter in teacher.parameters() if parameter.is_meta),
     )
     with ExitStack() as undo:
         undo.enter_context(pairs.learning())
@@ -94,6 +104,11 @@ def distil(
         undo.enter_context(ends.on_host())
         training = Distilling(pairs, found, workload, settings)
         training.ends = ends
+        try:
+            undo.enter_context(ends.filled(weights))
+        except BaseException:
+            training.close()
+            raise
         for model in (teacher, student):
             undo.enter_context(taken_over(model, training))
         training.held = undo.pop_all()

@@ -20,10 +20,12 @@ from ...shared.schema.schedule import Content
 from ...shared.schema.workload import Workload
 from ..chunks.chunk import view_of
 from ..chunks.meta_parameters import set_values
+from ..chunks.saved_weights import SavedWeights, names_of
 from ..devices.device import TrainingDevice
 from ..devices.ledger import MemoryLedger
 from ..model.nested_tensors import tensors_in
-from .pairs import Pairs
+from ..model.strides import in_memory_order
+from .pairs import STUDENT, Pairs
 
 
 class Ends:
@@ -34,6 +36,7 @@ class Ends:
         named = dict(pairs.named_parameters(remove_duplicate=False))
         placed = {id(named[parameter.name]) for parameter in workload.parameters if parameter.name in named}
         self._parameters = [p for p in pairs.parameters() if id(p) not in placed]
+        self._named = names_of((n, p) for n, p in named.items() if id(p) not in placed)
         self._modules: list[_EndModule] = []
         inside = {id(part) for block in pairs.blocks for part in block.module.modules()}
         for path, module in pairs.named_modules():
@@ -52,6 +55,30 @@ class Ends:
         finally:
             for parameter, origin in moved:
                 set_values(parameter, parameter.detach().to(origin))
+
+    @contextmanager
+    def filled(self, weights: SavedWeights | None) -> Iterator[None]:
+        """Within the block those on the meta device have the values of ``weights``, on the host.
+
+        Afterwards the student's keep them, and the teacher's are on the meta device again.  Raises FileError, with all
+        on the meta device, if a file cannot be read.
+        """
+        found = [(p, names) for p, names in self._named if p.is_meta]
+        filled: list[nn.Parameter] = []
+        try:
+            for parameter, names in found:
+                set_values(parameter, _read(parameter, names, weights))
+                filled.append(parameter)
+        except BaseException:
+            for parameter in filled:
+                set_values(parameter, parameter.detach().to("meta"))
+            raise
+        try:
+            yield
+        finally:
+            for parameter, names in found:
+                if not any(name.startswith(f"{STUDENT}.") for name in names):
+                    set_values(parameter, parameter.detach().to("meta"))
 
     @property
     def most_bytes(self) -> int:
@@ -211,6 +238,17 @@ class _EndModule:
             f"this evaluation. Evaluate fewer samples at once, or carry out a plan with fewer persistent chunks "
             f"(n_persist)."
         )
+
+
+def _read(parameter: nn.Parameter, names: list[str], weights: SavedWeights | None) -> torch.Tensor:
+    """Its values in new memory on the host."""
+    value = torch.empty_like(parameter, device="cpu", requires_grad=False)
+    held = [] if weights is None else weights.find(names)
+    # Files that lack it have been refused.
+    assert weights is not None
+    assert held
+    weights.read(held[0], value, slice(0, value.numel()), in_memory_order(value))
+    return value
 
 
 def _output_bytes(module: nn.Module, given: Any) -> int:

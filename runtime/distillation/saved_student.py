@@ -14,6 +14,7 @@ from ..checkpoints.state import configuration_text
 from ..chunks.saved_weights import SavedWeights, names_of
 from ..model.configurations import quiet
 from ..model.strides import in_memory_order
+from .pair_weights import PairWeights
 from .pairs import STUDENT, TEACHER, Pairs
 
 _STRETCHES: Final = 64
@@ -21,14 +22,14 @@ _STRETCH: Final = 1024
 """How many stretches of a tensor, and how many scalars of each, tell weights apart; small tensors are read whole."""
 
 
-def saved_student(pairs: Pairs, weights: SavedWeights | None = None) -> SavedPart:
+def saved_student(pairs: Pairs, weights: PairWeights | None = None) -> SavedPart:
     """The student alone.  ``weights`` has the values of the teacher's parameters that are on the meta device.
 
     Raises FileError if it cannot be read.
     """
-    return SavedPart(
-        _configuration(pairs.student), LeftOut(part=TEACHER, kept=STUDENT, identity=identity_of(pairs.teacher, weights))
-    )
+    of_teacher = None if weights is None else weights.parts.get(TEACHER)
+    left_out = LeftOut(part=TEACHER, kept=STUDENT, identity=identity_of(pairs.teacher, of_teacher))
+    return SavedPart(_configuration(pairs.student), left_out)
 
 
 def identity_of(teacher: nn.Module, weights: SavedWeights | None = None) -> str:

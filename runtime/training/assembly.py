@@ -96,6 +96,8 @@ class TrainingSettings:
     """The ranks of a plan for several."""
     weights: SavedWeights | None = None
     """What fills parameters on the meta device."""
+    returning: frozenset[nn.Parameter] = frozenset()
+    """Those of them that are on the meta device again in the end."""
     follow: Callable[[ComputeLane], Walker] | None = None
     """Who tells the compute lane where the model is; None: hooks on its blocks, in forward and backward."""
     evaluated: Sequence[EvaluatedModel] | None = None
@@ -213,7 +215,7 @@ class Assembly:
                     # From here on lanes may meet.
                     parts.lanes.meet()
                     whole.callback(world.leave)
-                parts.held.placed.keep()
+                parts.held.placed.keep(self.settings.returning)
                 unbegun.pop_all()
                 whole.push(undo.pop_all())
                 return replace(parts, undo=whole)
