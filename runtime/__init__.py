@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .distillation.distil import Distilling as Distilling
     from .distillation.distil import distil as distil
     from .distillation.tracing import trace_distillation as trace_distillation
+    from .distillation.validation import ValidationLosses as ValidationLosses
+    from .distillation.validation import validation_losses as validation_losses
     from .model.adapters import add_lora as add_lora
     from .model.adapters import freeze as freeze
     from .optimizers.loss_scaling import LossScaling as LossScaling
@@ -50,6 +52,7 @@ _HOMES = {
     "StepSummary": "recording.summaries",
     "Training": "training.training",
     "TrainingDevice": "devices.device",
+    "ValidationLosses": "distillation.validation",
     "activation_statistics": "students.activation_statistics",
     "add_lora": "model.adapters",
     "block_loss": "distillation.block_losses",
@@ -67,6 +70,7 @@ _HOMES = {
     "trace": "tracing.tracing",
     "trace_distillation": "distillation.tracing",
     "training_of": "training.carry_out",
+    "validation_losses": "distillation.validation",
     "workload_of_configuration": "tracing.configurations",
 }
 
