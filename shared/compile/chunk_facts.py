@@ -214,6 +214,24 @@ class ChunkFacts:
         return order
 
     @cached_property
+    def norm_sections(self) -> IntArray:
+        """(N,) the sections whose gradients keep a limit of the norm by themselves; ``NOT_THERE`` alone: all together.
+
+        Those by themselves ascend, as their backwards do.
+        """
+        if not self.layout.limits_each_block:
+            return np.array([NOT_THERE])
+        return np.unique(self.completed_by[self.is_trainable])
+
+    @cached_property
+    def norm_of(self) -> IntArray:
+        """(C,) the place in ``norm_sections`` of each trainable chunk; 0 for others."""
+        if not self.layout.limits_each_block:
+            return np.zeros(len(self.layout.chunks), dtype=np.int64)
+        found = np.searchsorted(self.norm_sections, self.completed_by)
+        return np.where(self.is_trainable, found, 0).astype(np.int64)
+
+    @cached_property
     def size_bytes(self) -> IntArray:
         """(C,) of the whole chunk."""
         return integers(chunk.size_bytes for chunk in self.layout.chunks)

@@ -28,6 +28,11 @@ the last backward that adds to it.  The policies are written in steps:
 
 Steps of bypass distillation are those of [Note: Pairs] in ``pairs.py``.
 
+[Note: Norms of blocks]
+In bypass distillation a limit of the norm is one of each student block's gradients by itself.  A block's norm waits for
+that block's gradients alone, CPU Adam of a chunk for its block's norm, and device Adam for all norms.  So a block is
+stepped while the next one computes.  No chunk has trained parameters of two blocks.
+
 [Note: Disk]
 The last offloaded chunks may have their optimizer state on the host's disk (``Plan.n_disk_state``), and the last of
 these their parameters too (``Plan.n_disk``).  What lies there takes turns at ``n_staging`` places of host memory:

@@ -145,9 +145,9 @@ class Staging:
         num_chunks = len(self.family.is_gathered)
         position = np.full(len(chunks), positions.prologue_backward)
         within = updates.behind_chunks + TASKS_PER_CHUNK * beside + number
+        here = np.flatnonzero(beside < num_chunks)
+        position[here] = updates.step_positions(beside[here])
         if not self.family.step.limits_norm:
-            here = np.flatnonzero(beside < num_chunks)
-            position[here] = self.sections.end_position[updates.last_steps(beside[here])[-1]]
             within[here] = TASKS_PER_CHUNK * updates.place_of[beside[here]] + number
         micro_batch = 0 if self.family.step.limits_norm else self.family.step.micro_batches - 1
         group = TaskGroup(

@@ -42,8 +42,8 @@ class Updates:
         """(P,) chunks."""
         self.place_of: IntArray = np.zeros(len(family.layout.chunks), dtype=np.int64)
         self.place_of[order] = np.arange(len(order))
-        self.summed: list[IntArray] = []
-        """What adds up the gradients that stay on the device, whole or in parts."""
+        self.summed: list[tuple[IntArray, IntArray]] = []
+        """What adds up the gradients that stay on the device, whole or in parts, and of which chunks."""
         self.rows = Rows(family, draft, sections, order)
         self._leave_in_time(self.rows.offloads, self.rows.steps)
         self._reduce()
@@ -72,10 +72,35 @@ class Updates:
         )
         return self.draft.tasks(group).reshape(shape)
 
-    def _behind_all(self, kind: TaskKind, work: Work, number: int) -> IntArray:
-        """(1,) a task behind the last backward of all."""
-        position, rows = np.array([self.sections.positions.prologue_backward]), np.zeros(1, dtype=np.int64)
-        return self.draft.tasks(TaskGroup(kind, position, Part.LEAVES, work, rows, within=self.behind_chunks + number))
+    def _behind_norms(self, kind: TaskKind, work: Work, number: int) -> IntArray:
+        """(N,) a task behind the last backward of all, or behind that of each block whose norm is limited by itself."""
+        sections = self.family.facts.norm_sections
+        rows = np.arange(len(sections))
+        group = TaskGroup(
+            kind,
+            self._norm_positions,
+            Part.LEAVES,
+            work,
+            rows,
+            within=self.behind_chunks + number,
+            section=sections,
+        )
+        return self.draft.tasks(group)
+
+    @cached_property
+    def _norm_positions(self) -> IntArray:
+        """(N,) the last backwards behind which norms are taken."""
+        positions, sections = self.sections.positions, self.family.facts.norm_sections
+        if not self.family.layout.limits_each_block:
+            return np.full(len(sections), positions.prologue_backward)
+        return positions.last_backward(sections)
+
+    def step_positions(self, chunks: IntArray) -> IntArray:
+        """(n,) the last backwards behind which the host steps ``chunks``."""
+        if self.family.step.limits_norm:
+            found: IntArray = self._norm_positions[self.family.facts.norm_of[chunks]]
+            return found
+        return self.sections.end_position[self.last_steps(chunks)[-1]]
 
     @property
     def behind_chunks(self) -> int:
@@ -118,7 +143,13 @@ class Updates:
             )
             draft.wait(self.summing, self._ends(self.staying)[-1])
         self._replicate()
-        self.summed += [self.parting.ravel(), self.agreeing, self.summing]
+        parted = spread(self.parted, self.parting.shape)
+        agreed = self.parted[: len(self.agreeing)]
+        self.summed += [
+            (self.parting.ravel(), parted),
+            (self.agreeing, agreed),
+            (self.summing, self.staying[: len(self.summing)]),
+        ]
 
     def _replicate(self) -> None:
         """Add up parts over shard groups: those that leave, in every micro-batch, and those that stay, in the last."""
@@ -191,7 +222,7 @@ class Updates:
         """Add the norm if it is limited, Adam of every chunk that the host steps, and device Adam."""
         draft, facts = self.draft, self.family.facts
         self.norm: IntArray = np.zeros(0, dtype=np.int64)
-        """(1,), or (0,) if it is not limited."""
+        """(N,), or (0,) if it is not limited: one of all gradients, or one of each student block's."""
         if not self.family.step.limits_norm:
             last = slice(-1, None)
             (self.cpu_adams,) = self._behind_backward(TaskKind.CPU_ADAM, facts.cpu_adam_work, self.leaving, STEPS, last)
@@ -203,7 +234,7 @@ class Updates:
             self.cpu_adams = draft.tasks(
                 TaskGroup(
                     TaskKind.CPU_ADAM,
-                    np.full(len(self.leaving), self.sections.positions.prologue_backward),
+                    self.step_positions(self.leaving),
                     Part.LEAVES,
                     facts.cpu_adam_work,
                     self.leaving,
@@ -212,7 +243,7 @@ class Updates:
                     chunk=self.leaving,
                 )
             )
-            draft.wait(self.cpu_adams, known)
+            draft.wait(self.cpu_adams, known[facts.norm_of[self.leaving]])
         self.device_adam = draft.tasks(
             TaskGroup(
                 TaskKind.DEVICE_ADAM,
@@ -223,7 +254,7 @@ class Updates:
             )
         )
         """(1,)"""
-        self._wait_for_all(self.device_adam, known, *self.summed)
+        draft.wait(self.device_adam, np.concatenate([known, *(tasks for tasks, _ in self.summed)]))
         self.stepped_by: IntArray = np.full(len(facts.size_bytes), NOT_THERE)
         """(C,) what steps each chunk that is gathered, or stepped on the host."""
         self.stepped_by[self.leaving] = self.cpu_adams
@@ -231,16 +262,25 @@ class Updates:
         self.rows.follow(self.stepped_by)
 
     def _limit_norm(self) -> IntArray:
-        """Add the norm of all gradients; gives the task after which it is known."""
-        draft, step = self.draft, self.family.step
-        read_bytes = int(self.family.facts.part("summed_bytes")[self.leaving].sum())
-        self.norm = self._behind_all(TaskKind.GRADIENT_NORM, Work(stepped_bytes=read_bytes), _NORM)
-        self._wait_for_all(self.norm, self._last_added(), self._arrived, *self.summed)
+        """Add the norm of all gradients, or of each student block's; gives the (N,) tasks after which they are known.
+
+        See [Note: Norms of blocks].
+        """
+        draft, facts, step = self.draft, self.family.facts, self.family.step
+        read_bytes = np.zeros(len(facts.norm_sections), dtype=np.int64)
+        np.add.at(read_bytes, facts.norm_of[self.leaving], facts.part("summed_bytes")[self.leaving])
+        self.norm = self._behind_norms(TaskKind.GRADIENT_NORM, Work(stepped_bytes=read_bytes), _NORM)
+        if self.family.layout.limits_each_block:
+            draft.wait(self.norm[facts.norm_of[self.staying]], self._ends(self.staying)[-1])
+        else:
+            draft.wait(self.norm, self._last_added())
+        for tasks, chunks in ((self._arrived, self.leaving), *self.summed):
+            draft.wait(self.norm[facts.norm_of[chunks]], tasks)
         if not step.is_sharded or not len(self.leaving) + len(self.parted):
             return self.norm
         # Of sharded gradients every rank knows the norm of its own shards only.
         work = Work(moved_bytes=NORM_BYTES, num_ranks=step.num_shards, axis=step.shard_axis)
-        known = self._behind_all(TaskKind.ALL_REDUCE, work, _NORM_PARTS)
+        known = self._behind_norms(TaskKind.ALL_REDUCE, work, _NORM_PARTS)
         draft.wait(known, self.norm)
         return known
 
@@ -258,11 +298,6 @@ class Updates:
         ends = self.sections.backward_step(completing[stays])[-1]
         last: IntArray = self.sections.step_end[ends.max(keepdims=True)]
         return last
-
-    def _wait_for_all(self, task: IntArray, *others: IntArray) -> None:
-        """Let one task wait for many."""
-        joined = np.concatenate(others)
-        self.draft.wait(task, joined)
 
     @cached_property
     def _device_adam_work(self) -> Work:
@@ -350,7 +385,7 @@ class Updates:
         _, staying, places = self._gradients_of(np.flatnonzero(self.family.is_persistent))
         whole = staying[0][np.argsort(places)]
         parts = homes.gradients[np.sort(self.parted)]
-        self._read_in_order(self.norm, homes.gradients[np.sort(self.leaving)], parts, whole)
+        self._wire_norms(homes)
         chunks = np.concatenate(
             [np.flatnonzero(self.family.is_persistent & self.family.facts.is_trainable), np.sort(self.parted)]
         )
@@ -361,6 +396,17 @@ class Updates:
         draft.update(self.device_adam, written, np.arange(len(written)))
         if self.widened_bytes:
             draft.phases[int(self.device_adam[0])] = Phase(curve=((1.0, self.widened_bytes),))
+
+    def _wire_norms(self, homes: Homes) -> None:
+        """Each norm reads what it is of: what is staged, parts, and what stays whole on the device."""
+        norm_of = self.family.facts.norm_of
+        for place, norm in enumerate(self.norm[:, None]):
+            leaving, parted, persistent = (
+                np.sort(chunks[norm_of[chunks] == place]) for chunks in (self.leaving, self.parted, self.staying)
+            )
+            _, staying, places = self._gradients_of(persistent)
+            whole = staying[0][np.argsort(places)]
+            self._read_in_order(norm, homes.gradients[leaving], homes.gradients[parted], whole)
 
     def _wire_device(self, homes: Homes) -> None:
         """Gradients that backwards add to, and what adds them up over ranks."""

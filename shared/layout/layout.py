@@ -143,6 +143,11 @@ class Layout(Shown):
         """Whether the first section's backward is the first, as in bypass distillation; else it is the last."""
         return self.method is TrainingMethod.BYPASS
 
+    @property
+    def limits_each_block(self) -> bool:
+        """Whether a limit of the norm is one of each block's gradients by itself, as in bypass distillation."""
+        return self.method is TrainingMethod.BYPASS
+
     def persistent(self, n_persist: int) -> frozenset[ChunkId]:
         """The first ``n_persist`` chunks.  Raises PlanError if there are fewer."""
         if n_persist > len(self.chunks):

@@ -144,11 +144,6 @@ def why_not_bypass(plan: Plan) -> str | None:
         return f"parallel: {plan.parallel} with method {plan.method}; one rank alone knows it. Set it to single"
     if plan.looks_up_rows:
         return f"looks_up_rows with method {plan.method}; embeddings of a teacher are gathered whole. Leave it out"
-    if plan.max_gradient_norm is not None:
-        return (
-            f"max_gradient_norm: {plan.max_gradient_norm:g} with method {plan.method}; norms of single blocks are not "
-            f"known yet. Leave it out"
-        )
     return None
 
 
@@ -203,7 +198,8 @@ class Plan(Document):
     micro_batches: PositiveInt = 1
     """Forwards and backwards per step, each on a batch of the workload's shape; their gradients add up."""
     max_gradient_norm: PositiveFloat | None = None
-    """Limit of the norm of all gradients together; None for no limit.  CPU Adam then waits for the last gradient."""
+    """Limit of the norm of all gradients together; None for no limit.  CPU Adam then waits for the last gradient.  In
+    bypass distillation it limits the norm of each student block's gradients by itself, and CPU Adam waits for those."""
     optimizer: Optimizer = Optimizer.ADAMW
     """What steps the weights: its state has places, its steps take time, and the runtime makes it."""
     host_gradients: HostGradients = HostGradients.PARAMETERS

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
-from ..schema.schedule import AllocationId, Content, OuterSection, Section, Task, TaskKind
+from ..schema.schedule import AllocationId, ChunkId, Content, OuterSection, Section, Task, TaskKind
 from ..schema.workload import BlockId, Phase
-from .claim import Claim, check_amounts, reject
+from .claim import Claim, check_amounts, check_earlier, reject
 from .compute_tasks import Expected, Name, check_compute_task, gradients_of
 from .full_training import FULL_TRAINING
 from .rules import Rule, Stage
-from .updates import check_device_adam, check_one_device_adam
+from .updates import check_device_adam, check_norm, check_norm_order, check_one_device_adam, check_one_norm
 
 
 def check_pairs(claim: Claim) -> None:
@@ -95,6 +95,50 @@ def check_device_adam_of_pairs(claim: Claim) -> None:
     """
     made = (name for entry in _Walk(claim).entries() for name in entry.makes)
     check_one_device_adam(claim, {name for name in made if name[0] is Content.INCOMING_GRADIENT})
+
+
+def check_norms_of_blocks(claim: Claim) -> None:
+    """Under a limit, the norm of each student block's gradients is taken once, and of no others; without one, never.
+
+    It is taken of all gradients of that block, wherever they are.
+    """
+    norms = claim.tasks_of(TaskKind.GRADIENT_NORM)
+    trained = {} if claim.plan.max_gradient_norm is None else _chunks_of_blocks(claim)
+    found, expected = sorted(str(task.section) for task in norms), sorted(map(str, trained))
+    if found != expected:
+        reject(f"it takes the norms of the gradients of blocks {found}, not of {expected}")
+    for task in norms:
+        assert task.section is not None
+        check_one_norm(claim, task, trained[task.section])
+
+
+def check_norm_order_of_blocks(claim: Claim) -> None:
+    """Under a limit, CPU Adam of a chunk comes after the norm of its block, and device Adam after all norms."""
+    norms = {task.section: task for task in claim.tasks_of(TaskKind.GRADIENT_NORM)}
+    if not norms:
+        return
+    block_of = {chunk: block for block, chunks in _chunks_of_blocks(claim).items() for chunk in chunks}
+    for adam in claim.tasks_of(TaskKind.CPU_ADAM):
+        assert adam.chunk is not None
+        check_earlier(claim, norms[block_of[adam.chunk]].id, adam.id)
+    for adam in claim.tasks_of(TaskKind.DEVICE_ADAM):
+        for norm in norms.values():
+            check_earlier(claim, norm.id, adam.id)
+
+
+def _chunks_of_blocks(claim: Claim) -> dict[Section, set[ChunkId]]:
+    """The trainable chunks of every student block that has any.  Raises ScheduleError if two blocks share one."""
+    found: dict[Section, set[ChunkId]] = {}
+    for chunk in claim.layout.chunks:
+        members = (claim.workload.parameters[placed.index] for placed in chunk.parameters)
+        blocks = {member.block for member in members if member.trainable}
+        if len(blocks) > 1:
+            reject(f"chunk {chunk.id} has trained parameters of blocks {_shown({BlockId(b) for b in blocks if b})}")
+        if chunk.is_trainable:
+            (block,) = blocks
+            assert block is not None
+            found.setdefault(BlockId(block), set()).add(chunk.id)
+    return found
 
 
 class _Walk:
@@ -204,6 +248,11 @@ class _Walk:
         )
 
 
+_OF_PAIRS: Final = {
+    check_device_adam: check_device_adam_of_pairs,
+    check_norm: check_norms_of_blocks,
+    check_norm_order: check_norm_order_of_blocks,
+}
 BYPASS: Final = replace(
     FULL_TRAINING,
     sections=(
@@ -214,9 +263,6 @@ BYPASS: Final = replace(
         ),
         Rule(Stage.CHUNKS, check_independence),
     ),
-    updates=tuple(
-        replace(rule, check=check_device_adam_of_pairs) if rule.check is check_device_adam else rule
-        for rule in FULL_TRAINING.updates
-    ),
+    updates=tuple(replace(rule, check=_OF_PAIRS.get(rule.check, rule.check)) for rule in FULL_TRAINING.updates),
 )
 """What every schedule of bypass distillation must be.  Each rule states itself in its docstring."""

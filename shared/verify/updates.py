@@ -6,7 +6,7 @@ chunk, once per step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from math import prod
 
 from ..layout.adam_memory import WIDENED_SCALARS
@@ -158,21 +158,25 @@ def check_norm(claim: Claim) -> None:
     if len(norms) != (0 if claim.plan.max_gradient_norm is None else 1):
         reject(f"it takes the norm of the gradients {len(norms)} times")
     for task in norms:
-        _check_norm(claim, task)
+        if task.section is not None:
+            reject(f"{task.name} names a section")
+        check_one_norm(claim, task, [chunk.id for chunk in claim.layout.chunks])
 
 
-def _check_norm(claim: Claim, task: Task) -> None:
-    """It reads every gradient: staged, or waiting on the device whole or in part."""
-    if task.chunk is not None or task.section is not None or task.phase is not None or task.micro_batch:
-        reject(f"{task.name} names a chunk, a section, a phase or a micro-batch")
+def check_one_norm(claim: Claim, task: Task, chunks: Collection[ChunkId]) -> None:
+    """It reads every gradient of ``chunks``: staged, or waiting on the device whole or in part."""
+    if task.chunk is not None or task.phase is not None or task.micro_batch:
+        reject(f"{task.name} names a chunk, a phase or a micro-batch")
     left = [b for b in map(claim.buffer, claim.freed_by(TaskKind.DEVICE_ADAM)) if b.content is Content.GRADIENTS]
-    staged = [claim.homes[Content.GRADIENTS, chunk] for chunk in claim.updated]
-    parts = [claim.homes[Content.REDUCED_GRADIENTS, chunk] for chunk in claim.scattered]
+    left = [b for b in left if b.chunk in chunks]
+    updated = [chunk for chunk in claim.updated if chunk in chunks]
+    staged = [claim.homes[Content.GRADIENTS, chunk] for chunk in updated]
+    parts = [claim.homes[Content.REDUCED_GRADIENTS, chunk] for chunk in claim.scattered if chunk in chunks]
     compare_buffers(task, task.reads, [*staged, *parts, *left], "reads")
     compare_buffers(task, task.writes, [], "writes")
     compare_buffers(task, task.allocates, [], "allocates")
     compare_buffers(task, task.frees, [], "frees")
-    check_amounts(task, stepped_bytes=sum(claim.held[chunk].summed_bytes for chunk in claim.updated))
+    check_amounts(task, stepped_bytes=sum(claim.held[chunk].summed_bytes for chunk in updated))
 
 
 def check_cpu_adam(claim: Claim) -> None:

@@ -153,5 +153,6 @@ def bypass_cases(draw: DrawFn, max_pairs: int = 4, measured: bool | None = True)
         micro_batches=draw(st.sampled_from((1, 1, 2, 3))),
         optimizer=draw(any_optimizer(workload)),
         host_gradients=draw(any_host_gradients(workload)),
+        max_gradient_norm=draw(st.sampled_from((None, 0.5))),
     )
     return PlannedWorkload(workload, plan, layout)
