@@ -84,6 +84,12 @@ class GradientStandIns:
 
     def norm_of(self, stand_in: StandIn) -> GradientNorm:
         """The norm of one gradient, when that of all of them has been taken.  Raises ScheduleError without a limit."""
+        if self._norms is None and self.max_norm is not None:
+            raise ScheduleError(
+                f"the plan limits the norm of each block's gradients by itself to {self.max_norm:g} "
+                f"(max_gradient_norm), and blocks may have been stepped by now. Leave clip_grad_norm_ out. "
+                f"{_STEP_STILL}"
+            )
         if self._norms is None:
             raise ScheduleError(
                 f"gradients were to be read or changed between backward() and step(), but those of offloaded chunks "

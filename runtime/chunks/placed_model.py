@@ -22,6 +22,7 @@ from ..ranks.collectives import Collectives
 from .chunk import DeviceChunk
 from .chunk_maker import ChunkMaker
 from .chunk_store import ChunkStore
+from .clipping import ClippedNorms, Clipping, Limited
 from .gradient_stand_ins import GradientStandIns, Norms, held_gradient
 from .gradient_watch import GradientWatch
 from .model_optimizers import ModelOptimizers, StepPolicy
@@ -57,8 +58,12 @@ class PlacedModel:
         """Those that chunks are shared among, for the compute thread; None: there is one."""
         self._device = device
         self._scaler = policy.scaler
-        # Scaled gradients may overflow; the norm decides then.
-        self.is_checking = policy.check_gradients and policy.scaler is None
+        self.clipping = Clipping(plan, workload)
+        """Which gradients keep a limit of their norm together."""
+        self.held_blocks: tuple[str, ...] = ()
+        """The blocks that the last completed step has held ([Note: Held blocks] in ``clipping``)."""
+        # Scaled gradients may overflow, and blocks be held; the norm decides then.
+        self.is_checking = policy.check_gradients and policy.scaler is None and not self.clipping.holds
         """Whether gradients must be finite."""
         self.chunks: list[DeviceChunk] = []
         self.rows = LookedUpRows(device)
@@ -101,6 +106,7 @@ class PlacedModel:
         plan = maker.plan
         with torch.no_grad():
             self._move_in(maker)
+        self.clipping.add(self.chunks)
         if self.optimizers.host or self.optimizers.parts or self._max_norm is not None:
             self._stand_ins = GradientStandIns(
                 self._in_order, self._max_norm, has_parts=plan.parallel is ParallelMode.SHARDED
@@ -159,17 +165,21 @@ class PlacedModel:
 
     # -- stepping ----------------------------------------------------------------------------------------------------
 
-    def step_on_device(self, scale: torch.Tensor | None = None) -> None:
-        """Step the persistent chunks with the gradients that their parameters hold, times ``scale``, and drop these.
+    def step_on_device(self, clipped: ClippedNorms) -> None:
+        """Step the persistent chunks with the gradients that their parameters hold, as ``clipped``, and drop these.
 
         Raises, with nothing stepped, ScheduleError if these were changed since ``watch_gradients``, and
-        NonFiniteGradientError if one of them is not finite; a ``scale`` comes from a norm that was.
+        NonFiniteGradientError if one of them is not finite; norms that are limited were, or hold a block.
         """
         self.check_gradients()
         self.show_received()
-        if scale is not None and self._device.ledger is not None:
-            # It is the host's, and lives until the next norm is known.
-            self._device.ledger.ignore([scale])
+        if self._device.ledger is not None:
+            # They are the host's, and live until the next norms are known.
+            self._device.ledger.ignore([one.factor for one in clipped.values()])
+        if self.clipping.holds:
+            self._step_blocks_on_device(clipped)
+            return
+        scale = clipped[None].factor if clipped else None
         if scale is not None and self._scaler is None:
             for gradient in (*self.gradients(), *self._gradients_of_parts()):
                 gradient.mul_(scale.to(gradient.device))
@@ -183,6 +193,17 @@ class PlacedModel:
                 refuse_non_finite(gradients, optimizer.labels)
             optimizer.step(gradients, factor=scale if self._scaler is not None else None)
         self.optimizers.count_state()
+
+    def _step_blocks_on_device(self, clipped: ClippedNorms) -> None:
+        """Step those that are not held."""
+        is_scaled = self._scaler is not None
+        self.clipping.scale_blocks(self.chunks, clipped, is_scaled=is_scaled)
+        narrow = {id(parameter) for chunk in self.chunks for parameter in chunk.narrow} if is_scaled else set()
+        for step in self.optimizers.device:
+            widens = any(id(parameter) in narrow for parameter in step.parameters)
+            step.run(factor=self.clipping.factor_of(step.parameters, clipped) if widens else None)
+        self.optimizers.count_state()
+        self.held_blocks = self.clipping.held_blocks(clipped)
 
     def label_of(self, parameter: nn.Parameter) -> str:
         """A parameter's name, with its block's."""
@@ -214,30 +235,32 @@ class PlacedModel:
         if self._looks is not None and section in self._staying:
             self._looks.look([parameter.grad for parameter in self._staying[section]])
 
-    def step_on_host(self, chunk: DeviceChunk, present: Sequence[bool], *, scale: torch.Tensor | None = None) -> None:
-        """Step a chunk whose home is on the host with its staged gradients, times ``scale``.
+    def step_on_host(self, chunk: DeviceChunk, present: Sequence[bool], *, clipped: ClippedNorm | None = None) -> None:
+        """Step a chunk whose home is on the host with its staged gradients, as ``clipped``; not if its block is held.
 
         ``present`` says for which parameters there was one.
 
         Raises NonFiniteGradientError if one of them is not finite.
         """
         gradients = [staged if there else None for staged, there in zip(chunk.staged, present, strict=True)]
-        if scale is not None and self._scaler is None:
+        factor = None if clipped is None else clipped.factor
+        if clipped is not None and self._scaler is None and not clipped.is_held:
+            factor = None
             for gradient in gradients:
                 if gradient is not None:
-                    gradient.mul_(scale)
+                    gradient.mul_(clipped.factor)
         optimizer = self.optimizers.host[chunk.chunk.id]
         if self.is_checking:
             refuse_non_finite(gradients, optimizer.labels)
         self.gate.begin(chunk.chunk.id, optimizer.num_steps)
         if self.last_step is not None:
             self.last_step.before_step(optimizer)
-        optimizer.step(gradients, factor=scale if self._scaler is not None else None)
+        optimizer.step(gradients, factor=factor)
 
-    def clip(self, present: Mapping[int, Sequence[bool]]) -> ClippedNorm:
-        """The norms of all gradients, and what these must be multiplied by for the norm of all to keep its limit.
+    def clip(self, present: Mapping[int, Sequence[bool]], section: Limited = None) -> ClippedNorm:
+        """The norms of the gradients that ``section`` limits, and what keeps the norm of all of these at the limit.
 
-        ``present`` says for which parameters of each chunk that the host steps there is one.  Raises
+        ``present`` says for which parameters of each of their chunks that the host steps there is one.  Raises
         NonFiniteGradientError if gradients are to be checked and one of them is not finite, with nothing stepped.
         """
         assert self._max_norm is not None
@@ -250,13 +273,17 @@ class PlacedModel:
             if is_there
         }
         received = self._received
-        found = {p: staged.get(id(p), received.get(p, held_gradient(p.grad))) for p in self._in_order}
+        members = self.clipping.members(self._in_order, section)
+        found = {p: staged.get(id(p), received.get(p, held_gradient(p.grad))) for p in members}
         gradients = {p: gradient for p, gradient in found.items() if gradient is not None}
         labels = [self._labels[id(p)] for p in gradients]
         if self._scaler is not None:
-            factor = self._scaler.factor_for(list(gradients.values()), self._max_norm, labels)
-            return ClippedNorm(torch.tensor(torch.nan), factor, {})
+            factor = self._scaler.of(section).factor_for(list(gradients.values()), self._max_norm, labels)
+            is_held = self.clipping.holds and bool(factor.isnan())
+            return ClippedNorm(torch.tensor(torch.nan), factor, {}, is_held=is_held)
         clipped = clipped_norm(gradients, self._max_norm)
+        if self.clipping.holds:
+            return clipped.or_held()
         if self.is_checking and not clipped.norm.isfinite():
             refuse_non_finite(list(gradients.values()), labels)
         return clipped
@@ -283,7 +310,7 @@ class PlacedModel:
         """
         assert self._max_norm is not None
         if self._scaler is not None:
-            factor = self._scaler.factor_from(squares, self._max_norm)
+            factor = self._scaler.of(None).factor_from(squares, self._max_norm)
             return ClippedNorm(torch.tensor(torch.nan), factor, {})
         clipped = clipped_by(squares, self._max_norm)
         if self.is_checking and not clipped.norm.isfinite():
@@ -398,6 +425,7 @@ class PlacedModel:
         if self._stand_ins is not None:
             self._stand_ins.close()
             self._stand_ins = None
+        self.clipping.clear()
         # Before parameters go back to where they came from: that may be the device, whatever the budget was.
         self._device.end_training()
         self.rows.close()

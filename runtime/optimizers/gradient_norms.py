@@ -1,9 +1,9 @@
-"""The norm of all gradients of a step, with those that it is made of."""
+"""The norm of the gradients of a step, of all or of one block's, with those that it is made of."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,9 +18,17 @@ class ClippedNorm:
     norm: torch.Tensor
     """Of all gradients, before they are clipped; a scalar on the host, NaN where losses are scaled."""
     factor: torch.Tensor
-    """What every gradient is multiplied by; a scalar, at most 1 where losses are not scaled."""
+    """What every gradient is multiplied by; a scalar, at most 1 where losses are not scaled.  NaN: none is stepped."""
     norms: Mapping[int, torch.Tensor]
     """The norm of each gradient by the ``id`` of its parameter; empty where losses are scaled, or ranks have parts."""
+    is_held: bool = False
+    """Whether it is of a block that is held in this step, since its norm is not finite."""
+
+    def or_held(self) -> ClippedNorm:
+        """Itself, or held if the norm is not finite."""
+        if self.norm.isfinite():
+            return self
+        return replace(self, factor=torch.tensor(torch.nan), is_held=True)
 
 
 def clipped_norm(gradients: Mapping[nn.Parameter, torch.Tensor], max_norm: float) -> ClippedNorm:

@@ -19,6 +19,7 @@ import torch
 
 from ...shared.basics.errors import PlanError, ScheduleError
 from ...shared.schema.plan import Plan
+from ...shared.schema.schedule import Section
 from .non_finite import refuse_non_finite, refuse_overflow
 
 _SMALLEST_SCALE: Final = 2.0**-14
@@ -63,6 +64,11 @@ class LossScaler:
         self._micro_batches = micro_batches
         self._num_scaled = 0
         self._has_overflowed = False
+
+    def of(self, section: Section | None) -> LossScaler:
+        """The scale of these gradients: there is one for all."""
+        del section
+        return self
 
     # -- an iteration ------------------------------------------------------------------------------------------------
 

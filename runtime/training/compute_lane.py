@@ -56,7 +56,7 @@ class ComputeLane:
         self._releasing = self._chunks_by_release()
         self._waits = {task: self._from_other_lanes(schedule.tasks[task]) for task in self._program}
         self._awaited = self._awaited_elsewhere()
-        # The norm of all gradients, where it is taken, tells as well.
+        # Norms, where they are taken, tell as well.
         has_norm = any(task.kind is TaskKind.GRADIENT_NORM for task in schedule.tasks)
         self._looked_at = -1 if has_norm else schedule.micro_batches - 1
         """The micro-batch whose gradients are looked at as they become final; -1 for none."""
@@ -195,7 +195,7 @@ class ComputeLane:
         try:
             self._run_on(TaskKind.DEVICE_ADAM, None)
             with torch.profiler.record_function("protwin::device_adam"):
-                self._placed.step_on_device(self._lanes.work.scale_of(self.iteration))
+                self._placed.step_on_device(self._lanes.work.clipped_in(self.iteration))
             self._placed.drop_gradients()
             self._finish_running()
             log = self._logs.pop(self.iteration)

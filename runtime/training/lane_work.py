@@ -12,6 +12,7 @@ import torch
 
 from ...shared.schema.schedule import AllocationId, Content, Lane, Schedule, Task, TaskId, TaskKind
 from ..chunks.chunk import DeviceChunk
+from ..chunks.clipping import Limited
 from ..chunks.placed_model import PlacedModel
 from ..chunks.row_lookups import LookedUpChunk, RowGradients
 from ..devices.device import TrainingDevice
@@ -64,9 +65,17 @@ class LaneWork:
         """Gradients of rows on their way, as ``_outgoing``: from ``send`` to ``_offload_rows`` (d2h)."""
         self._arrived_rows: dict[tuple[int, int, int], list[RowGradients]] = {}
         """The same on the host: from ``_offload_rows`` (d2h) to ``_add_rows`` (cpu_optim)."""
-        self.clipped: dict[int, ClippedNorm] = {}
-        """The norms of the gradients of an iteration, and what these are multiplied by: from ``_norm`` (cpu_optim) to
-        ``forget``, since the step on the device and CPU Adam both read it."""
+        self.limited = [task.section for task in schedule.tasks if task.kind is TaskKind.GRADIENT_NORM]
+        """Whose gradients' norms are taken: None for all together, or student blocks."""
+        self.clipped: dict[tuple[int, Limited], ClippedNorm] = {}
+        """The norms of the gradients of an iteration, and what these are multiplied by, by whose they are: from
+        ``_norm`` (cpu_optim) to ``forget``, since the step on the device and CPU Adam both read it."""
+        self._stepped_with: dict[Limited, list[int]] = {section: [] for section in self.limited}
+        """The chunks that the host steps, by whose norm limits them."""
+        for task in schedule.tasks:
+            if task.kind is TaskKind.CPU_ADAM and task.chunk is not None and self.limited:
+                of_chunk = placed.clipping.section_of(placed.chunks[task.chunk])
+                self._stepped_with[of_chunk].append(task.chunk)
         self._held: dict[tuple[int, TaskId], list[torch.Tensor | None]] = {}
         """Gradients that queued copies still read, by iteration and offload: from ``_offload`` (d2h) to ``let_go``
         (compute thread).  On CUDA alone, where ``_offload`` returns before its copy has begun: dropped there, their
@@ -101,10 +110,14 @@ class LaneWork:
         assert self.ranks is not None
         self.ranks.lend(reduction, iteration)
 
-    def scale_of(self, iteration: int) -> torch.Tensor | None:
-        """What the gradients of an iteration are multiplied by before they are consumed; None if by nothing."""
-        clipped = self.clipped.get(iteration)
-        return None if clipped is None else clipped.factor
+    def clipped_in(self, iteration: int) -> dict[Limited, ClippedNorm]:
+        """The limited norms of an iteration, when all of them have been taken."""
+        return {section: self.clipped[iteration, section] for section in self.limited}
+
+    def forget_norms(self, iteration: int) -> None:
+        """Nobody reads the norms of an iteration any more."""
+        for section in self.limited:
+            self.clipped.pop((iteration, section), None)
 
     def let_go(self, task: TaskId, iteration: int) -> None:
         """The copy of gradients that ``task`` has queued is done: drop what it has read."""
@@ -125,7 +138,7 @@ class LaneWork:
             return partial(_labelled, f"protwin::{task.name}", self.ranks.work(task, iteration))
         match task.kind:
             case TaskKind.GRADIENT_NORM:
-                work = partial(self._norm, iteration)
+                work = partial(self._norm, iteration, task.section)
             case TaskKind.ACTIVATION_OFFLOAD:
                 work = partial(self._offload_activations, self.swapped(task))
             case TaskKind.ACTIVATION_FETCH:
@@ -226,18 +239,24 @@ class LaneWork:
         arrived = self._arrived.pop((iteration, micro_batch, number), nothing) if micro_batch else None
         self._present[iteration, number] = chunk.add(rows, staged, arrived)
 
-    def _norm(self, iteration: int) -> None:
+    def _norm(self, iteration: int, section: Limited) -> None:
+        if section is not None:
+            # Other blocks' gradients may arrive meanwhile: single entries are read, the dict is not gone through.
+            present = {chunk: self._present[iteration, chunk] for chunk in self._stepped_with[section]}
+            self.clipped[iteration, section] = self._placed.clip(present, section)
+            return
         # All offloads of this iteration have ended, and none of the next can begin before the step on the device, which
         # waits for this task: nobody changes the dict while it is read.
         present = {chunk: there for (of, chunk), there in self._present.items() if of == iteration}
         if self.ranks is not None and self.ranks.norm_task is not None:
             self.ranks.squares[iteration] = self._placed.own_squares(present)
         else:
-            self.clipped[iteration] = self._placed.clip(present)
+            self.clipped[iteration, None] = self._placed.clip(present)
 
     def _cpu_adam(self, chunk: DeviceChunk, iteration: int) -> None:
         present = self._present.pop((iteration, chunk.chunk.id))
-        self._placed.step_on_host(chunk, present, scale=self.scale_of(iteration))
+        clipped = self.clipped.get((iteration, self._placed.clipping.section_of(chunk)))
+        self._placed.step_on_host(chunk, present, clipped=clipped)
         self.num_cpu_adam_steps += 1
 
     def _offload_activations(self, block: SwappedBlock) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from ...shared.schema.schedule import Content, Lane, Schedule, Task, TaskId, TaskKind
 from ..chunks.chunk import DeviceChunk
+from ..chunks.clipping import Limited
 from ..chunks.placed_model import PlacedModel
 from ..chunks.sharded_chunk import ShardedChunk
 from ..devices.device import TrainingDevice
@@ -45,7 +46,7 @@ class RankWork:
         device: TrainingDevice,
         collectives: Collectives,
         outgoing: Outgoing,
-        clipped: MutableMapping[int, ClippedNorm],
+        clipped: MutableMapping[tuple[int, Limited], ClippedNorm],
         *,
         norm_task: TaskId | None,
     ) -> None:
@@ -237,7 +238,7 @@ class RankWork:
         squares = self.squares.pop(iteration)
         # Shard groups have the same gradients, and so the same norm.
         self._collectives.shard.add_up([squares])
-        self._clipped[iteration] = self._placed.clip_by(squares)
+        self._clipped[iteration, None] = self._placed.clip_by(squares)
 
     def _allocate(self, size_bytes: int, content: Content) -> None:
         if self._device.ledger is not None:

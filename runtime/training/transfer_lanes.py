@@ -39,9 +39,9 @@ class TransferLanes:
         self._placed = placed
         self._device = device
         self._swapping = swapping
-        norms = [t.id for t in schedule.tasks if t.kind is TaskKind.GRADIENT_NORM or is_of_norm(t)]
-        self._norm_task = norms[-1] if norms else None
-        """The task after which the norm is known."""
+        norms = [t for t in schedule.tasks if t.kind is TaskKind.GRADIENT_NORM or is_of_norm(t)]
+        self._norm_task = norms[-1].id if norms and norms[-1].section is None else None
+        """The task after which the norm of all gradients is known."""
         self._memory = memory_events(schedule) if device.runs_behind else None
         # Keys name an iteration, since lanes are queued up to the end of the next one.
         self._marks: dict[tuple[int, TaskId], Mark] = {}
@@ -108,7 +108,7 @@ class TransferLanes:
             mark = self._marks.get((iteration, task.id))
             if mark is not None and mark.is_set:
                 del self._marks[iteration, task.id]
-        self.work.clipped.pop(iteration, None)
+        self.work.forget_norms(iteration)
 
     def drain(self, before: int) -> None:
         """Wait until every task of the iterations before ``before`` has ended.  Raises what one of them raised."""
@@ -226,7 +226,7 @@ class TransferLanes:
 
         def wait() -> Norms:
             self._device.synchronize_event(self.mark(iteration, task).wait())
-            return self.work.clipped[iteration].norms
+            return self.work.clipped[iteration, None].norms
 
         return wait
 

@@ -93,14 +93,16 @@ class Updates:
         positions, sections = self.sections.positions, self.family.facts.norm_sections
         if not self.family.layout.limits_each_block:
             return np.full(len(sections), positions.prologue_backward)
-        return positions.last_backward(sections)
+        found: IntArray = positions.last_backward(sections)
+        return found
 
     def step_positions(self, chunks: IntArray) -> IntArray:
         """(n,) the last backwards behind which the host steps ``chunks``."""
         if self.family.step.limits_norm:
             found: IntArray = self._norm_positions[self.family.facts.norm_of[chunks]]
             return found
-        return self.sections.end_position[self.last_steps(chunks)[-1]]
+        of_steps: IntArray = self.sections.end_position[self.last_steps(chunks)[-1]]
+        return of_steps
 
     @property
     def behind_chunks(self) -> int:

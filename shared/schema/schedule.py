@@ -94,7 +94,7 @@ class TaskKind(StrEnum):
     ACTIVATION_FETCH = "activation_fetch"
     """Copy it back."""
     GRADIENT_NORM = "gradient_norm"
-    """The norm of all gradients together, wherever they are."""
+    """The norm of all gradients together, wherever they are; with a section, of that student block's."""
     CPU_ADAM = "cpu_adam"
     DEVICE_ADAM = "device_adam"
     """Step every persistent chunk, and the rank's part of every one that is sharded over the devices; ends the

@@ -5,7 +5,7 @@ What lies where, and what becomes of gradients, is as in full training.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Final
 
@@ -248,7 +248,7 @@ class _Walk:
         )
 
 
-_OF_PAIRS: Final = {
+_OF_PAIRS: Final[dict[Callable[[Claim], None], Callable[[Claim], None]]] = {
     check_device_adam: check_device_adam_of_pairs,
     check_norm: check_norms_of_blocks,
     check_norm_order: check_norm_order_of_blocks,

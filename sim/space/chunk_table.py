@@ -149,12 +149,15 @@ class ChunkTable:
 
     @cached_property
     def norm_s(self) -> FloatArray:
-        """(P,) seconds of the norm of all gradients; 0 where it is not limited."""
+        """(P,) seconds of the norms that are taken, of all gradients or of each block's; 0 where they are not limited.
+
+        What each of them reads adds up: its seconds are some for itself, and some for each byte.
+        """
         if not self.step.limits_norm:
             return np.zeros(len(self.places.counts))
         read_bytes = self.places.sum_of(self._trained(self.facts.part("summed_bytes")), *STEPPED_BY_HOST)
         price = cache(lambda size: self.costs.task_s(Task(TaskId(0), TaskKind.GRADIENT_NORM, stepped_bytes=size)))
-        return np.array([price(size) for size in read_bytes.tolist()])
+        return np.array([price(size) for size in read_bytes.tolist()]) + (len(self.facts.norm_sections) - 1) * price(0)
 
 
 def chunk_table(

@@ -47,14 +47,15 @@ def steps_of(family: Family, micro_batches: int, steps: int = STEPS) -> Batches:
 
 
 @lru_cache
-def expected(name: str, micro_batches: int = 1, steps: int = STEPS) -> Expected:
+def expected(name: str, micro_batches: int = 1, steps: int = STEPS, max_norm: float | None = None) -> Expected:
     """Every block alone, by the definition."""
     family = families()[name]
     batches = steps_of(family, micro_batches, steps)
     with quiet():
         teacher, student = family.teacher(), family.student()
         seen = [[seen_by_teacher(teacher, family.blocks, batch) for batch in step] for step in batches]
-        return Expected(family, batches, learn_alone(student, family.blocks, seen, mse, adamw))
+        learnt = learn_alone(student, family.blocks, seen, mse, adamw, max_norm=max_norm)
+        return Expected(family, batches, learnt)
 
 
 def unlike(learnt: Learnt, block: nn.Module) -> list[str]:

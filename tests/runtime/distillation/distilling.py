@@ -39,6 +39,10 @@ from tests.runtime.equality import FAST_FOLDER, different
 from tests.strategies.plans import CHUNK_BYTES
 
 
+CLIPPED_NORM = 1.0
+"""Between the norms of the gradients of the families' blocks: some steps are clipped."""
+
+
 @lru_cache
 def workload_of(name: str) -> Workload:
     """A family, traced without times."""
@@ -68,6 +72,7 @@ def bypass_plans(draw: DrawFn, workload: Workload) -> tuple[Plan, Layout]:
         n_buffer=layout.min_buffers(n_persist + n_host_stepped) + draw(st.integers(0, 5) | st.just(num_chunks)),
         prefetch_depth=draw(st.integers(1, 4)),
         micro_batches=draw(st.sampled_from((2, 1, 3))),
+        max_gradient_norm=draw(st.sampled_from((None, CLIPPED_NORM))),
     )
     return plan, layout
 
@@ -93,7 +98,7 @@ class Outcome:
 
 def distilled(name: str, plan: Plan, steps: int, device: CpuDevice | None = None) -> Outcome:
     """Train for so many steps, on ``device`` or on one of just the memory that is guaranteed to be enough."""
-    reference = expected(name, plan.micro_batches, steps)
+    reference = expected(name, plan.micro_batches, steps, plan.max_gradient_norm)
     family, workload = reference.family, workload_of(name)
     teacher, student = family.teacher(), family.student()
     before = snapshot(teacher)
@@ -196,7 +201,7 @@ def is_offloading(name: str, plan: Plan) -> bool:
 CHUNK_BYTES_OF_ACCOUNTS = 9_000
 
 
-def plan_in(name: str, residency: str, *, micro_batches: int = 1) -> Plan:
+def plan_in(name: str, residency: str, *, micro_batches: int = 1, max_gradient_norm: float | None = None) -> Plan:
     """All chunks in one residency, or ("mixed") a third each persistent, host-stepped and offloaded."""
     workload = workload_of(name)
     layout = layout_of(workload, CHUNK_BYTES_OF_ACCOUNTS)
@@ -212,6 +217,7 @@ def plan_in(name: str, residency: str, *, micro_batches: int = 1) -> Plan:
         n_buffer=layout.min_buffers(n_persist + n_host_stepped) + (residency != "persistent"),
         prefetch_depth=2,
         micro_batches=micro_batches,
+        max_gradient_norm=max_gradient_norm,
     )
 
 

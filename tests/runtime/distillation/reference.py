@@ -37,6 +37,8 @@ class Learnt:
     """Of every step, of every micro-batch."""
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
     """Of every step, by the names within the block; parameters without a gradient are left out."""
+    is_held: list[bool] = field(default_factory=list)
+    """Of every step, whether the block was not stepped."""
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     """After the last step."""
     moments: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -72,10 +74,12 @@ def learn_alone(
     loss: Loss,
     make_optimizer: MakeOptimizer,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    max_norm: float | None = None,
 ) -> list[Learnt]:
     """Every block of ``student`` trained alone.  ``seen``: of every step, of every micro-batch, of every block.
 
-    A step minimises the mean of its micro-batches' losses.  Each forward with its loss runs within ``around``.
+    A step minimises the mean of its micro-batches' losses.  Each forward with its loss runs within ``around``.  With
+    ``max_norm``, a block's gradients are clipped to that norm, and where this is not finite the block is not stepped.
     """
     student.train()
     return [
@@ -85,6 +89,7 @@ def learn_alone(
             loss,
             make_optimizer,
             around,
+            max_norm,
         )
         for block, name in enumerate(blocks)
     ]
@@ -96,6 +101,7 @@ def _learn_block(
     loss: Loss,
     make_optimizer: MakeOptimizer,
     around: Callable[[], AbstractContextManager[Any]],
+    max_norm: float | None,
 ) -> Learnt:
     learnt = Learnt()
     trained = [parameter for parameter in block.parameters() if parameter.requires_grad]
@@ -111,7 +117,10 @@ def _learn_block(
         learnt.losses.append(losses)
         learnt.gradients.append({n: p.grad.clone() for n, p in block.named_parameters() if p.grad is not None})
         if optimizer is not None:
-            optimizer.step()
+            norm = None if max_norm is None else torch.nn.utils.clip_grad_norm_(trained, max_norm)
+            learnt.is_held.append(norm is not None and not norm.isfinite())
+            if not learnt.is_held[-1]:
+                optimizer.step()
             optimizer.zero_grad()
     if optimizer is not None:
         learnt.moments = {name: dict(optimizer.state[p]) for name, p in block.named_parameters() if optimizer.state[p]}
