@@ -26,7 +26,7 @@ from ..chunks.placed_model import PlacedModel
 from ..chunks.sharded_chunk import ShardedChunk
 from ..devices.device import TrainingDevice
 from ..model.strides import in_memory_order
-from ..optimizers.loss_scaling import LossScaler
+from ..optimizers.loss_scaling import BlockScalers, LossScaler
 from .checkpoints import CheckpointContent
 from .optimizer_state import OptimizerState, on_host
 from .pieces import Stretch, stretch_of
@@ -74,7 +74,7 @@ class CheckpointState:
         *,
         plan: Plan,
         part: SavedPart,
-        scaler: LossScaler | None = None,
+        scaler: LossScaler | BlockScalers | None = None,
     ) -> None:
         """``optimizer`` has the user's parameter groups; ``part`` says what of the model is saved.
 
@@ -326,9 +326,9 @@ def _check_scheduler(saved: dict[str, Any] | None, scheduler: Scheduler | None) 
     )
 
 
-def _check_scaler(saved: dict[str, Any] | None, scaler: LossScaler | None) -> None:
+def _check_scaler(saved: dict[str, Any] | None, scaler: LossScaler | BlockScalers | None) -> None:
     if (saved is None) != (scaler is None):
         was, remedy = ("without", "Resume without it") if saved is None else ("with", "Pass it to carry_out()")
         raise FileError(f"the checkpoint was saved {was} loss_scaling. {remedy}.")
     if saved is not None and scaler is not None:
-        LossScaler(scaler.scaling, micro_batches=1).load_state_dict(saved)
+        scaler.check(saved)

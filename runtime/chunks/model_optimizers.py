@@ -12,7 +12,7 @@ from ...shared.schema.schedule import Content
 from ..devices.device import TrainingDevice
 from ..optimizers.chunk_optimizer import ChunkOptimizer, MakeOptimizer
 from ..optimizers.device_steps import DeviceStep, narrow_steps, whole_step
-from ..optimizers.loss_scaling import LossScaler
+from ..optimizers.loss_scaling import BlockScalers, LossScaler
 from ..optimizers.quantization_maps import share_maps
 from ..optimizers.step_options import StepOptions
 from .chunk import DeviceChunk
@@ -30,7 +30,7 @@ class StepPolicy:
     """What makes those of chunks that are stepped on the host."""
     check_gradients: bool = True
     """Whether to refuse to step with gradients that are not finite."""
-    scaler: LossScaler | None = None
+    scaler: LossScaler | BlockScalers | None = None
     """Losses are scaled by it, and gradients are unscaled when they are stepped."""
     keep_last_step: bool = False
     """Whether what host steps overwrite is kept until the iteration is complete."""

@@ -18,6 +18,7 @@ from ...shared.schema.workload import Workload, check_plan
 from ..devices.device import TrainingDevice
 from ..model.ownership import check_untaken, taken_over
 from ..optimizers.chunk_optimizer import MakeOptimizer
+from ..optimizers.loss_scaling import BlockScalers, LossScaling
 from ..optimizers.named import named_optimizer
 from ..training.assembly import TrainingSettings
 from ..training.carry_out import checked_plan, device_for
@@ -38,6 +39,7 @@ class DistilOptions(TypedDict, total=False):
     device: TrainingDevice | str | None
     meter_every: int | None
     check_gradients: bool
+    loss_scaling: LossScaling | None
     keep_last_step: bool
     disk_folder: str | Path | None
     stated_disk: Disk | None
@@ -67,6 +69,9 @@ def distil(
     ``losses`` is an (n,) tensor on the device, one loss per block; nothing waits for it.  With several micro-batches
     call the training so often before each step, which minimises the mean of their losses.  ``loss`` and ``blocks`` are
     those of ``trace_distillation``, which gives ``workload``.  Parameter groups hold what is learnt of the student.
+    ``max_gradient_norm`` of the plan limits the norm of each block's gradients by itself; a block whose norm is not
+    finite is held in that step (``training.held_blocks``).  ``loss_scaling``, for float16, scales each block's loss by
+    itself, and needs that limit.
 
     ``teacher_weights`` and ``student_weights`` are folders of safetensors files for models whose parameters are on the
     meta device, as ``weights`` of ``carry_out``: each chunk is read when it is made, so that a teacher never lies whole
@@ -88,7 +93,7 @@ def distil(
         device=device if isinstance(device, TrainingDevice) else device_for(pairs, device),
         meter_every=options.get("meter_every"),
         check_gradients=options.get("check_gradients", True),
-        loss_scaling=None,
+        loss_scaling=options.get("loss_scaling"),
         keep_last_step=options.get("keep_last_step", False),
         disk_folder=options.get("disk_folder"),
         stated_disk=options.get("stated_disk"),
@@ -104,6 +109,7 @@ def distil(
         undo.enter_context(ends.on_host())
         training = Distilling(pairs, found, workload, settings)
         training.ends = ends
+        pairs.scalers = training.block_scalers
         try:
             undo.enter_context(ends.filled(weights))
         except BaseException:
@@ -171,9 +177,26 @@ class Distilling(Training):
         losses: torch.Tensor = self.model(*args, **kwargs)
         return losses
 
+    @property
+    def block_scalers(self) -> BlockScalers | None:
+        """The scales of the blocks' losses; None without ``loss_scaling``."""
+        return self.loss_scaler if isinstance(self.loss_scaler, BlockScalers) else None
+
+    @property
+    def held_blocks(self) -> tuple[str, ...]:
+        """The blocks that the last completed step has held, since the norm of their gradients was not finite.
+
+        By the names that the workload has for them, such as ``student.model.layers.3``.  None is held without
+        ``max_gradient_norm`` in the plan.  Reading it waits for nothing.
+        """
+        return self._placed.held_blocks
+
     def scale(self, loss: torch.Tensor) -> NoReturn:
         """Refused: every pair runs its own backward."""
-        raise ScheduleError("losses are not scaled in a distillation: every pair runs its own backward.")
+        raise ScheduleError(
+            "every pair runs its own backward in a distillation, so that nobody scales a loss by hand. Pass "
+            "loss_scaling=LossScaling() to distil()."
+        )
 
     def weigh(self, loss: torch.Tensor, num_tokens: int) -> NoReturn:
         """Refused: there is one rank, and every pair runs its own backward."""

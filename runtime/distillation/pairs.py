@@ -25,6 +25,7 @@ from ..hooks.refusals import missing_block, other_block, refuse_transforms
 from ..model.blocks import NamedBlock, find_blocks
 from ..model.nested_tensors import containers_as_they_are, tensors_in
 from ..model.snapshot import without_cache
+from ..optimizers.loss_scaling import BlockScalers
 from .belonging import check_attention, check_learnt, collecting, same_blocks
 
 PairLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -74,6 +75,8 @@ class Pairs(nn.Module):
         self.micro_batches = micro_batches
         self.listener: SectionListener | None = None
         """Who is told where the forward is."""
+        self.scalers: BlockScalers | None = None
+        """What scales the losses that backwards begin with; None: nothing does."""
         self.teacher_blocks = of_teacher
         """(n,) by their paths within the teacher."""
         self.student_blocks = of_student
@@ -271,7 +274,8 @@ class _Stitch:
         self.begin(TaskKind.BACKWARD, section)
         if value.requires_grad:
             with _plain_arithmetic(value.device.type):
-                value.backward(torch.full_like(value, 1 / pairs.micro_batches))  # type: ignore[no-untyped-call]
+                scale = 1.0 if pairs.scalers is None else pairs.scalers.of(section).scale
+                value.backward(torch.full_like(value, scale / pairs.micro_batches))  # type: ignore[no-untyped-call]
         self._check_unwritten(given, f"the student's block {block.name}")
         if target._version != target_version:
             raise ScheduleError(f"the student's block {block.name}, or its loss, writes into the teacher's output.")

@@ -6,6 +6,10 @@ divided by it, in float32, before they are clipped and stepped.  If one has over
 given up and the scale lowered; after a while without overflow it is raised.  That must be decided before the first
 chunk is stepped, so it is the task that takes the norm of all gradients that decides, and a plan without one does not
 do.  Rule and defaults are those of ``torch.amp.GradScaler`` (Micikevicius et al., Mixed Precision Training, ICLR 2018).
+
+In bypass distillation every student block has a loss, a scale and a norm of its own: a block whose gradients have
+overflowed is held, its scale lowered, and the others step.  A block may be held for other reasons than its scale, and
+that must not stop the others: its scale then stays at the least one.
 """
 
 from __future__ import annotations
@@ -18,8 +22,9 @@ from typing import Any, Final
 import torch
 
 from ...shared.basics.errors import PlanError, ScheduleError
-from ...shared.schema.plan import Plan
+from ...shared.schema.plan import Plan, TrainingMethod
 from ...shared.schema.schedule import Section
+from ...shared.schema.workload import BlockId, Workload
 from .non_finite import refuse_non_finite, refuse_overflow
 
 _SMALLEST_SCALE: Final = 2.0**-14
@@ -53,8 +58,10 @@ class LossScaling:
 class LossScaler:
     """The scale of the running iteration (Note: Scaled losses)."""
 
-    def __init__(self, scaling: LossScaling, *, micro_batches: int) -> None:
+    def __init__(self, scaling: LossScaling, *, micro_batches: int, holds: bool = False) -> None:
+        """``holds``: it is of one block, whose loss is always scaled, and which is held where gradients overflow."""
         self.scaling = scaling
+        self._holds = holds
         self.scale = _rounded(scaling.initial_scale)
         """What losses are multiplied by; a float32."""
         self.num_good_steps = 0
@@ -85,7 +92,8 @@ class LossScaler:
         of the iteration was scaled, and NonFiniteGradientError if the scale cannot be the reason of an overflow;
         ``labels`` say whose the gradients are.
         """
-        self._check_scaled()
+        if not self._holds:
+            self._check_scaled()
         norms = [torch.linalg.vector_norm(gradient, dtype=_wide(gradient)).float().cpu() for gradient in gradients]
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         return self._factor(norm, max_norm, lambda: refuse_non_finite(gradients, labels))
@@ -108,7 +116,7 @@ class LossScaler:
         norm = scaled_norm * inverse
         self._has_overflowed = not bool(norm.isfinite())
         if self._has_overflowed:
-            if self.scale <= _SMALLEST_SCALE:
+            if self.scale <= _SMALLEST_SCALE and not self._holds:
                 refuse()
             return torch.tensor(math.nan)
         # The same operations as those of torch.nn.utils.clip_grad_norm_; a scale is a power of two, as a rule, so that
@@ -122,7 +130,8 @@ class LossScaler:
             self._has_overflowed = False
             self.num_skipped_steps += 1
             self.num_good_steps = 0
-            self.scale = _rounded(self.scale * self.scaling.backoff_factor)
+            if self.scale > _SMALLEST_SCALE or not self._holds:
+                self.scale = _rounded(self.scale * self.scaling.backoff_factor)
             return
         self.num_good_steps += 1
         if self.num_good_steps == self.scaling.growth_interval:
@@ -151,6 +160,54 @@ class LossScaler:
         self.num_good_steps = int(state_dict["num_good_steps"])
         self.num_skipped_steps = int(state_dict["num_skipped_steps"])
 
+    def check(self, state_dict: dict[str, Any]) -> None:
+        """Raise KeyError, TypeError or ValueError unless it can go on from there; changes nothing."""
+        LossScaler(self.scaling, micro_batches=1).load_state_dict(state_dict)
+
+
+class BlockScalers:
+    """A scale for the loss of every student block that learns anything, each by itself (Note: Scaled losses)."""
+
+    def __init__(self, scaling: LossScaling, plan: Plan, workload: Workload) -> None:
+        blocks = {p.block for p in workload.parameters if p.trainable and p.block is not None}
+        self._names: dict[Section | None, str] = {BlockId(b): workload.blocks[b].name for b in sorted(blocks)}
+        self._of: dict[Section | None, LossScaler] = {
+            section: LossScaler(scaling, micro_batches=plan.micro_batches, holds=True) for section in self._names
+        }
+
+    def of(self, section: Section | None) -> LossScaler:
+        """The scale of one block's loss."""
+        return self._of[section]
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """What the losses of the running step are multiplied by, by the names of their blocks."""
+        return {name: self._of[section].scale for section, name in self._names.items()}
+
+    def end_step(self) -> None:
+        """The iteration has ended: set the next one's scales."""
+        for one in self._of.values():
+            one.end_step()
+
+    def skip_step(self) -> None:
+        """The iteration has been given up."""
+        for one in self._of.values():
+            one.skip_step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What they need to go on, between two iterations, by the names of their blocks."""
+        return {name: self._of[section].state_dict() for section, name in self._names.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there."""
+        for section, name in self._names.items():
+            self._of[section].load_state_dict(state_dict[name])
+
+    def check(self, state_dict: dict[str, Any]) -> None:
+        """Raise KeyError, TypeError or ValueError unless they can go on from there; changes nothing."""
+        for section, name in self._names.items():
+            self._of[section].check(state_dict[name])
+
 
 def _rounded(scale: float) -> float:
     """``scale`` as a float32."""
@@ -161,8 +218,8 @@ def _wide(gradient: torch.Tensor) -> torch.dtype:
     return torch.promote_types(gradient.dtype, torch.float32)
 
 
-def scaler_for(scaling: LossScaling | None, plan: Plan) -> LossScaler | None:
-    """The scaler that a plan is carried out with; None without ``scaling``.  Raises PlanError if it cannot be."""
+def scaler_for(scaling: LossScaling | None, plan: Plan, workload: Workload) -> LossScaler | BlockScalers | None:
+    """What scales the losses of a plan; None without ``scaling``.  Raises PlanError if it cannot be."""
     if scaling is None:
         return None
     if plan.max_gradient_norm is None:
@@ -170,4 +227,6 @@ def scaler_for(scaling: LossScaling | None, plan: Plan) -> LossScaler | None:
             "loss_scaling needs a plan with max_gradient_norm: an overflow anywhere must be known before the first "
             "chunk is stepped. Set it, to a large number if nothing is to be clipped."
         )
+    if plan.method is TrainingMethod.BYPASS:
+        return BlockScalers(scaling, plan, workload)
     return LossScaler(scaling, micro_batches=plan.micro_batches)

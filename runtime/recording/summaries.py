@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...shared.basics.errors import ProtwinError
 from ...shared.basics.units import format_bytes, format_number, format_seconds
@@ -32,14 +33,21 @@ class StepSummary:
     """Share of the time in which each lane had a task; lanes without tasks are left out."""
     predicted_step_s: float | None = None
     """What was predicted, if that is known."""
+    held_blocks: Mapping[str, int] = field(default_factory=dict)
+    """The blocks of a distillation that were held since their norm was not finite, and in how many of the steps."""
 
     def __str__(self) -> str:
         busy = ", ".join(f"{lane} {share:.0%}" for lane, share in self.busy_frac.items())
         lanes = f"; busy: {busy}" if busy else ""
         predicted = f" ({format_seconds(self.predicted_step_s)} predicted)" if self.predicted_step_s else ""
+        of_blocks = ", ".join(
+            name if self.num_steps == 1 else f"{name} ({number} of {self.num_steps} steps)"
+            for name, number in self.held_blocks.items()
+        )
+        held = f"; {len(self.held_blocks)} blocks held, gradients not finite: {of_blocks}" if of_blocks else ""
         return (
             f"step {self.step}: {format_seconds(self.step_s)}{predicted}, "
-            f"{format_number(self.tokens_per_s)} tokens/s, peak {format_bytes(self.peak_device_bytes)}{lanes}"
+            f"{format_number(self.tokens_per_s)} tokens/s, peak {format_bytes(self.peak_device_bytes)}{lanes}{held}"
         )
 
 
@@ -75,16 +83,21 @@ class Summaries:
         self._predicted_step_s = predicted_step_s
         self._started_s = time.perf_counter()
         self._num_steps = 0
+        self._held_blocks = Counter[str]()
 
-    def end_step(self, step: int, peak_device_bytes: int, logs: Sequence[IterationLog]) -> None:
-        """A step has ended; ``logs`` are those of the latest iterations, oldest first."""
+    def end_step(
+        self, step: int, peak_device_bytes: int, logs: Sequence[IterationLog], held_blocks: Sequence[str] = ()
+    ) -> None:
+        """A step has ended, in which some blocks were held; ``logs`` are of the latest iterations, oldest first."""
         self._num_steps += 1
+        self._held_blocks.update(held_blocks)
         if self._num_steps < self._every:
             return
         now = time.perf_counter()
         step_s = (now - self._started_s) / self._num_steps
         self._started_s = now
         self._num_steps = 0
+        held, self._held_blocks = self._held_blocks, Counter[str]()
         self._tell(
             StepSummary(
                 step=step,
@@ -95,6 +108,7 @@ class Summaries:
                 peak_device_bytes=peak_device_bytes,
                 busy_frac=self._busy_frac(logs[-self._every - 1 :]),
                 predicted_step_s=self._predicted_step_s,
+                held_blocks=dict(held),
             )
         )
 

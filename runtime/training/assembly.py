@@ -40,7 +40,7 @@ from ..model.ownership import TakenOver, check_model, taken_over
 from ..model.snapshot import without_cache
 from ..optimizers.chunk_optimizer import MakeOptimizer, group_options
 from ..optimizers.facade import ParameterStates, TrainingOptimizer
-from ..optimizers.loss_scaling import LossScaler, LossScaling, scaler_for
+from ..optimizers.loss_scaling import BlockScalers, LossScaler, LossScaling, scaler_for
 from ..optimizers.named import check_made, check_runs_on, on_host
 from ..ranks.agreement import agree, agreed
 from ..ranks.collectives import Collectives
@@ -151,7 +151,7 @@ class Parts:
 
     layout: Layout
     schedule: Schedule
-    loss_scaler: LossScaler | None
+    loss_scaler: LossScaler | BlockScalers | None
     metering: Metering
     recorder: Recorder
     held: HeldModel
@@ -237,7 +237,7 @@ class Assembly:
         check_values(model, self.settings.weights, self.settings.world)
         self.settings.check(plan)
         check_disk_folder(plan, self.settings.disk_folder)
-        scaler = scaler_for(self.settings.loss_scaling, plan)
+        scaler = scaler_for(self.settings.loss_scaling, plan, self.workload)
         layout = layout_of(workload, plan.chunk_bytes)
         schedule = compile_schedule(plan, workload, layout)
         verify_schedule(schedule, plan, workload, layout)
@@ -304,7 +304,7 @@ class Assembly:
             return None
         return SharedBuffers(self.model, self.settings.device, ranks)
 
-    def _policy(self, scaler: LossScaler | None) -> StepPolicy:
+    def _policy(self, scaler: LossScaler | BlockScalers | None) -> StepPolicy:
         settings, plan = self.settings, self.plan
         return StepPolicy(
             group_options(self.model, settings.parameter_groups, self.workload),

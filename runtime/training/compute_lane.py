@@ -244,11 +244,13 @@ class ComputeLane:
             num_stepped = sum(task.kind is TaskKind.CPU_ADAM for task in self._schedule.tasks)
             has_failed = self._progress.failure is not None or self._lanes.failure is not None
             instead = _AFTERWARDS if has_failed else _COMPLETE_IT
+            by_block = any(isinstance(section, int) for section in self._lanes.work.limited)
+            later = "" if by_block else " A plan with max_gradient_norm steps nothing before backward has ended;"
             raise ScheduleError(
                 f"the iteration cannot be given up: CPU Adam, which steps a chunk as soon as its gradients have "
-                f"arrived, has begun {len(begun)} of its {num_stepped} steps (chunk {begun[0]} first). {instead} A "
-                f"plan with max_gradient_norm steps nothing before backward has ended; keep_last_step=True of "
-                f"carry_out() keeps what is overwritten, so that an iteration can always be given up."
+                f"arrived, has begun {len(begun)} of its {num_stepped} steps (chunk {begun[0]} first). {instead}"
+                f"{later} keep_last_step=True of carry_out() keeps what is overwritten, so that an iteration can "
+                f"always be given up."
             )
         with self.changing_state(Call.SKIP_STEP):
             # The steps of completed iterations are to be done; should one have failed, weights are of different steps.

@@ -31,6 +31,7 @@ from ..checkpoints.state import Resumed, Scheduler
 from ..hooks.refusals import refuse_transforms
 from ..model.nested_tensors import tensors_in
 from ..optimizers.facade import ParameterStates
+from ..optimizers.loss_scaling import LossScaler
 from ..ranks.agreement import agree, agreed
 from ..ranks.launch import by_rank
 from ..recording.rank_records import record_of_ranks
@@ -76,8 +77,7 @@ class Training:
         ).build()
         self._checkpointable = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
         self.schedule = parts.schedule
-        self.loss_scaler = parts.loss_scaler
-        """The scale of losses, if they are scaled."""
+        self.loss_scaler = parts.loss_scaler  # of the losses, if they are scaled
         self.optimizer = parts.held.optimizer
         """What schedulers take: the user's parameter groups."""
         self._layout = parts.layout
@@ -124,7 +124,7 @@ class Training:
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the scale of this step, to run backward from.  Raises ScheduleError without loss_scaling."""
         self._progress.check_usable()
-        if self.loss_scaler is None:
+        if not isinstance(self.loss_scaler, LossScaler):
             raise ScheduleError("losses are not scaled here. Pass loss_scaling=LossScaling() to carry_out().")
         return self.loss_scaler.scale_loss(loss)
 
@@ -165,7 +165,8 @@ class Training:
         if self.loss_scaler is not None:
             self.loss_scaler.end_step()
         if self._summaries is not None:
-            self._summaries.end_step(self.num_steps, self.peak_device_bytes, self._recorder.logs)
+            held = self._placed.held_blocks
+            self._summaries.end_step(self.num_steps, self.peak_device_bytes, self._recorder.logs, held)
 
     def _settle_buffers(self) -> None:
         if self._buffers is not None:
@@ -180,13 +181,12 @@ class Training:
 
         What follows is, bit for bit, what follows in a plain loop that calls ``optimizer.zero_grad()`` and goes on with
         its next batch: gradients and saved activations are dropped, nothing is stepped, and random states and buffers
-        stay what forward has made of them.  May be called at any time, after an error above all: a bad batch, a lack of
-        memory, Ctrl-C, gradients that are not finite.  Without a running iteration it does nothing.
+        stay what forward has made of them.  May be called at any time, after an error above all (a bad batch, a lack of
+        memory, Ctrl-C); without a running iteration it does nothing.
 
-        Sure to be possible until backward of the last micro-batch begins; until it ends, if the plan has a
-        ``max_gradient_norm``; until the step on the device begins, with ``keep_last_step``.  Raises ScheduleError, with
-        nothing changed, where it is not, since CPU Adam has stepped weights already; and whatever has kept an earlier
-        step from being completed.
+        Sure to be possible until backward of the last micro-batch begins; until it ends, if the norm of all gradients
+        is limited; until the step on the device begins, with ``keep_last_step``.  Raises ScheduleError, with nothing
+        changed, where CPU Adam has stepped weights already; and whatever kept an earlier step from being completed.
         """
         self._progress.check_open()
         if self._progress.is_idle and self._lanes.failure is None:

@@ -38,7 +38,6 @@ from tests.runtime.eager_lanes import WATCHED, settled_lanes
 from tests.runtime.equality import FAST_FOLDER, different
 from tests.strategies.plans import CHUNK_BYTES
 
-
 CLIPPED_NORM = 1.0
 """Between the norms of the gradients of the families' blocks: some steps are clipped."""
 
