@@ -30,7 +30,7 @@ class StepKnobs:
 
     micro_batches: int = 1
     limits_norm: bool = False
-    """Whether CPU Adam waits for the norm of all gradients."""
+    """Whether CPU Adam waits for a norm."""
     parallel: ParallelMode = ParallelMode.SINGLE
     num_ranks: int = 1
     optimizer: Optimizer = Optimizer.ADAMW

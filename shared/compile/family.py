@@ -129,7 +129,7 @@ class Family:
     def stages_gradients(self) -> BoolArray:
         """(C,) whether a chunk's gradients arrive where it is stepped, in a place that chunks share.
 
-        Where they are added up, or wait for the norm of all, each chunk's need a place of their own.
+        Where they are added up, or wait for a norm, each chunk's need a place of their own.
         """
         are_final = self.step.micro_batches == 1 and not self.step.limits_norm
         return self.is_stepped_from_disk & are_final

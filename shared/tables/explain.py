@@ -11,7 +11,7 @@ from ..compile.compile import compile_schedule
 from ..layout.layout import Chunk, Layout, layout_of
 from ..layout.uses import numbered_section
 from ..optimizers.state import master_bytes, summed_dtype
-from ..schema.plan import ActivationMode, ParallelMode, Plan
+from ..schema.plan import ActivationMode, ParallelMode, Plan, TrainingMethod
 from ..schema.schedule import (
     Allocation,
     ChunkId,
@@ -369,7 +369,8 @@ def _stepping_sentence(found: Account, plan: Plan, optimizer: str) -> str:
     if on_host:
         when = "beside backward, as gradients arrive"
         if plan.max_gradient_norm is not None:
-            when = "after the norm of all gradients is known"
+            of_whom = "their block's" if plan.method is TrainingMethod.BYPASS else "all"
+            when = f"after the norm of {of_whom} gradients is known"
         words.append(f"{Stepper.CPU_ADAM.named(optimizer)} steps {on_host:,} parameters {when}")
     if on_device:
         words.append(f"{Stepper.DEVICE_ADAM.named(optimizer)} {on_device:,} at the end")

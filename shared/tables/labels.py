@@ -177,7 +177,9 @@ def knobs(plan: Plan, *, num_blocks: int | None = None) -> tuple[Knob, ...]:
     if plan.micro_batches > 1:
         shown.append(Knob("micro_batches", str(plan.micro_batches), "forwards and backwards per step"))
     if plan.max_gradient_norm is not None:
-        shown.append(Knob("max_gradient_norm", f"{plan.max_gradient_norm:g}", "limit of the norm of all gradients"))
+        of_whom = "each student block's" if plan.method is TrainingMethod.BYPASS else "all"
+        meaning = f"limit of the norm of {of_whom} gradients"
+        shown.append(Knob("max_gradient_norm", f"{plan.max_gradient_norm:g}", meaning))
     if plan.optimizer is not Optimizer.ADAMW:
         shown.append(Knob("optimizer", plan.optimizer, "what steps the weights"))
     if plan.host_gradients is not HostGradients.PARAMETERS:

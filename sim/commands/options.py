@@ -33,7 +33,11 @@ MicroBatches = Annotated[
 ]
 MaxGradientNorm = Annotated[
     float | None,
-    typer.Option("--max-gradient-norm", metavar="NORM", help="Limit of the norm of all gradients together."),
+    typer.Option(
+        "--max-gradient-norm",
+        metavar="NORM",
+        help="Limit of the norm of all gradients together; of each student block's, with --method bypass.",
+    ),
 ]
 GlobalBatchSize = Annotated[
     int | None,

@@ -68,7 +68,7 @@ class Step:
     micro_batches: int = 1
     """Forwards and backwards per step and rank; a ``GlobalBatch`` decides the number by itself."""
     max_gradient_norm: float | None = None
-    """Limit of the norm of all gradients; None for no limit."""
+    """Limit of the norm of all gradients, or of each student block's (``Plan.max_gradient_norm``); None for none."""
     num_ranks: int = 1
     """Equal ranks that train together, one device each."""
     modes: tuple[ParallelMode, ...] = SEVERAL

@@ -61,7 +61,7 @@ class StepSpec:
     micro_batches: int = 1
     """Forwards and backwards per step."""
     max_gradient_norm: float | None = None
-    """Limit of the norm of all gradients; None for no limit."""
+    """Limit of the norm of all gradients, or of each student block's (``Plan.max_gradient_norm``); None for none."""
     parallel: ParallelMode = ParallelMode.SINGLE
     """What ranks do together."""
     num_ranks: int = 1
@@ -96,7 +96,7 @@ class StepSpec:
 
     @property
     def limits_norm(self) -> bool:
-        """Whether CPU Adam waits for the norm of all gradients."""
+        """Whether CPU Adam waits for a norm."""
         return self.max_gradient_norm is not None
 
     @property

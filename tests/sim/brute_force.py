@@ -184,7 +184,7 @@ def cases(draw: DrawFn, method: Method = FULL_TRAINING, models: st.SearchStrateg
     )
     step = StepSpec(
         draw(st.sampled_from((1, 1, 2, 3))),
-        draw(st.sampled_from((None, None, 1.0))) if model.distillation is None else None,
+        draw(st.sampled_from((None, None, 1.0))),
         optimizer=draw(any_optimizer(model)),
         host_gradients=draw(any_host_gradients(model)),
     )

@@ -9,8 +9,9 @@ from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout, layout_of
 from protwin.shared.schema.schedule import Content, Lane, Memory, Schedule, TaskKind
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
+from protwin.shared.verify.verify import verify_schedule
 from tests.shared.bypass_models import ELEMENTS, GRADIENT_BYTES, LOSS_BYTES, bypass_plan, pairs
-from tests.shared.small_models import OUTPUT_BYTES, SAVED_BYTES, chain, plan
+from tests.shared.small_models import OUTPUT_BYTES, SAVED_BYTES, chain, phase, plan
 
 CHUNK_BYTES = 4_096
 """4 000 bytes, aligned."""
@@ -60,6 +61,45 @@ def test_the_device_holds_one_pair_at_a_time() -> None:
     device = [b for b in schedule.buffers if b.memory is Memory.DEVICE]
     assert not [b for b in device if b.content is Content.INCOMING_GRADIENT]
     assert {b.size_bytes for b in device if b.content is Content.GRADIENTS} == {GRADIENT_BYTES}
+
+
+def test_each_block_is_clipped_and_stepped_behind_its_own_backward() -> None:
+    workload = pairs(3)
+    plan = bypass_plan(workload, n_persist=3, n_buffer=2, micro_batches=2, max_gradient_norm=1.0)
+    schedule = compile_schedule(plan, workload)
+    tasks = {task.name: task for task in schedule.tasks}
+    added = "gradient_accumulate chunk 4 of micro-batch 1", "gradient_accumulate chunk 6 of micro-batch 1"
+    assert lane(schedule, Lane.CPU_OPTIM) == [
+        "gradient_norm 1",  # of chunk 2, which stays on the device
+        *(added[0], "gradient_norm 3", "cpu_adam chunk 4"),
+        *(added[1], "gradient_norm 5", "cpu_adam chunk 6"),
+    ]
+    assert [tasks[f"gradient_norm {block}"].after for block in (1, 3, 5)] == [
+        (tasks["backward 1 of micro-batch 1"].id,),
+        (tasks[added[0]].id,),
+        (tasks[added[1]].id,),
+    ]
+    assert tasks["gradient_norm 3"].id in tasks["cpu_adam chunk 4"].after
+    assert tasks["cpu_adam chunk 4"].id < tasks["backward 5 of micro-batch 1"].id
+    assert {tasks[f"gradient_norm {block}"].id for block in (1, 3, 5)} <= set(tasks["device_adam"].after)
+    assert [tasks[f"gradient_norm {block}"].stepped_bytes for block in (1, 3, 5)] == [0, GRADIENT_BYTES, GRADIENT_BYTES]
+
+
+def test_a_frozen_block_has_no_norm() -> None:
+    workload = pairs(2)
+    frozen = tuple(p.model_copy(update={"trainable": p.trainable and p.block != 1}) for p in workload.parameters)
+    backward = phase(-(OUTPUT_BYTES + SAVED_BYTES + LOSS_BYTES + OUTPUT_BYTES))
+    held = workload.profiles[1].model_copy(update={"backward": backward})
+    blocks = tuple(b.model_copy(update={"profile": 2}) if n == 1 else b for n, b in enumerate(workload.blocks))
+    assert workload.distillation is not None
+    losses = (*workload.distillation.losses, workload.distillation.losses[1])
+    distillation = workload.distillation.model_copy(update={"losses": losses})
+    changes = {"parameters": frozen, "blocks": blocks, "profiles": (*workload.profiles, held)}
+    workload = workload.model_copy(update=changes | {"distillation": distillation})
+    plan = bypass_plan(workload, max_gradient_norm=1.0)
+    schedule = compile_schedule(plan, workload)
+    verify_schedule(schedule, plan, workload)
+    assert [task.section for task in schedule.tasks if task.kind is TaskKind.GRADIENT_NORM] == [3]
 
 
 def test_later_micro_batches_add_to_what_is_there() -> None:

@@ -50,7 +50,6 @@ def test_the_identity_of_a_workload_covers_what_is_learnt_and_by_which_loss() ->
         ({"activation_modes": (ActivationMode.CHECKPOINT,), "n_checkpoint": 1}, "n_checkpoint: 1 with method bypass"),
         ({"parallel": ParallelMode.DDP, "num_ranks": 2}, "parallel: ddp with method bypass"),
         ({"looks_up_rows": True}, "looks_up_rows with method bypass"),
-        ({"max_gradient_norm": 1.0}, "max_gradient_norm: 1 with method bypass"),
     ],
     ids=str,
 )

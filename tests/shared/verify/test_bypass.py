@@ -16,7 +16,12 @@ from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout, layout_of
 from protwin.shared.schema.plan import TrainingMethod
 from protwin.shared.schema.schedule import Content, Lane, Schedule, Task, TaskKind
-from protwin.shared.verify.bypass import BYPASS, check_independence
+from protwin.shared.verify.bypass import (
+    BYPASS,
+    check_independence,
+    check_norm_order_of_blocks,
+    check_norms_of_blocks,
+)
 from protwin.shared.verify.claim import Claim
 from protwin.shared.verify.verify import verify_schedule
 from tests.proof_size import examples, share
@@ -135,3 +140,99 @@ def test_a_layout_in_which_blocks_share_a_chunk_is_rejected() -> None:
         verify_schedule(schedule, plan, workload, layout)
     others = replace(BYPASS, sections=tuple(rule for rule in BYPASS.sections if rule.check is not check_independence))
     verify_schedule(schedule, plan, workload, layout, rules=others)
+
+
+# -- norms of blocks -------------------------------------------------------------------------------------------------
+
+
+def limited() -> PlannedWorkload:
+    """The example with a limit; the third pair has a chunk on the host alone."""
+    workload = pairs(3)
+    plan = bypass_plan(
+        workload, n_persist=3, n_host_stepped=2, n_buffer=1, micro_batches=2, max_gradient_norm=1.0, prefetch_depth=2
+    )
+    return PlannedWorkload(workload, plan, layout_of(workload, plan.chunk_bytes))
+
+
+def norms_in(schedule: Schedule) -> list[Task]:
+    return [task for task in schedule.tasks if task.kind is TaskKind.GRADIENT_NORM]
+
+
+def refused(case: PlannedWorkload, schedule: Schedule, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        verify_schedule(schedule, case.plan, case.workload, case.layout)
+
+
+def test_a_norm_of_another_block_is_rejected() -> None:
+    case = limited()
+    schedule = compiled(case)
+    _, second, third = norms_in(schedule)
+    refused(case, changed(schedule, second, section=third.section), r"norms .* of blocks \['1', '5', '5'\], not of")
+    # It reads the gradients of the block behind it, which have as many bytes.
+    refused(case, changed(schedule, second, reads=third.reads), "gradient_norm 3 reads")
+
+
+def test_a_missing_norm_is_rejected() -> None:
+    """What waits for it waits for another block's."""
+    case = limited()
+    schedule = compiled(case)
+    first, second, _ = norms_in(schedule)
+    tasks = [
+        replace(task, after=tuple(first.id if other == second.id else other for other in task.after))
+        for task in schedule.tasks
+    ]
+    tasks[second.id] = replace(second, kind=TaskKind.GRADIENT_ACCUMULATE, chunk=4, section=None)
+    faulty = replace(schedule, tasks=tuple(tasks))
+    assert not is_accepted(faulty, case)
+    with pytest.raises(ScheduleError, match=r"norms .* of blocks \['1', '5'\], not of"):
+        check_norms_of_blocks(Claim(faulty, case.plan, case.workload, case.layout))
+
+
+def test_one_norm_for_all_is_rejected() -> None:
+    """That of full training: it names no block, and reads all gradients."""
+    case = limited()
+    schedule = compiled(case)
+    *others, last = norms_in(schedule)
+    reads = tuple(dict.fromkeys(buffer for norm in (*others, last) for buffer in norm.reads))
+    refused(
+        case, changed(schedule, last, section=None, reads=reads), r"norms .* of blocks \['1', '3', 'None'\], not of"
+    )
+
+
+def test_a_norm_without_a_limit_is_rejected() -> None:
+    case = limited()
+    plan = case.plan.model_copy(update={"max_gradient_norm": None})
+    with pytest.raises(ScheduleError):
+        verify_schedule(replace(compiled(case), plan_id=plan.identity), plan, case.workload, case.layout)
+    with pytest.raises(ScheduleError, match=r"norms .* of blocks \['1', '3', '5'\], not of \[\]"):
+        check_norms_of_blocks(Claim(compiled(case), plan, case.workload, case.layout))
+
+
+@pytest.mark.parametrize("chunk", [4, 6])
+def test_a_chunk_that_is_stepped_before_its_blocks_norm_is_rejected(chunk: int) -> None:
+    """CPU Adam stands where the norm does, and waits for what that waits for."""
+    case = limited()
+    schedule = compiled(case)
+    adam = next(task for task in schedule.tasks if task.kind is TaskKind.CPU_ADAM and task.chunk == chunk)
+    norm = next(task for task in norms_in(schedule) if task.id in adam.after)
+    earlier, later = replace(adam, id=norm.id, after=norm.after), replace(norm, id=adam.id)
+    moved = {norm.id: adam.id, adam.id: norm.id}
+    tasks = []
+    for task in schedule.tasks:
+        task = {norm.id: earlier, adam.id: later}.get(task.id, task)
+        renamed = [tuple(moved.get(other, other) for other in waits) for waits in (task.after, task.after_previous)]
+        tasks.append(task if task in (earlier, later) else replace(task, after=renamed[0], after_previous=renamed[1]))
+    faulty = replace(schedule, tasks=tuple(tasks))
+    refused(case, faulty, f"cpu_adam chunk {chunk}")
+    with pytest.raises(ScheduleError, match=f"cpu_adam chunk {chunk}"):
+        check_norm_order_of_blocks(Claim(faulty, case.plan, case.workload, case.layout))
+
+
+def test_a_chunk_with_trained_parameters_of_two_blocks_has_no_norm() -> None:
+    workload = pairs(2)
+    mixed = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=2**20)
+    layout = replace(mixed, method=TrainingMethod.BYPASS)
+    plan = bypass_plan(workload, chunk_bytes=2**20, n_persist=len(layout.chunks), n_buffer=0, max_gradient_norm=1.0)
+    schedule = compile_schedule(plan, workload, layout)
+    with pytest.raises(ScheduleError, match="has trained parameters of blocks 1, 3"):
+        check_norms_of_blocks(Claim(schedule, plan, workload, layout))
