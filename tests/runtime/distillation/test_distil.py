@@ -275,7 +275,7 @@ def test_a_model_that_is_being_distilled_is_not_carried_out_as_well() -> None:
     with beginning(teacher, student, plan_in("dicts", "mixed"), workload_of("dicts"), CpuDevice()) as training:
         with pytest.raises(PlanError, match="a plan is being carried out on this model already"):
             distil(teacher, family.student(), plan_in("dicts", "mixed"), workload_of("dicts"), mse, optimizer=adamw)
-        with pytest.raises(ScheduleError, match="not scaled"):
+        with pytest.raises(ScheduleError, match="nobody scales a loss by hand"):
             training.scale(torch.ones(()))
         with quiet(), pytest.raises(ScheduleError, match="without gradients"), torch.no_grad():
             training(**family.batches(1)[0])
