@@ -11,7 +11,7 @@ from ...shared.basics.errors import FileError, ProtwinError, WorkloadError
 from ...shared.schema.workload import Workload
 from ...shared.tables.labels import format_share
 from ..data.byte_text import read_text
-from ..data.documents import Document, RowTokenizer, check_lengths, load_tokenizer
+from ..data.documents import Document, RowTokenizer, check_lengths, check_vocabulary, load_tokenizer
 from ..data.json_lines import Form, read_rows
 from ..data.sources import DataSource, PackedSource, TextSource
 from ..model.heads import reads_forward
@@ -70,7 +70,7 @@ class DataChoice:
         folder = self.tokenizer or self.weights
         assert folder is not None
         tokenizer = load_tokenizer(folder)
-        _check_vocabulary(tokenizer, twin, folder)
+        check_vocabulary(tokenizer, int(twin.get_input_embeddings().weight.shape[0]), folder)
         rows = RowTokenizer(tokenizer, folder)
 
         def packed(paths: Sequence[Path], purpose: str) -> PackedSource:
@@ -107,17 +107,6 @@ def _check_reads_data(twin: Any, workload: Workload) -> None:
         raise WorkloadError(
             f"the workload's batch is made of {', '.join(workload.batch_shapes)}, but --data gives input_ids and "
             f"labels alone. Trace the model from its configuration (protwin trace --model)."
-        )
-
-
-def _check_vocabulary(tokenizer: Any, twin: Any, folder: Path) -> None:
-    num_rows = int(twin.get_input_embeddings().weight.shape[0])
-    # Some tokenizers count no tokens that were added beyond gaps in their numbers.
-    num_tokens = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
-    if num_tokens > num_rows:
-        raise FileError(
-            f"the tokenizer in {folder} has {num_tokens:,} tokens, but the model embeds {num_rows:,}. Name the model's "
-            f"own tokenizer (--tokenizer FOLDER), or give the model more rows (resize_token_embeddings) and save it."
         )
 
 

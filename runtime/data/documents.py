@@ -52,6 +52,18 @@ def load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
+def check_vocabulary(tokenizer: Any, num_embedded: int, folder: Path) -> None:
+    """Raise FileError if ``tokenizer``, of ``folder``, has tokens that a model with so many rows does not embed."""
+    # Some tokenizers count no tokens that were added beyond gaps in their numbers.
+    num_tokens = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
+    if num_tokens > num_embedded:
+        raise FileError(
+            f"the tokenizer in {folder} has {num_tokens:,} tokens, but the model embeds {num_embedded:,}. Name the "
+            f"model's own tokenizer (--tokenizer FOLDER), or give the model more rows (resize_token_embeddings) and "
+            f"save it."
+        )
+
+
 class RowTokenizer:
     """Makes documents of rows."""
 

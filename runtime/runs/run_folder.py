@@ -86,10 +86,18 @@ class RunFolder:
         A run may go on with another budget.  Raises FileError, and nothing is written, if ``path`` holds another run,
         anything else, or more steps than the budget has; also if it cannot be written.
         """
+        folder = cls.checked(path, settings)
+        found = read_state(path)
+        if found is None or found.fingerprint != settings.fingerprint:
+            folder._write(None)
+        return folder
+
+    @classmethod
+    def checked(cls, path: str | Path, settings: RunSettings) -> RunFolder:
+        """The folder at ``path``, of which nothing is written.  Raises what ``begin`` does."""
         found, folder = read_state(path), cls(Path(path), settings)
         if found is None:
             folder._check_is_free()
-            folder._write(None)
             return folder
         if found.settings.series != settings.series:
             raise FileError(f"{path} holds another run: {_told(settings, found.settings)}. Name another folder.")
@@ -100,7 +108,6 @@ class RunFolder:
                     f"{path} has completed {newest.step:,} steps, and num_tokens = {settings.num_tokens:,} are "
                     f"{steps:,}. Give more tokens, or name another folder."
                 )
-            folder._write(None)
         return folder
 
     # -- checkpoints --------------------------------------------------------------------------------------------------

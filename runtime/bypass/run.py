@@ -1,0 +1,138 @@
+"""A bypass run from its folder to the finished student: checked first, begun or gone on with, trained, saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...shared.basics.errors import PlanError, WorkloadError
+from ...shared.compile.compile import compile_schedule
+from ...shared.schema.optimizer import Optimizer
+from ...shared.schema.plan import Plan
+from ...shared.schema.workload import Workload, check_plan
+from ..checkpoints.manifest import CONFIGURATION
+from ..devices.device import TrainingDevice
+from ..distillation.block_losses import block_loss
+from ..distillation.distil import Distilling, distil
+from ..optimizers.named import check_runs_on, named_optimizer
+from ..runs.run_folder import RunFolder
+from ..runs.run_settings import RunSettings, student_identity
+from ..students.activation_statistics import activation_statistics
+from ..students.saving import save_student
+from ..students.student_model import make_student
+from ..training.guards import check_devices, check_disk_folder
+from .data import BypassData
+from .interruption import Interruption
+from .loop import BypassLoop
+from .teacher import TeacherFolder
+
+OnProgress = Callable[[int, int], None]
+_WITH_BETAS = (Optimizer.ADAMW, Optimizer.ADAM, Optimizer.ADAMW_BF16, Optimizer.ADAMW_8BIT, Optimizer.PAGED_ADAMW_8BIT)
+"""Optimizers that have ``betas`` as AdamW does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BypassRun:
+    """What is asked for, and how it is carried out."""
+
+    path: Path
+    """Of the run's folder."""
+    settings: RunSettings
+    teacher: TeacherFolder
+    data: BypassData
+    workload: Workload
+    """Of every block of the student learning beside the teacher's."""
+    plan: Callable[[], Plan]
+    """Finds the plan, once it is needed.  Raises ProtwinError."""
+    device: Callable[[], TrainingDevice]
+    """Finds the device."""
+    tokenizer: Any | None = None
+    """Saved beside the model."""
+    disk_folder: Path | None = None
+    """Where the plan's chunks on a disk lie."""
+
+    def carry_out(self, tell: Callable[[str], None], on_progress: OnProgress) -> Path:
+        """Train, from where the folder has come to; gives the folder of the finished model.
+
+        A run that is complete already is told of, and left as it is.  Everything is checked before anything is
+        written.  Raises ProtwinError, and RunInterruptedError, once all is saved, after Ctrl-C.
+        """
+        folder = RunFolder.checked(self.path, self.settings)
+        if folder.is_complete:
+            tell(f"{self.path} is complete: the student is in {folder.model_path}")
+            return folder.model_path
+        plan = self.plan()
+        device = self._checked_device(plan)
+        teacher = self.teacher.load(str(self.settings.dtype))
+        student = self._student(teacher)
+        folder = RunFolder.begin(self.path, self.settings)
+        if not (folder.model_path / CONFIGURATION).is_file():
+            # The same numbers wherever the run began; those of a checkpoint take their place.
+            torch.manual_seed(self.settings.seed)
+            with Interruption() as interruption, self._begun(teacher, student, plan, device) as training:
+                BypassLoop(
+                    folder=folder,
+                    training=training,
+                    teacher=teacher,
+                    student=student,
+                    source=self.data.source(self.settings),
+                    validation=self.data.batches_to_validate(self.settings),
+                    tell=tell,
+                    on_progress=on_progress,
+                    interruption=interruption,
+                ).run()
+            save_student(
+                folder.model_path, student, self.settings.student, teacher.config, tokenizer=self.tokenizer
+            )
+        folder.finish()
+        tell(f"saved in {folder.model_path}")
+        return folder.model_path
+
+    def _checked_device(self, plan: Plan) -> TrainingDevice:
+        """The device, which can carry ``plan`` out.  Raises ProtwinError unless plan, workload and settings agree."""
+        check_plan(plan, self.workload)
+        for option, of_plan, own in (
+            ("micro-batches", plan.micro_batches, self.settings.micro_batches),
+            ("max-gradient-norm", plan.max_gradient_norm, self.settings.max_gradient_norm),
+            ("optimizer", plan.optimizer, self.settings.optimizer),
+        ):
+            if of_plan != own:
+                raise PlanError(
+                    f"the run has --{option} {own}, and the plan {of_plan}. Search a plan for this run, or give the "
+                    f"run what the plan has."
+                )
+        if set(self.workload.batch_shapes) != {"input_ids"}:
+            raise WorkloadError(
+                f"the workload's batch is made of {', '.join(self.workload.batch_shapes)}, but a bypass run gives "
+                f"input_ids alone. Trace the teacher from its configuration."
+            )
+        check_disk_folder(plan, self.disk_folder)
+        device = self.device()
+        check_runs_on(plan.optimizer, device.torch_device)
+        check_devices(compile_schedule(plan, self.workload), [device.limit_bytes])
+        return device
+
+    def _student(self, teacher: Any) -> Any:
+        """Made of the teacher, in training mode."""
+        settings = self.settings
+        statistics = None
+        if student_identity(settings.student, settings.teacher_configuration)["is_measured"]:
+            batches = islice(self.data.source(settings).batches(0), settings.statistics_batches)
+            statistics = activation_statistics(teacher, batches)
+        made = make_student(teacher, settings.student, statistics=statistics, seed=settings.seed)
+        return made.train()
+
+    def _begun(self, teacher: Any, student: Any, plan: Plan, device: TrainingDevice) -> Distilling:
+        settings = self.settings
+        options: dict[str, Any] = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
+        if settings.optimizer in _WITH_BETAS:
+            options["betas"] = settings.betas
+        loss = block_loss(settings.student.loss)
+        made = partial(distil, teacher, student, plan, self.workload, loss, device=device)
+        return made(optimizer=named_optimizer(settings.optimizer, **options), disk_folder=self.disk_folder)
