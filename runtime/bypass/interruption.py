@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -11,8 +12,10 @@ from typing import Any, Self
 class RunInterruptedError(Exception):
     """The user has stopped the run, which is saved."""
 
-    def __init__(self, step: int) -> None:
-        super().__init__(f"interrupted after step {step}")
+    def __init__(self, path: Path, step: int) -> None:
+        super().__init__(f"{path} was interrupted after step {step}")
+        self.path = path
+        """The run's folder."""
         self.step = step
         """Completed steps."""
 

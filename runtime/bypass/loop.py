@@ -116,7 +116,7 @@ class BypassLoop:
         if role is not None or is_wanted:
             self._save(role or CheckpointRole.PERIODIC)
         if is_wanted:
-            raise RunInterruptedError(step)
+            raise RunInterruptedError(self.folder.path, step)
 
     def _is_best(self) -> bool:
         """Validate; whether the weights are the best so far, and these are what the run is to end with."""
@@ -129,7 +129,9 @@ class BypassLoop:
         assert of_teacher is not None
         found = Validation(step=self.at.step, student_loss=finite(loss), teacher_loss=finite(of_teacher))
         self._history = self._history.with_validation(found)
-        self.tell(f"step {self.at.step}: language-model loss of the student {loss:.4f}, of the teacher {of_teacher:.4f}")
+        self.tell(
+            f"step {self.at.step}: language-model loss of the student {loss:.4f}, of the teacher {of_teacher:.4f}"
+        )
         if not math.isfinite(loss) or (self.at.best_loss is not None and loss >= self.at.best_loss):
             return False
         self.at.best_loss, self.at.best_step = loss, self.at.step

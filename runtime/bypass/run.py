@@ -87,9 +87,7 @@ class BypassRun:
                     on_progress=on_progress,
                     interruption=interruption,
                 ).run()
-            save_student(
-                folder.model_path, student, self.settings.student, teacher.config, tokenizer=self.tokenizer
-            )
+            save_student(folder.model_path, student, self.settings.student, teacher.config, tokenizer=self.tokenizer)
         folder.finish()
         tell(f"saved in {folder.model_path}")
         return folder.model_path

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from ...shared.basics.errors import FileError, WorkloadError
+from ...shared.basics.errors import WorkloadError
 from ...shared.catalogue.models import read_model_configuration
 from ..chunks.saved_weights import SavedWeights
 from ..data.documents import check_vocabulary, load_tokenizer

@@ -37,6 +37,7 @@ COMMANDS: Final[dict[str, str]] = {
     "largest": "Find the largest model that trains on a machine.",
     "simulate": "Predict time and memory of one plan.",
     "run": "Train by a plan for some iterations and record what happened.",
+    "bypass": "Distil a student of a teacher, block by block.",
     "checkpoint": "Inspect, consolidate and reshard checkpoints.",
     "compare": "Lay two records side by side, a prediction and a measurement above all.",
 }
@@ -52,6 +53,7 @@ APPS: Final[dict[str, str]] = {
     "largest": "protwin.calibration.commands.largest:largest",
     "simulate": "protwin.sim.commands.simulate:simulate",
     "run": "protwin.runtime.commands.run:run",
+    "bypass": "protwin.calibration.commands.bypass:bypass",
     "checkpoint": "protwin.runtime.offline.command:checkpoint",
     "compare": "protwin.calibration.commands.compare:compare",
 }

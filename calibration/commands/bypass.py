@@ -1,0 +1,169 @@
+"""The command ``protwin bypass``.  torch is imported when it is called."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import typer
+
+from ...runtime.commands.run_options import DeviceToHost, DiskFolder, HostToDevice
+from ...runtime.devices.process_settings import prefer_expandable_segments
+from ...shared.basics.errors import ProtwinError
+from ...shared.catalogue.machines import load_hardware
+from ...shared.cli.exits import report_interruption
+from ...shared.cli.options import (
+    CalibrationPath,
+    DeviceBudget,
+    DTypeName,
+    OptimizerName,
+    Seed,
+    command_app,
+    examples,
+    load_plan,
+)
+from ...shared.cli.streams import say
+from ...shared.schema.calibration import Calibration
+from ...shared.schema.optimizer import Optimizer
+from .bypass_options import (
+    BlockNorm,
+    BypassBatchSize,
+    BypassData,
+    BypassLength,
+    BypassMicroBatches,
+    ByteTokens,
+    DataSeed,
+    Keep,
+    KeptName,
+    LeastRate,
+    LogEvery,
+    PeakRate,
+    PlanFile,
+    RunFolderPath,
+    SaveEvery,
+    SearchedMachine,
+    StatisticsBatches,
+    StudentFile,
+    SweepFile,
+    Teacher,
+    TokenBudgetSize,
+    TokenizerPath,
+    ValidateEvery,
+    ValidationBatches,
+    ValidationData,
+    Warmup,
+    WeightDecay,
+    check_parts,
+    limit_of,
+)
+
+__all__ = ["bypass"]
+
+bypass = command_app()
+
+
+@bypass.command(
+    epilog=examples(
+        "protwin bypass --teacher llama --student student.toml --tokens 50M --data text.jsonl --plan plan.json "
+        "--output run",
+        "protwin bypass --teacher llama --student student.toml --tokens 50M --data text.jsonl --hardware rtx-4090 "
+        "--output runs --sweep widths.toml",
+    )
+)
+def bypass_command(
+    teacher: Teacher,
+    student: StudentFile,
+    tokens: TokenBudgetSize,
+    data: BypassData,
+    output: RunFolderPath,
+    plan: PlanFile = None,
+    hardware: SearchedMachine = None,
+    calibration: CalibrationPath = None,
+    sweep: SweepFile = None,
+    validation: ValidationData = None,
+    tokenizer: TokenizerPath = None,
+    is_bytes: ByteTokens = False,
+    batch_size: BypassBatchSize = 1,
+    sequence_length: BypassLength = 2048,
+    micro_batches: BypassMicroBatches = None,
+    dtype: DTypeName = None,
+    optimizer: OptimizerName = None,
+    max_gradient_norm: BlockNorm = None,
+    learning_rate: PeakRate = 1e-4,
+    least_rate: LeastRate = 1e-5,
+    warmup: Warmup = 0.05,
+    weight_decay: WeightDecay = 0.1,
+    seed: Seed = 0,
+    data_seed: DataSeed = 0,
+    keep: KeptName = Keep.BEST,
+    validate_every: ValidateEvery = None,
+    validation_batches: ValidationBatches = 8,
+    statistics_batches: StatisticsBatches = 8,
+    save_every: SaveEvery = None,
+    log_every: LogEvery = 5,
+    device_budget_bytes: DeviceBudget = None,
+    host_to_device: HostToDevice = None,
+    device_to_host: DeviceToHost = None,
+    disk_folder: DiskFolder = None,
+) -> None:
+    """Distil a student of a teacher block by block: every block learns from the teacher's block of its place.
+
+    The student is initialised from the teacher, trained, validated by its language-model loss, and saved in the Hugging
+    Face form in the run's folder.  The same command goes on with a run that was interrupted, at any moment; with more
+    --tokens it continues one that was complete.  A run that is complete is not run again.
+    """
+    if (plan is None) == (hardware is None):
+        given = "both are given" if plan is not None else "neither is given"
+        raise ProtwinError(f"--plan FILE is what to carry out, --hardware NAME searches a plan, and {given}. Give one.")
+    if not (learning_rate > 0 and math.isfinite(learning_rate) and math.isfinite(weight_decay)):
+        raise ProtwinError(
+            f"--learning-rate {learning_rate} and --weight-decay {weight_decay} must be finite, and the rate positive."
+        )
+    check_parts(least_rate=least_rate, warmup=warmup)
+    chosen = None if plan is None else load_plan(plan)
+    fields: dict[str, Any] = {
+        "sequence_length": sequence_length,
+        "micro_batch_size": batch_size,
+        "micro_batches": micro_batches or (chosen.micro_batches if chosen is not None else 1),
+        "num_tokens": tokens,
+        "seed": seed,
+        "data_seed": data_seed,
+        "optimizer": optimizer or (chosen.optimizer if chosen is not None else Optimizer.ADAMW),
+        "learning_rate": learning_rate,
+        "least_rate_frac": least_rate,
+        "warmup_frac": warmup,
+        "weight_decay": weight_decay,
+        "max_gradient_norm": limit_of(max_gradient_norm, chosen.max_gradient_norm if chosen is not None else 1.0),
+        "kept_weights": keep.value,
+        "validate_every": validate_every,
+        "validation_batches": validation_batches,
+        "statistics_batches": statistics_batches,
+        "save_every": save_every,
+        "log_every": log_every,
+    }
+    machine = None if hardware is None else load_hardware(hardware)
+    factors = None if calibration is None else Calibration.load(calibration)
+    prefer_expandable_segments(os.environ)
+    # This imports torch, which reads the settings of its allocator.
+    from ...runtime.bypass.interruption import RunInterruptedError
+    from ...runtime.commands.run_request import DeviceChoice
+    from .bypass_runs import BypassRequest, DataFiles, Planning, carry_out
+
+    request = BypassRequest(
+        teacher=teacher,
+        student=student,
+        files=DataFiles(tuple(data), tuple(validation or ()), tokenizer, is_bytes),
+        fields=fields,
+        dtype=dtype,
+        planning=Planning(chosen, machine, factors, device_budget_bytes),
+        device=DeviceChoice(device_budget_bytes, host_to_device, device_to_host),
+        output=output,
+        sweep=sweep,
+        disk_folder=disk_folder,
+    )
+    try:
+        carry_out(request.runs(), say)
+    except RunInterruptedError as stopped:
+        holding = f"the run after step {stopped.step}, with which the same command goes on,"
+        raise typer.Exit(report_interruption(stopped.path, holding=holding)) from stopped

@@ -1,0 +1,216 @@
+"""The runs that ``protwin bypass`` is asked for: one, or those of a sweep, each with its workload and its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from ...runtime.bypass.data import BypassData, TokenFiles
+from ...runtime.bypass.run import BypassRun
+from ...runtime.bypass.teacher import TeacherFolder
+from ...runtime.commands.run_request import DeviceChoice
+from ...runtime.runs.run_settings import RunSettings
+from ...runtime.runs.sweeps import sweep
+from ...shared.basics.documents import read_mapping
+from ...shared.basics.errors import FileError
+from ...shared.basics.progress import progress_bar
+from ...shared.basics.suggestions import did_you_mean
+from ...shared.cli.options import cache_folder, warn
+from ...shared.schema.calibration import Calibration
+from ...shared.schema.hardware import DeviceKind, Hardware
+from ...shared.schema.plan import Plan
+from ...shared.schema.workload import Workload
+from ...shared.students.student import Student
+from ...shared.workloads.dtypes import TRAINABLE
+from ...shared.workloads.source import resolve_workload
+from ...sim.searching.request import SearchRequest, Step
+from ...sim.searching.search import search
+
+_RUNS: Final = "run"
+"""Name of the tables of a sweep's file."""
+_SWEPT: Final = frozenset(
+    {
+        "student",
+        "num_tokens",
+        "seed",
+        "data_seed",
+        "learning_rate",
+        "least_rate_frac",
+        "warmup_frac",
+        "betas",
+        "weight_decay",
+        "max_gradient_norm",
+        "kept_weights",
+        "validate_every",
+        "validation_batches",
+        "statistics_batches",
+        "save_every",
+        "log_every",
+    }
+)
+"""Fields that runs of a sweep may differ in: neither the data, nor how batches are made of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataFiles:
+    """What the options say of data."""
+
+    training: tuple[Path, ...]
+    validation: tuple[Path, ...]
+    """Empty: the end of the training data."""
+    tokenizer: Path | None
+    is_bytes: bool
+
+    def read(self, teacher: TeacherFolder, num_held_out: int) -> tuple[BypassData, Any]:
+        """The tokens, of which so many are held out where nothing else is named, and the tokenizer, if there is one.
+
+        Raises FileError.
+        """
+        tokenizer = None if self.is_bytes else teacher.tokenizer(self.tokenizer)
+        files = TokenFiles(tokenizer, self.tokenizer or teacher.path)
+        tokens = files.read(self.training)
+        if not self.validation:
+            return BypassData.held_out(tokens, num_held_out), tokenizer
+        return BypassData(tokens, files.read(self.validation)), tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Planning:
+    """Where plans come from."""
+
+    plan: Plan | None
+    """None: each run's is searched."""
+    hardware: Hardware | None
+    """What they are searched for."""
+    calibration: Calibration | None
+    device_budget_bytes: int | None
+
+    def plan_for(self, settings: RunSettings, workload: Workload) -> Plan:
+        """The plan of one run.  Raises InfeasibleError if none fits."""
+        if self.plan is not None:
+            return self.plan
+        assert self.hardware is not None, "the command has seen to it"
+        with progress_bar("searching") as on_progress:
+            found = search(
+                SearchRequest(
+                    workload=workload,
+                    hardware=self.hardware,
+                    calibration=self.calibration,
+                    device_budget_bytes=self.device_budget_bytes,
+                    step=Step(
+                        micro_batches=settings.micro_batches,
+                        max_gradient_norm=settings.max_gradient_norm,
+                        optimizer=settings.optimizer,
+                    ),
+                ),
+                on_progress=on_progress,
+            )
+        return found.certificate.noted(found.plan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BypassRequest:
+    """One run, or several."""
+
+    teacher: Path
+    student: Path
+    files: DataFiles
+    fields: Mapping[str, Any]
+    """Of ``RunSettings``, as the options state them."""
+    dtype: str | None
+    planning: Planning
+    device: DeviceChoice
+    output: Path
+    sweep: Path | None
+    disk_folder: Path | None
+
+    def runs(self) -> list[BypassRun]:
+        """All that is asked for, checked but for plans.  Raises ProtwinError."""
+        teacher = TeacherFolder.opened(self.teacher)
+        student = Student.load(self.student)
+        size, length = self.fields["micro_batch_size"], self.fields["sequence_length"]
+        entries = [] if self.sweep is None else _entries(self.sweep, is_planned=self.planning.plan is not None)
+        most = max(int(entry.get("validation_batches", self.fields["validation_batches"])) for entry in (*entries, {}))
+        data, tokenizer = self.files.read(teacher, size * length * most)
+        workload = self._workload(student, size, length)
+        base = RunSettings(
+            teacher_weights=teacher.fingerprint(),
+            teacher_configuration=dict(teacher.configuration),
+            student=student,
+            dtype=workload.compute_dtype,
+            data=data.fingerprint(length),
+            **self.fields,
+        )
+        wanted = [base] if self.sweep is None else list(sweep(base, entries))
+
+        def made(settings: RunSettings) -> BypassRun:
+            is_base = settings.student == student
+            own = workload if is_base else self._workload(settings.student, size, length)
+            return BypassRun(
+                path=self.output if self.sweep is None else self.output / settings.label,
+                settings=settings,
+                teacher=teacher,
+                data=data,
+                workload=own,
+                plan=lambda: self.planning.plan_for(settings, own),
+                device=self.device.at_hand,
+                tokenizer=tokenizer,
+                disk_folder=self.disk_folder,
+            )
+
+        return [made(settings) for settings in wanted]
+
+    def _workload(self, student: Student, batch_size: int, sequence_length: int) -> Workload:
+        """Of the student, in the element type that the plan is for.
+
+        A search may have chosen another one than the published, for its machine; the plan's identity tells which.
+        """
+        plan, hardware = self.planning.plan, self.planning.hardware
+        found = None
+        for dtype in (self.dtype,) if self.dtype is not None or plan is None else (None, *TRAINABLE):
+            workload = resolve_workload(
+                str(self.teacher / "config.json"),
+                batch_size=batch_size,
+                sequence_length=sequence_length,
+                dtype=dtype,
+                cache=cache_folder(),
+                warn=warn,
+                device=None if hardware is None else hardware.device,
+                device_kind=DeviceKind.CUDA if torch.cuda.is_available() else DeviceKind.CPU,
+                student=student,
+            )
+            found = found or workload
+            if plan is None or workload.identity == plan.workload_id:
+                return workload
+        assert found is not None
+        return found
+
+
+def _entries(path: Path, *, is_planned: bool) -> list[dict[str, Any]]:
+    """The runs of a sweep's file.  Raises FileError if it holds anything else, or what no run may differ in."""
+    content = read_mapping(path)
+    entries = content.get(_RUNS)
+    if set(content) != {_RUNS} or not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
+        raise FileError(
+            f"{path} is no sweep. Write one [[{_RUNS}]] table for every run, with what differs from the base."
+        )
+    for number, entry in enumerate(entries, 1):
+        for name in entry:
+            if name not in _SWEPT:
+                raise FileError(f"run {number} of {path} states {name!r:.60}. {did_you_mean(name, sorted(_SWEPT))}")
+    if is_planned and any("max_gradient_norm" in entry for entry in entries):
+        raise FileError(f"{path} states max_gradient_norm, which the plan has. Leave --plan out to search one per run.")
+    return entries
+
+
+def carry_out(runs: list[BypassRun], tell: Callable[[str], None]) -> None:
+    """One run after the other; what is complete is told of.  Raises ProtwinError, RunInterruptedError."""
+    for number, run in enumerate(runs, 1):
+        if len(runs) > 1:
+            tell(f"run {number} of {len(runs)}: {run.path}")
+        with progress_bar("training") as on_progress:
+            run.carry_out(tell, on_progress)
