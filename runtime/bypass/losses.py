@@ -74,7 +74,7 @@ class LossMeter:
         is_cuda = device.type == "cuda"
         self._rows = torch.empty(most_rows, num_blocks, pin_memory=is_cuda)
         self._num_rows = 0
-        self._copied = torch.cuda.Event() if is_cuda else None
+        self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
     def add(self, losses: torch.Tensor) -> None:
         """(blocks,) of one micro-batch, on the device."""

@@ -29,7 +29,7 @@ SHAPE: Final[dict[str, Any]] = {
     "vocab_size": 64,
     "hidden_size": 16,
     "intermediate_size": 48,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "attention_dropout": 0.1,
@@ -42,7 +42,7 @@ STUDENT: Final = Student.model_validate(
 
 
 def save_teacher(folder: Path) -> None:
-    """A Llama of three blocks, in the Hugging Face form."""
+    """A Llama of two blocks, in the Hugging Face form."""
     with torch.random.fork_rng():
         torch.manual_seed(5)
         with quiet():
