@@ -30,6 +30,10 @@ demo-ranks: $(STAMP) ## The same on two processes: a plan for both, trained by b
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 \
 		-m protwin.calibration.commands.demo_ranks
 
+.PHONY: demo-bypass
+demo-bypass: $(STAMP) ## A student learns from its teacher block by block, under a budget for neither (out/demo-bypass/report.html)
+	$(BIN)/python -m protwin.calibration.commands.demo_bypass
+
 .PHONY: test
 test: $(STAMP) ## Run the tests (ARGS="-k name" for some of them)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 20 --durations-min 2 $(ARGS)

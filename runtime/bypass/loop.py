@@ -56,6 +56,8 @@ class BypassLoop:
     tell: Callable[[str], None]
     on_progress: Callable[[int, int], None]
     interruption: Interruption
+    look: Callable[[Distilling], None] | None = None
+    """Sees the training when all steps are done."""
     at: Position = field(default_factory=Position)
 
     def __post_init__(self) -> None:
@@ -98,6 +100,8 @@ class BypassLoop:
             self.at.step = step
             self.on_progress(step, steps)
             self._after_step(is_last=step == steps)
+        if self.look is not None:
+            self.look(self.training)
         self._take_best()
 
     def _after_step(self, *, is_last: bool) -> None:

@@ -56,6 +56,8 @@ class BypassRun:
     """Saved beside the model."""
     disk_folder: Path | None = None
     """Where the plan's chunks on a disk lie."""
+    look: Callable[[Distilling], None] | None = None
+    """Sees the training when all steps are done."""
 
     def carry_out(self, tell: Callable[[str], None], on_progress: OnProgress) -> Path:
         """Train, from where the folder has come to; gives the folder of the finished model.
@@ -86,6 +88,7 @@ class BypassRun:
                     tell=tell,
                     on_progress=on_progress,
                     interruption=interruption,
+                    look=self.look,
                 ).run()
             save_student(folder.model_path, student, self.settings.student, teacher.config, tokenizer=self.tokenizer)
         folder.finish()

@@ -53,6 +53,36 @@ def losses_chart(losses: Mapping[str, Sequence[float]]) -> Figure | None:
     )
 
 
+def block_losses_chart(losses: Mapping[str, Sequence[float]]) -> Figure | None:
+    """The loss of every block of a distillation by steps, counted from 1; None without a finite loss."""
+    finite = [loss for block in losses.values() for loss in block if math.isfinite(loss)]
+    if not finite:
+        return None
+    num_steps = max(len(block) for block in losses.values())
+    low, high = min(0.0, *finite), max(finite)
+    rightwards = across(0.0, max(1, num_steps - 1))
+    upwards = Scale(low, high + 0.05 * (high - low or 1.0), _BOTTOM, _TOP)
+    counted = across(1.0, max(2, num_steps))
+    axes = [
+        x_axis(counted, ONE, top=_TOP, bottom=_BOTTOM, at_most=min(13, num_steps), title="step"),
+        y_axis(upwards, ONE, title="loss"),
+    ]
+    classes = [f"line stroke-{_COLOURS[index % len(_COLOURS)]}" for index in range(len(losses))]
+    drawn = [
+        stretched(_BOTTOM, tag("path", d=_path(block, rightwards, upwards), class_=line_class))
+        for line_class, block in zip(classes, losses.values(), strict=True)
+    ]
+    marks = [(line(0, 6, 24, 6, line_class), name) for line_class, name in zip(classes, losses, strict=True)]
+    return Figure(
+        name="block-losses",
+        height=_BOTTOM + 36,
+        drawing=joined([*axes, zoomable(_BOTTOM, *drawn)]),
+        label="Loss of every block by step: " + ", ".join(losses),
+        caption=("Every block by itself", ", against the output of the teacher's block"),
+        legend=tuple(marks),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Agreement:
     """How several runs relate to the first."""

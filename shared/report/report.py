@@ -67,6 +67,8 @@ class Facts:
     """The search that found the plan."""
     warnings: tuple[str, ...] = ()
     """What a reader must know before following the plan."""
+    further: tuple[Section, ...] = ()
+    """What else the page shows, before the comparison."""
 
     @property
     def records(self) -> tuple[Record, ...]:
@@ -102,6 +104,7 @@ def report(title: str, facts: Facts) -> Report:
         sections.append(Section("Memory beyond the schedule", (PageTable(beyond),)))
     if drawing := losses_chart(facts.losses):
         sections.append(Section("Losses", (drawing,)))
+    sections += facts.further
     if facts.measured is not None:
         comparison = compare_records(predicted, facts.measured)
         tables = tuple(map(PageTable, pair_tables(comparison)))
