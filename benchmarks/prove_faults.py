@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from .prove_claims import Claim, Settings
 _ROOT: Final = Path(__file__).parents[1]
 _PROGRAM: Final = "tests.runtime.killed_training"
 _PROGRAM_OF_RANKS: Final = "tests.runtime.killed_ranks"
+_PROGRAM_OF_RUNS: Final = "tests.runtime.bypass.killed_runs"
 _KILLED: Final = -9
 
 
@@ -31,11 +33,18 @@ def prove(settings: Settings, report: OnProgress) -> list[Claim]:
         "one rank killed at a random moment: the other ended by itself, both resumed in another mode, ended with the "
         "bits of DistributedDataParallel",
     )
-    for number, (claim, program) in enumerate(((alone, _PROGRAM), (ranks, _PROGRAM_OF_RANKS))):
-        ends = _ends(claim, program, settings, lambda done, of: report(number * of + done, 2 * of))  # noqa: B023
+    runs = Claim(
+        "faults",
+        "bypass runs, 3 micro-batches per step",
+        "killed at a random moment, gone on with, ended with the bits of a run that nothing disturbed",
+    )
+    programs = ((alone, _PROGRAM), (ranks, _PROGRAM_OF_RANKS), (runs, _PROGRAM_OF_RUNS))
+    for number, (claim, program) in enumerate(programs):
+        own = replace(settings, kills=-(-settings.kills // 2)) if claim is runs else settings
+        ends = _ends(claim, program, own, lambda done, of: report(number * of + done, 3 * of))  # noqa: B023
         if ends is not None:
-            _sum_up(claim, ends, settings)
-    return [alone, ranks]
+            _sum_up(claim, ends, own)
+    return [alone, ranks, runs]
 
 
 def _ends(claim: Claim, program: str, settings: Settings, report: OnProgress) -> list[dict[str, Any]] | None:

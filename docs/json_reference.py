@@ -56,6 +56,7 @@ _WHENCE: Final = {
     "model_list": "The models of the catalogue that comes with protwin.",
     "workload_family": "The workloads of one model for every shape; they come with protwin, compressed.",
     "student": "People write it, as TOML; bypass distillation reads it.",
+    "bypass_history": "Lies in the folder of a bypass run: what `protwin bypass` has reported so far.",
     "bypass_run": "Lies in the folder of a bypass run, beside its checkpoints.",
     "checkpoint": "Lies in the folder of a checkpoint, beside its tensors.",
     "checkpoint_report": "`protwin checkpoint inspect --json` and `reshard --json` print it.",

@@ -1,1 +1,1 @@
-"""calibrate, compare, largest, and the demos."""
+"""bypass, calibrate, compare, largest, and the demos."""

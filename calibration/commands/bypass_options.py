@@ -144,7 +144,3 @@ StatisticsBatches = Annotated[
 ]
 SaveEvery = Annotated[int | None, typer.Option("--save-every", metavar="N", min=1, help="Save every N steps too.")]
 LogEvery = Annotated[int, typer.Option("--log-every", metavar="N", min=1, help="Steps between two reports.")]
-TrustsCode = Annotated[
-    bool,
-    typer.Option("--trust-remote-code", help="Run the Python files that come with the teacher; never without this."),
-]

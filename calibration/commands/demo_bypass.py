@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from ...runtime.distillation.block_losses import block_loss
 from ...runtime.distillation.distil import Distilling
 from ...runtime.distillation.tracing import trace_distillation
 from ...runtime.model.configurations import build_model
+from ...runtime.model.pretrained import no_progress_bar
 from ...runtime.runs.run_settings import RunSettings
 from ...runtime.students.activation_statistics import activation_statistics
 from ...runtime.students.saving import load_student
@@ -65,11 +67,11 @@ from .demo import stage
 CONFIGURATION: Final[dict[str, Any]] = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 192,
+    "hidden_size": 128,
     "num_hidden_layers": 5,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 6,
-    "intermediate_size": 768,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 512,
     "vocab_size": 256,
     "max_position_embeddings": 512,
     "bos_token_id": None,
@@ -91,7 +93,7 @@ class BypassDemo:
     configuration: Mapping[str, Any]
     batch_size: int = 4
     sequence_length: int = 128
-    teacher_steps: int = 120
+    teacher_steps: int = 150
     steps: int = 60
     validate_every: int = 20
     budget_frac: float = 0.5
@@ -180,11 +182,10 @@ def _taught(size: BypassDemo, data: BypassData) -> Any:
 
 def _saved(teacher: Any, folder: Path) -> Path:
     """The teacher's folder, which replaces one that an earlier demo left; nothing else of ``folder`` is removed."""
-    import shutil
-
     for name in ("teacher", "run"):
         shutil.rmtree(folder / name, ignore_errors=True)
-    teacher.save_pretrained(folder / "teacher")
+    with no_progress_bar():
+        teacher.save_pretrained(folder / "teacher")
     return folder / "teacher"
 
 

@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -21,7 +22,9 @@ from protwin.runtime.distillation.distil import Distilling
 from protwin.runtime.runs.run_folder import CheckpointRole, RunFolder
 from protwin.runtime.runs.run_settings import KeptWeights
 from protwin.shared.basics.errors import FileError
+from tests.runtime.bypass import killed_runs
 from tests.runtime.bypass.small_runs import LENGTH, SAMPLES, carry_out, run_of, save_teacher, settings_of
+from tests.runtime.ranks.processes import printed_by
 
 STEPS = 12
 
@@ -116,10 +119,7 @@ def whole(folder: Path, teacher: Path, *budgets: int, **changed: Any) -> Ended:
 
 
 def asked(teacher: Path, steps: int = STEPS, **changed: Any) -> Any:
-    return settings_of(teacher, num_tokens=steps * 3 * SAMPLES * LENGTH, **NORM, **changed)
-
-
-NORM: dict[str, Any] = {"max_gradient_norm": None}
+    return settings_of(teacher, num_tokens=steps * 3 * SAMPLES * LENGTH, **changed)
 
 
 @pytest.fixture(scope="module")
@@ -234,17 +234,30 @@ def test_blocks_whose_losses_are_not_finite_are_named_and_never_the_best(tmp_pat
     assert RunFolder(tmp_path, asked(teacher, 8, save_every=None)).best is not None
 
 
+def test_runs_that_are_killed_at_random_moments_go_on_and_end_equal(tmp_path: Path) -> None:
+    """A hundred of them: make prove."""
+    ends = json.loads(printed_by(killed_runs.main, str(tmp_path), "2", "1"))
+    assert sum(end["code"] == -9 for end in ends) >= 2
+    assert ends[-1]["code"] == 0
+
+
+def test_no_code_of_a_teacher_runs_or_is_copied(tmp_path: Path) -> None:
+    folder = tmp_path / "teacher"
+    save_teacher(folder)
+    stored = json.loads((folder / "config.json").read_text())
+    code = {"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"}
+    (folder / "config.json").write_text(json.dumps(stored | {"auto_map": code}))
+    (folder / "evil.py").write_text("raise SystemExit('it ran')\n")
+    model = carry_out(run_of(tmp_path / "run", folder, asked(folder, 1)))
+    assert list(model.rglob("*.py")) == []
+    assert "auto_map" not in (model / "config.json").read_text()
+
+
 def test_streams_go_on_where_they_were() -> None:
-    stream = TokenStream(data_tokens(), 3, 5, 7)
+    stream = TokenStream(np.arange(53, dtype=np.int32), 3, 5, 7)
     first = [batch["input_ids"] for batch in islice(stream.batches(0), 40)]
     for before in range(20):
         again = [batch["input_ids"] for batch in islice(stream.batches(before), 10)]
         assert all(torch.equal(a, b) for a, b in zip(first[before:], again, strict=False))
     epoch = torch.cat(first)[: stream.num_sequences]
     assert sorted(epoch[:, 0].tolist()) == [5 * place for place in range(stream.num_sequences)], "each once an epoch"
-
-
-def data_tokens() -> Any:
-    import numpy as np
-
-    return np.arange(53, dtype=np.int32)
