@@ -93,7 +93,7 @@ class BypassDemo:
     configuration: Mapping[str, Any]
     batch_size: int = 4
     sequence_length: int = 128
-    teacher_steps: int = 150
+    teacher_steps: int = 300
     steps: int = 60
     validate_every: int = 20
     budget_frac: float = 0.5
@@ -285,7 +285,7 @@ def _held(predicted: Record, measured: Record) -> dict[str, float]:
 
 def _losses_table(comparison: Mapping[str, Any]) -> Table:
     rows = tuple((name, f"{comparison[key]:.4f}") for key, name in LOSSES.items())
-    return Table("Language-model loss on text held out", ("model", ">nats per byte"), rows)
+    return Table(title="Language-model loss on text held out", columns=("model", ">nats per byte"), rows=rows)
 
 
 def _write_records(
