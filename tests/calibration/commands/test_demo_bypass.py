@@ -6,6 +6,7 @@ import io
 import json
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from protwin.calibration.commands.demo_bypass import CONFIGURATION, BypassDemo, run_bypass_demo
@@ -19,7 +20,7 @@ from protwin.shared.schema.workload import Workload
 from protwin.sim.engine.simulator import simulate
 
 SMALL = BypassDemo(
-    configuration={**CONFIGURATION, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3},
+    configuration={**CONFIGURATION, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4},
     batch_size=2,
     sequence_length=32,
     teacher_steps=10,
@@ -30,6 +31,7 @@ SMALL = BypassDemo(
 )
 
 
+@pytest.mark.slow
 def test_the_demo_of_a_distillation(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=120)
     found = run_bypass_demo(tmp_path, console, SMALL)
@@ -52,5 +54,5 @@ def test_the_demo_of_a_distillation(tmp_path: Path) -> None:
     assert state.model is not None
     page = (tmp_path / "report.html").read_text()
     assert 'id="figure-block-losses"' in page
-    assert page.count("model.layers.") >= 3
+    assert page.count("model.layers.") >= 4
     assert "trained student" in page

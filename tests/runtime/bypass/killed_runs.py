@@ -120,7 +120,7 @@ def main() -> None:
         ends += attempt(parent, number, signals, whole["seconds"], chance)
         number += 1
         sys.stderr.write(f"{len(ends)} processes\n")
-    print(json.dumps(ends))
+    sys.stdout.write(json.dumps(ends))
 
 
 if __name__ == "__main__":

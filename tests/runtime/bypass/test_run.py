@@ -232,10 +232,11 @@ def test_blocks_whose_losses_are_not_finite_are_named_and_never_the_best(tmp_pat
     assert RunFolder(tmp_path, asked(teacher, 8, save_every=None)).best is not None
 
 
+@pytest.mark.slow
 def test_runs_that_are_killed_at_random_moments_go_on_and_end_equal(tmp_path: Path) -> None:
     """A hundred of them: make prove."""
-    ends = json.loads(printed_by(killed_runs.main, str(tmp_path), "2", "1"))
-    assert sum(end["code"] == -9 for end in ends) >= 2
+    ends = json.loads(printed_by(killed_runs.main, str(tmp_path), "1", "1"))
+    assert sum(end["code"] == -9 for end in ends) >= 1
     assert ends[-1]["code"] == 0
 
 
