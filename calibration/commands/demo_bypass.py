@@ -269,7 +269,7 @@ def _trained(
 def _loss(model: Any, batches: Sequence[Batch]) -> float:
     """Of a language model by itself."""
     model.eval()
-    found = [model(**batch, labels=batch["input_ids"]).loss.item() for batch in batches]
+    found = [float(model(**batch, labels=batch["input_ids"]).loss) for batch in batches]
     return sum(found) / len(found)
 
 
