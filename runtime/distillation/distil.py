@@ -134,6 +134,11 @@ def _checked(teacher: nn.Module, plan: Plan, workload: Workload, loss: PairLoss)
             f"the workload ({workload.model_name}) is one of full training. Trace both models with "
             f"trace_distillation(teacher, student, batch, loss)."
         )
+    if workload.num_stages > 1 or found.num_ranks > 1:
+        raise PlanError(
+            f"the plan is for {found.num_ranks} ranks of one of {workload.num_stages} stages; one rank alone carries a "
+            f"distillation out so far. Search a plan without --ranks."
+        )
     if name_of_loss(loss) != workload.distillation.loss:
         raise PlanError(
             f"the workload was traced with the loss {workload.distillation.loss}, and this one is "

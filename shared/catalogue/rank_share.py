@@ -82,6 +82,12 @@ def rent_of_ranks(hardware: Hardware, num_ranks: int) -> float | None:
     return None if price is None else price * -(-num_ranks // hardware.devices_per_node)
 
 
+def rent_of_stage(hardware: Hardware, num_ranks: int, num_stages: int) -> float | None:
+    """US dollars per hour that the ``num_ranks`` of one of several equal stages pay of ``rent_of_ranks`` for all."""
+    rent = rent_of_ranks(hardware, num_ranks * num_stages)
+    return None if rent is None else rent / num_stages
+
+
 def _most(groups: tuple[int, ...], num_ranks: int) -> int:
     """Ranks in the fullest group, when they fill the groups in order."""
     places = (group for group, size in enumerate(groups) for _ in range(size))

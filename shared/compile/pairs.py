@@ -21,6 +21,12 @@ For n pairs a micro-batch has 2n + 1 steps and 4n + 1 positions of the compute l
     4 + 4i    its backward
 
 Shapes: n pairs, M micro-batches.  The teacher's block i is section 1 + 2i, the student's is section 2 + 2i.
+
+[Note: Stages]
+A stage of a pipeline has two tasks more per micro-batch, on the lane of collectives.  RECEIVE writes the teacher's
+activation before the stage's first pair over the prologue's output: behind the prologue's forward, and before anybody
+reads that output.  SEND reads the output of the last teacher's block, which lives until the last backward; that waits
+for it.  In their lane both stand right behind the forward that they wait for.
 """
 
 from __future__ import annotations
@@ -35,7 +41,7 @@ from ..phases.distillation import Distillation
 from ..schema.schedule import Content, Memory, TaskKind
 from ..schema.workload import Phase, Workload
 from .positions import Positions
-from .program import BufferGroup, IntArray, Operand, PhaseWork, spread
+from .program import BufferGroup, IntArray, Operand, Part, PhaseWork, TaskGroup, Work, spread
 from .sections import Sections
 
 _PROLOGUE, _PROFILES = range(2)
@@ -43,6 +49,8 @@ _PROLOGUE, _PROFILES = range(2)
 _FORWARD, _LOSS, _BACKWARD, _PER_PROFILE = range(4)
 """Rows of each profile, after the prologue's."""
 _PER_PAIR = 4
+_NEIGHBOURS = 2
+"""Ranks that a send and its receive join."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +139,38 @@ class Pairs(Sections):
         self.losses: IntArray = added(TaskKind.LOSS, at[1::2] + 1, students, row[1::2] + _LOSS)
         self.backwards = added(TaskKind.BACKWARD, at[1::2] + 2, students, row[1::2] + _BACKWARD)
         self.forwards = self._by_section(of_teacher, of_student)
+        self._join_stages()
         return self.forwards, self._by_section(of_teacher, self.backwards)
+
+    def _join_stages(self) -> None:
+        """Add what a stage receives and sends, see [Note: Stages]: (M, 1) each, or (M, 0) where it does not."""
+        stage = distillation_of(self.family.workload).stage
+        received_bytes, sent_bytes = (0, 0) if stage is None else (stage.receives_bytes, stage.sends_bytes)
+        wait = self.draft.wait
+        self.receives = self._exchange(TaskKind.RECEIVE, 0, received_bytes)
+        wait(self.receives.ravel(), self.forwards[:, : self.receives.shape[1]].ravel())
+        wait(self.forwards[:, 1 : 1 + self.receives.shape[1]].ravel(), self.receives.ravel())
+        last_teacher = self.num_blocks - 1
+        self.sends = self._exchange(TaskKind.SEND, last_teacher, sent_bytes)
+        wait(self.sends.ravel(), self.forwards[:, last_teacher : last_teacher + self.sends.shape[1]].ravel())
+        wait(self.backwards[:, self.backwards.shape[1] - self.sends.shape[1] :].ravel(), self.sends.ravel())
+
+    def _exchange(self, kind: TaskKind, section: int, moved_bytes: int) -> IntArray:
+        """(M, 1) tasks behind the forward of ``section``; (M, 0) where nothing is moved."""
+        shape = (len(self.micro_batch), 1 if moved_bytes else 0)
+        if not moved_bytes:
+            return np.zeros(shape, dtype=np.int64)
+        at = int(self.positions.forward(np.array([section]))[0])
+        group = TaskGroup(
+            kind,
+            (self.positions.micro_length * self.micro_batch + at).ravel(),
+            Part.LEAVES,
+            Work(moved_bytes=moved_bytes, num_ranks=_NEIGHBOURS),
+            np.zeros(len(self.micro_batch), dtype=np.int64),
+            section=np.full(len(self.micro_batch), section),
+            micro_batch=self.micro_batch.ravel(),
+        )
+        return self.draft.tasks(group).reshape(shape)
 
     def _by_section(self, of_teacher: IntArray, of_student: IntArray) -> IntArray:
         """(M, 2n + 1) of all sections: (M, n + 1) of the teacher's, (M, n) of the student's."""
@@ -174,6 +213,8 @@ class Pairs(Sections):
         read(self.backwards, outputs[:, :-1], Operand.INPUT.at())
         for task in (self.losses, self.backwards):
             read(task, outputs[:, 1:], Operand.INPUT.at(1))
+        self.draft.update(self.receives, outputs[:, : self.receives.shape[1]], 0)
+        read(self.sends, outputs[:, outputs.shape[1] - self.sends.shape[1] :], 0)
         self._leave(account, students, device_adam)
         self._state_phases()
 

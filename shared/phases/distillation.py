@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeInt, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from ..basics.documents import FrozenModel, Name
 from .operations import Bytes
@@ -19,6 +19,36 @@ class KeyToLearn(StrEnum):
     SUBBLOCK_ATTENTION = "subblock_attention"
     SUBBLOCK_FFN = "subblock_ffn"
     SUBBLOCK_MAMBA = "subblock_mamba"
+
+
+class StagePlace(FrozenModel):
+    """Where the pairs of one stage stand among those of a whole distillation, which ranks carry out as a pipeline.
+
+    The stage runs the teacher's prologue on the same batch as all others.  Then it receives the teacher's activation
+    before its first pair, in place of the prologue's hidden state, and sends the one behind its last pair on.
+    """
+
+    num_stages: Annotated[int, Field(ge=2)]
+    """Stages of the pipeline."""
+    first_pair: NonNegativeInt
+    """Pairs of the stages before."""
+    of_pairs: Annotated[int, Field(ge=2)]
+    """Pairs of all stages."""
+    receives_bytes: Bytes = 0
+    """The teacher's activation before the first pair; 0 of the first stage, which receives none."""
+    sends_bytes: Bytes = 0
+    """The teacher's activation behind the last pair; 0 of the last stage, which sends none."""
+
+    @model_validator(mode="after")
+    def _is_one_of_several(self) -> Self:
+        if self.num_stages > self.of_pairs:
+            raise ValueError(f"num_stages: {self.num_stages} stages of {self.of_pairs} pairs; each needs one at least")
+        if (self.first_pair > 0) != (self.receives_bytes > 0):
+            raise ValueError(
+                f"receives_bytes: {self.receives_bytes} of the stage from pair {self.first_pair} on; every stage but "
+                f"the first receives an activation"
+            )
+        return self
 
 
 class Distillation(FrozenModel):
@@ -41,6 +71,8 @@ class Distillation(FrozenModel):
     """Ascending by name, each once; ``entire_block`` stands alone."""
     loss: Name
     """What the loss of a block is called."""
+    stage: StagePlace | None = None
+    """Which pairs of a whole distillation these are; None if they are all.  A file has the field where it is set."""
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Self:
@@ -49,3 +81,10 @@ class Distillation(FrozenModel):
         if KeyToLearn.ENTIRE_BLOCK in self.keys_to_learn and len(self.keys_to_learn) > 1:
             raise ValueError(f"keys_to_learn: {', '.join(self.keys_to_learn)}; entire_block stands alone")
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        if self.stage is None:
+            fields.pop("stage", None)
+        return fields

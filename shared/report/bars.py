@@ -36,6 +36,8 @@ KIND_COLOURS: Final[dict[TaskKind, str]] = {
     TaskKind.ALL_GATHER: "olive",
     TaskKind.REDUCE_SCATTER: "magenta",
     TaskKind.ALL_REDUCE: "navy",
+    TaskKind.RECEIVE: "mint",
+    TaskKind.SEND: "plum",
     TaskKind.DISK_READ: "lime",
     TaskKind.DISK_WRITE: "maroon",
 }

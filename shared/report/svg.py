@@ -34,6 +34,8 @@ STROKES: Final[dict[str, str]] = {
     "maroon": "M1 1h2v2h-2zM5 5h2v2h-2z",
     "slate": "M0 1h4v4M4 5h4",
     "coral": "M1 4h6M4 1v2",
+    "mint": "M0 4h3M5 2v4",
+    "plum": "M2 1v3M6 4v3",
     "rest": "M3 4h2",
 }
 """Every colour also has a texture, so that areas stay apart without colour: strokes upon it in a tile of 8 by 8."""

@@ -140,8 +140,6 @@ def why_not_bypass(plan: Plan) -> str | None:
                 f"{name}: {getattr(plan, name)} with method {plan.method}; a student block's backward follows its "
                 f"forward at once, so that nothing saved has to go. Set it to 0"
             )
-    if plan.parallel is not ParallelMode.SINGLE:
-        return f"parallel: {plan.parallel} with method {plan.method}; one rank alone knows it. Set it to single"
     if plan.looks_up_rows:
         return f"looks_up_rows with method {plan.method}; embeddings of a teacher are gathered whole. Leave it out"
     return None

@@ -42,7 +42,8 @@ class Lane(StrEnum):
     CPU_OPTIM = "cpu_optim"
     """CPU Adam."""
     COLLECTIVE = "collective"
-    """What devices of several ranks do together.  Every rank runs the same schedule, so all meet in one order."""
+    """What devices of several ranks do together.  All ranks of a stage run the same schedule, so they meet in one
+    order."""
     DISK = "disk"
     """Reads and writes of the host's disk, one after another."""
 
@@ -52,7 +53,7 @@ LANES_ALONE: Final = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU_OPTIM)
 
 
 def lanes_of(num_ranks: int, *, has_disk: bool = False) -> tuple[Lane, ...]:
-    """The lanes of each of so many ranks; ``has_disk``: with that of a disk that chunks lie on."""
+    """The lanes of each of so many ranks, of all stages; ``has_disk``: with that of a disk that chunks lie on."""
     beside = ((Lane.COLLECTIVE,) if num_ranks > 1 else ()) + ((Lane.DISK,) if has_disk else ())
     return LANES_ALONE + beside
 
@@ -106,6 +107,10 @@ class TaskKind(StrEnum):
     """Add up a chunk's gradients over all ranks; each keeps its shard."""
     ALL_REDUCE = "all_reduce"
     """Add up gradients, or the norm's parts, over all ranks; each keeps all."""
+    RECEIVE = "receive"
+    """The teacher's activation before a stage's first pair comes from the stage before, into the prologue's output."""
+    SEND = "send"
+    """The teacher's activation behind a stage's last pair goes to the stage behind."""
     DISK_READ = "disk_read"
     """Read a chunk's parameters on their way to the device, or all that CPU Adam steps of it."""
     DISK_WRITE = "disk_write"
@@ -147,6 +152,8 @@ LANE_OF: dict[TaskKind, Lane] = {
     TaskKind.ALL_GATHER: Lane.COLLECTIVE,
     TaskKind.REDUCE_SCATTER: Lane.COLLECTIVE,
     TaskKind.ALL_REDUCE: Lane.COLLECTIVE,
+    TaskKind.RECEIVE: Lane.COLLECTIVE,
+    TaskKind.SEND: Lane.COLLECTIVE,
     TaskKind.DISK_READ: Lane.DISK,
     TaskKind.DISK_WRITE: Lane.DISK,
 }
@@ -266,7 +273,7 @@ class Task:
     phase: Phase | None = None
     """What a forward, recomputation or backward does."""
     moved_bytes: int = 0
-    """Bytes that a copy moves; of a collective, the whole buffer that every rank begins or ends with."""
+    """Bytes that a copy moves; of a collective, the whole buffer that every rank begins or ends with; what is sent."""
     num_stepped: int = 0
     """Scalars that an Adam task steps."""
     stepped_bytes: int = 0

@@ -25,7 +25,7 @@ from pydantic import (
 
 from ..basics.documents import Document, FrozenModel, Name
 from ..basics.errors import PlanError
-from ..phases.distillation import Distillation
+from ..phases.distillation import Distillation, StagePlace
 from ..phases.operations import MAX_BYTES as MAX_BYTES
 from ..phases.operations import Bytes as Bytes
 from ..phases.operations import DType as DType
@@ -279,6 +279,8 @@ class Workload(Document):
         ]
         if self.distillation is not None:
             facts.append([self.distillation.keys_to_learn, self.distillation.loss])
+        if self.stage is not None:
+            facts.append(["stage", self.stage.first_pair, self.stage.of_pairs])
         return hashlib.sha256(json.dumps(facts, separators=(",", ":")).encode()).hexdigest()[:16]
 
     @property
@@ -290,6 +292,16 @@ class Workload(Document):
     def method(self) -> TrainingMethod:
         """How it is trained."""
         return TrainingMethod.FULL if self.distillation is None else TrainingMethod.BYPASS
+
+    @property
+    def stage(self) -> StagePlace | None:
+        """Its place among the stages of a pipeline; None of a workload that is whole."""
+        return None if self.distillation is None else self.distillation.stage
+
+    @property
+    def num_stages(self) -> int:
+        """Stages that carry the whole out together, each on ranks of its own; 1 of a workload that is whole."""
+        return 1 if self.stage is None else self.stage.num_stages
 
     def profile_of(self, block: int) -> BlockProfile:
         """The profile of block ``block``."""
@@ -313,6 +325,12 @@ def why_no_pairs(workload: Workload) -> str | None:
         return "the workload names none"
     if len(blocks) % 2:
         return f"{len(blocks)} blocks are no pairs of a teacher's and a student's"
+    if (stage := distillation.stage) is not None:
+        num_behind = stage.of_pairs - stage.first_pair - len(blocks) // 2
+        if num_behind < 0 or len(blocks) // 2 + stage.num_stages - 1 > stage.of_pairs:
+            return f"{len(blocks) // 2} pairs from pair {stage.first_pair} on, of {stage.of_pairs} in all, are too many"
+        if (num_behind > 0) != (stage.sends_bytes > 0):
+            return f"{num_behind} pairs follow the stage, which sends {stage.sends_bytes} B; all but the last one send"
     if len(distillation.losses) != len(workload.profiles):
         return f"{len(distillation.losses)} losses for {len(workload.profiles)} profiles of blocks"
     for number, block in enumerate(blocks):
@@ -354,4 +372,9 @@ def check_plan(plan: Plan, workload: Workload) -> None:
             f"the plan belongs to workload {plan.workload_id}, not to {workload.identity} "
             f"({workload.model_name}, {shapes}, {workload.compute_dtype}). Search a plan for this one, or name the "
             f"element type that the plan was made for (--dtype)."
+        )
+    if plan.n_disk_state and workload.num_stages > 1:
+        raise PlanError(
+            f"n_disk_state: {plan.n_disk_state} in a stage of a pipeline; one rank alone knows chunks on a disk. Set "
+            f"it to 0."
         )

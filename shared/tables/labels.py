@@ -30,6 +30,8 @@ KIND_NAMES: Final[dict[TaskKind, str]] = {
     TaskKind.ALL_GATHER: "all-gather",
     TaskKind.REDUCE_SCATTER: "reduce-scatter",
     TaskKind.ALL_REDUCE: "all-reduce",
+    TaskKind.RECEIVE: "receive",
+    TaskKind.SEND: "send",
     TaskKind.DISK_READ: "disk read",
     TaskKind.DISK_WRITE: "disk write",
 }

@@ -1,4 +1,4 @@
-"""The rules of bypass distillation: what the compute lane runs of each pair, and that student blocks are independent.
+"""The rules of bypass distillation: what the compute lane runs, what stages exchange, and that blocks are independent.
 
 What lies where, and what becomes of gradients, is as in full training.
 """
@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Final
 
-from ..schema.schedule import AllocationId, ChunkId, Content, OuterSection, Section, Task, TaskKind
+from ..schema.schedule import Allocation, AllocationId, ChunkId, Content, OuterSection, Section, Task, TaskKind
 from ..schema.workload import BlockId, Phase
-from .claim import Claim, check_amounts, check_earlier, reject
+from .claim import Claim, check_amounts, check_earlier, compare_buffers, reject
 from .compute_tasks import Expected, Name, check_compute_task, gradients_of
 from .full_training import FULL_TRAINING
-from .rules import Rule, Stage
+from .rules import Meeting, Rule, Stage, compare_meetings
 from .updates import check_device_adam, check_norm, check_norm_order, check_one_device_adam, check_one_norm
 
 
@@ -86,6 +86,50 @@ def _is_students(section: Section) -> bool:
 
 def _shown(sections: set[Section]) -> str:
     return ", ".join(sorted(map(str, sections)))
+
+
+# -- stages of a pipeline --------------------------------------------------------------------------------------------
+
+
+def check_exchanges(claim: Claim) -> None:
+    """A stage receives the teacher's activation into the prologue's output, and sends that of its last teacher's block.
+
+    Once per micro-batch each.  The first stage receives nothing, the last one sends nothing, a whole does neither.
+    """
+    expected: list[Meeting] = []
+    stage, last_teacher = claim.workload.stage, BlockId(claim.workload.num_blocks - 2)
+    for micro_batch in range(claim.plan.micro_batches):
+        if stage is not None and stage.receives_bytes:
+            expected.append((TaskKind.RECEIVE, None, OuterSection.PROLOGUE, micro_batch))
+        if stage is not None and stage.sends_bytes:
+            expected.append((TaskKind.SEND, None, last_teacher, micro_batch))
+    compare_meetings(claim, (TaskKind.RECEIVE, TaskKind.SEND), expected)
+    for task in claim.tasks_of(TaskKind.RECEIVE, TaskKind.SEND):
+        assert stage is not None, "who is no stage exchanges nothing"
+        is_received = task.kind is TaskKind.RECEIVE
+        activation = _outputs_of(claim, task)
+        compare_buffers(task, task.reads, [] if is_received else activation, "reads")
+        compare_buffers(task, task.writes, activation if is_received else [], "writes")
+        compare_buffers(task, task.allocates, [], "allocates")
+        compare_buffers(task, task.frees, [], "frees")
+        if task.phase is not None:
+            reject(f"{task.name} has a phase")
+        check_amounts(task, moved_bytes=stage.receives_bytes if is_received else stage.sends_bytes)
+
+
+def _outputs_of(claim: Claim, task: Task) -> list[Allocation]:
+    """The output of the task's section in its micro-batch."""
+    named = (Content.OUTPUT, task.section, task.micro_batch)
+    return [b for b in claim.schedule.buffers if (b.content, b.section, b.micro_batch) == named]
+
+
+def check_exchange_order(claim: Claim) -> None:
+    """Whoever reads the prologue's output reads what was received: the prologue has ended before, nobody has begun."""
+    for task in claim.tasks_of(TaskKind.RECEIVE):
+        for buffer in task.writes:
+            check_earlier(claim, claim.allocating[buffer], task.id)
+            for user in (*claim.readers[buffer], claim.freeing[buffer]):
+                check_earlier(claim, task.id, user)
 
 
 def check_device_adam_of_pairs(claim: Claim) -> None:
@@ -262,6 +306,8 @@ BYPASS: Final = replace(
             (TaskKind.TEACHER_FORWARD, TaskKind.FORWARD, TaskKind.LOSS, TaskKind.BACKWARD),
         ),
         Rule(Stage.CHUNKS, check_independence),
+        Rule(Stage.RANKS, check_exchanges, (TaskKind.RECEIVE, TaskKind.SEND)),
+        Rule(Stage.RANK_ORDER, check_exchange_order),
     ),
     updates=tuple(replace(rule, check=_OF_PAIRS.get(rule.check, rule.check)) for rule in FULL_TRAINING.updates),
 )

@@ -28,6 +28,8 @@ from .steps import Stepped, extra_bytes, fullest_regions, goes_alone, groups_of,
 
 _NORM_BYTES = 8
 """A float64."""
+_NEIGHBOURS = 2
+"""Ranks of a send and its receive."""
 
 # -- on their way ----------------------------------------------------------------------------------------------------
 
@@ -373,7 +375,8 @@ def check_axes(claim: Claim) -> None:
     """Every collective has the ranks that it is for.
 
     Where groups of ranks have parts: those of one group gather, scatter and add up parts of the norm; those that have
-    the same part, one of every group, add it up; all ranks add up gradients of chunks that stay whole.
+    the same part, one of every group, add it up; all ranks add up gradients of chunks that stay whole.  What stages
+    of a pipeline exchange joins two neighbours.
     """
     plan = claim.plan
     is_grouped = plan.parallel is ParallelMode.SHARDED and groups_of(plan) > 1
@@ -389,6 +392,8 @@ def check_axes(claim: Claim) -> None:
         elif is_grouped and task.kind is TaskKind.ALL_REDUCE and task.chunk not in claim.persistent:
             axis = RankAxis.SHARD if task.chunk is None else RankAxis.REPLICA
         num_ranks = numbers[axis] if task.lane is Lane.COLLECTIVE else 1
+        if task.kind in (TaskKind.RECEIVE, TaskKind.SEND):
+            num_ranks = _NEIGHBOURS
         if (task.axis, task.num_ranks) != (axis, num_ranks):
             found = f"{task.num_ranks} of {plan.num_ranks} ranks together, along axis {task.axis}"
             reject(f"{task.name} is done by {found}, not by {num_ranks} along axis {axis}")

@@ -48,24 +48,8 @@ class LeastWork:
             micro_batches * sum_of(stepped_s(TaskKind.GRADIENT_OFFLOAD, facts.offload_work), *STEPPED_BY_HOST),
             sum_of(cpu_s, *STEPPED_BY_HOST) + table.norm_s,
         ]
-        if step.num_ranks > 1:
-            summed_s = stepped_s(TaskKind.ALL_REDUCE, facts.all_reduce_work)
-            leaving_s, brought_s = summed_s, np.zeros_like(summed_s)
-            if step.is_sharded:
-                leaving_s = stepped_s(TaskKind.REDUCE_SCATTER, facts.scatter_work)
-                brought_s = alone_s(TaskKind.ALL_GATHER, facts.all_gather_work)
-            leaving = (ChunkResidency.SHARDED, *STEPPED_BY_HOST)
-            replicated_s = np.zeros_like(summed_s)
-            if step.shard_ranks is not None:
-                replicated_s = stepped_s(TaskKind.ALL_REDUCE, facts.replica_work)
-            # Over shard groups, what leaves is added up in every micro-batch, and what stays once.
-            lanes.append(
-                sum_of(micro_batches * leaving_s, *leaving)
-                + sum_of(micro_batches * replicated_s, *STEPPED_BY_HOST)
-                + sum_of(replicated_s, ChunkResidency.SHARDED)
-                + sum_of(brought_s, *GATHERED)
-                + sum_of(summed_s, ChunkResidency.PERSISTENT)
-            )
+        if step.num_ranks * compute.workload.num_stages > 1:
+            lanes.append(_together_s(table, compute) + micro_batches * _exchanged_s(compute))
         if table.has_disk:
             lanes.append(_disk_s(table, compute.prices))
         self._lanes_s = np.stack(lanes, axis=1)
@@ -82,6 +66,49 @@ class LeastWork:
         for vertex in np.flatnonzero(weights[:, 0]):
             np.maximum(least_s, weights[vertex, 0] * compute_s + others_s[:, vertex, None], out=least_s)
         return least_s * BOUND_FRAC
+
+
+def _together_s(table: ChunkTable, compute: ComputeTable) -> FloatArray:
+    """(P,) seconds of collectives."""
+    step, sum_of, facts = table.step, table.places.sum_of, table.facts
+    if step.num_ranks == 1:
+        return sum_of(np.zeros(len(facts.size_bytes)), *GATHERED)
+
+    def alone_s(kind: TaskKind, work: Work) -> FloatArray:
+        return compute.prices.seconds(kind, work)[:-1]
+
+    def stepped_s(kind: TaskKind, work: Work) -> FloatArray:
+        return np.where(facts.is_trainable, alone_s(kind, work), 0.0)
+
+    summed_s = stepped_s(TaskKind.ALL_REDUCE, facts.all_reduce_work)
+    leaving_s, brought_s = summed_s, np.zeros_like(summed_s)
+    if step.is_sharded:
+        leaving_s = stepped_s(TaskKind.REDUCE_SCATTER, facts.scatter_work)
+        brought_s = alone_s(TaskKind.ALL_GATHER, facts.all_gather_work)
+    leaving = (ChunkResidency.SHARDED, *STEPPED_BY_HOST)
+    replicated_s = np.zeros_like(summed_s)
+    if step.shard_ranks is not None:
+        replicated_s = stepped_s(TaskKind.ALL_REDUCE, facts.replica_work)
+    # Over shard groups, what leaves is added up in every micro-batch, and what stays once.
+    return (
+        sum_of(step.micro_batches * leaving_s, *leaving)
+        + sum_of(step.micro_batches * replicated_s, *STEPPED_BY_HOST)
+        + sum_of(replicated_s, ChunkResidency.SHARDED)
+        + sum_of(brought_s, *GATHERED)
+        + sum_of(summed_s, ChunkResidency.PERSISTENT)
+    )
+
+
+def _exchanged_s(compute: ComputeTable) -> float:
+    """Seconds of what a stage of a pipeline receives and sends in a micro-batch."""
+    stage = compute.workload.stage
+    exchanged = {} if stage is None else {TaskKind.RECEIVE: stage.receives_bytes, TaskKind.SEND: stage.sends_bytes}
+    prices = compute.prices
+    return sum(
+        float(prices.seconds(kind, Work(moved_bytes=moved_bytes, num_ranks=2))[0])
+        for kind, moved_bytes in exchanged.items()
+        if moved_bytes
+    )
 
 
 def _disk_s(table: ChunkTable, prices: PriceList) -> FloatArray:

@@ -89,10 +89,12 @@ class ContentionModel:
         return cls(_freeze(_complete(measured, modelled) if measured else modelled))
 
     @classmethod
-    def for_plan(cls, plan: Plan, hardware: Hardware, calibration: Calibration | None = None) -> Self:
-        """``of`` for the ranks, the optimizer and the disk that ``plan`` has."""
-        has_disk = plan.n_disk_state > 0
-        return cls.of(hardware, calibration, num_ranks=plan.num_ranks, optimizer=plan.optimizer, has_disk=has_disk)
+    def for_plan(
+        cls, plan: Plan, hardware: Hardware, calibration: Calibration | None = None, *, num_stages: int = 1
+    ) -> Self:
+        """``of`` for the ranks, the optimizer and the disk that ``plan`` has, one stage of so many."""
+        num_ranks, has_disk = plan.num_ranks * num_stages, plan.n_disk_state > 0
+        return cls.of(hardware, calibration, num_ranks=num_ranks, optimizer=plan.optimizer, has_disk=has_disk)
 
     @classmethod
     def none(cls, *, num_ranks: int = 1, has_disk: bool = False) -> Self:

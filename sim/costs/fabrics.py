@@ -164,6 +164,16 @@ def modelled_collective(
     return CollectiveTime(best.seconds + CALL_OVERHEAD_S, best.algorithm)
 
 
+def passing_s(size_bytes: int, hardware: Hardware, num_ranks: int) -> float:
+    """Seconds in which every one of ``num_ranks`` sends so many bytes to its next one and receives as many.
+
+    A message over the slowest link between two neighbours: latency_s + size_bytes / bandwidth, and the overhead of a
+    call.  Raises HardwareError as ``fabric_levels`` does.
+    """
+    fabric = flat_fabric(hardware, num_ranks)
+    return CALL_OVERHEAD_S + fabric.latency_s + size_bytes / fabric.bandwidth_bytes_per_s
+
+
 def _line(ranks: int | RankLine) -> RankLine:
     return RankLine(ranks) if isinstance(ranks, int) else ranks
 

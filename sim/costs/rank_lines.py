@@ -25,13 +25,17 @@ class RankLine:
     """Ranks of all lines together; 0: of this one alone."""
 
     @classmethod
-    def of(cls, axis: RankAxis, num_ranks: int, shard_ranks: int | None) -> Self:
-        """The ranks of ``axis`` in a world of ``num_ranks``, with shard groups of ``shard_ranks`` if there are some."""
+    def of(cls, axis: RankAxis, num_ranks: int, shard_ranks: int | None, num_stages: int = 1) -> Self:
+        """The ranks of ``axis`` among ``num_ranks``, with shard groups of ``shard_ranks`` if there are some.
+
+        ``num_stages``: of the pipelines that the ranks are one stage of; the ranks of other stages lie between them.
+        """
+        world = num_ranks * num_stages
         if shard_ranks is None or axis is RankAxis.WORLD:
-            return cls(num_ranks)
+            return cls(num_ranks) if num_stages == 1 else cls(num_ranks, num_stages, world)
         if axis is RankAxis.SHARD:
-            return cls(shard_ranks, 1, num_ranks)
-        return cls(num_ranks // shard_ranks, shard_ranks, num_ranks)
+            return cls(shard_ranks, num_stages, world)
+        return cls(num_ranks // shard_ranks, num_stages * shard_ranks, world)
 
     @property
     def world(self) -> int:

@@ -33,7 +33,7 @@ from ...shared.workloads.check import check_kernels
 from .collectives import Collective
 from .copies import copy_time_s
 from .efficiency import CORE_BYTES_PER_S, CPU_ADAM_FRAC, DISPATCHES_PER_LAUNCH, KERNEL_FIXED_S, efficiency_frac
-from .fabrics import machine_collective
+from .fabrics import machine_collective, passing_s
 from .kernels import kernel_s
 from .rank_lines import RankLine
 
@@ -61,9 +61,11 @@ class CostModel:
     optimizer: Optimizer = field(default=Optimizer.ADAMW, kw_only=True)
     """What CPU Adam and device Adam step with."""
     num_ranks: int = field(default=1, kw_only=True)
-    """Of all ranks together."""
+    """Of all ranks that have the same schedule."""
     shard_ranks: int | None = field(default=None, kw_only=True)
     """Ranks of a shard group; None where they form none."""
+    num_stages: int = field(default=1, kw_only=True)
+    """Stages of a pipeline, one of which these ranks are; all have ranks on the machine."""
     _collective_s: dict[tuple[TaskKind, int, RankLine], float] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -84,7 +86,8 @@ class CostModel:
     ) -> Self:
         """The costs of ``workload`` on ``hardware``, by its measured seconds if they were measured there.
 
-        Of ``num_ranks`` equal ranks, each has its share of the machine (``shared/catalogue/rank_share.py``).
+        Of ``num_ranks`` equal ranks, each has its share of the machine (``shared/catalogue/rank_share.py``), and so has
+        each of the other stages' where the workload is a stage of a pipeline.
         Raises WorkloadError if its blocks carry nothing but seconds of another machine, or were traced with kernels
         that ``hardware`` does not have, and HardwareError if it has fewer devices than ranks.
         """
@@ -96,10 +99,18 @@ class CostModel:
                 f"the blocks of {workload.model_name} list no operations and carry {origin}, which say nothing about "
                 f"{hardware.name}. Trace the model again, or measure it on {hardware.name}."
             )
-        if num_ranks == 1:
+        num_stages = workload.num_stages
+        if num_ranks * num_stages == 1:
             return cls(hardware, calibration, use_measured=use_measured)
-        own = machine_of_rank(hardware, num_ranks)
-        return cls(own, calibration, use_measured=use_measured, together=hardware, num_ranks=num_ranks)
+        own = machine_of_rank(hardware, num_ranks * num_stages)
+        return cls(
+            own,
+            calibration,
+            use_measured=use_measured,
+            together=hardware,
+            num_ranks=num_ranks,
+            num_stages=num_stages,
+        )
 
     def durations_s(self, schedule: Schedule) -> tuple[float, ...]:
         """Seconds of every task of ``schedule``, in its order.
@@ -143,6 +154,8 @@ class CostModel:
                 return self.adam_s(task.num_stepped, task.stepped_bytes, task.num_tensors, task.kind)
             case TaskKind.ALL_GATHER | TaskKind.REDUCE_SCATTER | TaskKind.ALL_REDUCE:
                 return self._calibrated(self._meeting_s(task), task.kind)
+            case TaskKind.RECEIVE | TaskKind.SEND:
+                return self._calibrated(self._passing_s(task.moved_bytes), task.kind)
             case TaskKind.DISK_READ:
                 disk = disk_of(self.hardware)
                 return self._calibrated(disk.latency_s + task.moved_bytes / disk.read_bytes_per_s, task.kind)
@@ -189,12 +202,14 @@ class CostModel:
         """
         is_world = task.axis is RankAxis.WORLD
         if self.shard_ranks is None or (is_world and self.hardware.device.kind is not DeviceKind.CPU):
-            return self.collective_s(task.kind, task.moved_bytes, RankLine(task.num_ranks))
+            line = RankLine.of(RankAxis.WORLD, task.num_ranks, None, self.num_stages)
+            return self.collective_s(task.kind, task.moved_bytes, line)
         if not is_world:
-            line = RankLine.of(task.axis, self.num_ranks, self.shard_ranks)
+            line = RankLine.of(task.axis, self.num_ranks, self.shard_ranks, self.num_stages)
             return self.collective_s(task.kind, task.moved_bytes, line)
         within, across = (
-            RankLine.of(axis, self.num_ranks, self.shard_ranks) for axis in (RankAxis.SHARD, RankAxis.REPLICA)
+            RankLine.of(axis, self.num_ranks, self.shard_ranks, self.num_stages)
+            for axis in (RankAxis.SHARD, RankAxis.REPLICA)
         )
         part_bytes = -(-task.moved_bytes // within.num_ranks)
         return (
@@ -202,6 +217,11 @@ class CostModel:
             + self.collective_s(TaskKind.ALL_REDUCE, part_bytes, across)
             + self.collective_s(TaskKind.ALL_GATHER, task.moved_bytes, within)
         )
+
+    def _passing_s(self, size_bytes: int) -> float:
+        """Seconds of sending so many bytes to a neighbour and receiving as many, before calibration."""
+        assert self.together is not None, "stages have a machine together"
+        return passing_s(size_bytes, self.together, self.num_ranks * self.num_stages)
 
     def collective_s(self, kind: TaskKind, size_bytes: int, line: RankLine) -> float:
         """Seconds of a collective of the ranks of ``line`` on otherwise idle links, before calibration.

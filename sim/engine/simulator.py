@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from ...shared.basics.progress import OnProgress, no_progress
-from ...shared.catalogue.rank_share import rent_of_ranks
+from ...shared.catalogue.rank_share import rent_of_stage
 from ...shared.compile.compile import compile_schedule
 from ...shared.layout.layout import Layout
 from ...shared.methods.known import method_named
@@ -46,7 +46,8 @@ def simulate(
     """What one steady-state iteration of ``workload`` under ``plan`` does on ``hardware``.
 
     Ranks of a plan that has several are equal: each has its share of the machine, all run the same schedule at the same
-    moments, and one of them is simulated, whatever their number (``sim/engine/rank_groups.py`` has unequal ones).
+    moments, and one of them is simulated, whatever their number (``sim/engine/rank_groups.py`` has unequal ones).  A
+    stage of a pipeline is simulated by itself, as if its neighbours were always ready: ``simulate_pipeline`` has all.
     Seconds that the workload carries count where they were measured on this machine, otherwise its operations do.
 
     Args:
@@ -65,7 +66,8 @@ def simulate(
     device for a rank, and WorkloadError if the workload says nothing of how long it takes on this machine.
     """
     costs = CostModel.of(workload, hardware, calibration, num_ranks=plan.num_ranks)
-    contention = ContentionModel.for_plan(plan, hardware, calibration)
+    num_stages = workload.num_stages
+    contention = ContentionModel.for_plan(plan, hardware, calibration, num_stages=num_stages)
     if schedule is None:
         schedule, timing = simulate_plan(
             plan, workload, costs, contention, layout=layout, method=method, on_progress=on_progress
@@ -79,8 +81,8 @@ def simulate(
         workload,
         RankMachine(
             hardware=costs.hardware,
-            collective_bytes=collective_bytes(hardware, plan.num_ranks, plan.shard_ranks),
-            price_usd_per_hour=rent_of_ranks(hardware, plan.num_ranks),
+            collective_bytes=collective_bytes(hardware, plan.num_ranks * num_stages, plan.shard_ranks),
+            price_usd_per_hour=rent_of_stage(hardware, plan.num_ranks, num_stages),
         ),
         calibration,
         schedule,

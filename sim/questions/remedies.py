@@ -176,7 +176,7 @@ def _remedy(
 ) -> Remedy:
     """The simulation of ``plan`` on ``hardware`` beside the record."""
     costs = _costs(workload, hardware, calibration, plan.num_ranks)
-    contention = ContentionModel.for_plan(plan, hardware, calibration)
+    contention = ContentionModel.for_plan(plan, hardware, calibration, num_stages=workload.num_stages)
     if schedule.micro_batches == plan.micro_batches:
         iteration_s = simulate_timing(schedule, costs.durations_s(schedule), contention).iteration_s
     else:
@@ -193,9 +193,16 @@ def _remedy(
 
 def _costs(workload: Workload, hardware: Hardware, calibration: Calibration | None, num_ranks: int) -> CostModel:
     """What the search counts with: a workload without seconds or operations costs what its copies and steps cost."""
-    own = machine_of_rank(hardware, num_ranks) if num_ranks > 1 else hardware
-    is_measured = workload.measured_on == hardware.name
-    return CostModel(own, calibration, use_measured=is_measured, together=hardware, num_ranks=num_ranks)
+    num_stages = workload.num_stages
+    own = machine_of_rank(hardware, num_ranks * num_stages) if num_ranks * num_stages > 1 else hardware
+    return CostModel(
+        own,
+        calibration,
+        use_measured=workload.measured_on == hardware.name,
+        together=hardware,
+        num_ranks=num_ranks,
+        num_stages=num_stages,
+    )
 
 
 def _larger_batches(

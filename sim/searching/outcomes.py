@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from ...shared.basics.errors import PlanError, ProtwinError
-from ...shared.catalogue.rank_share import rent_of_ranks
+from ...shared.catalogue.rank_share import rent_of_stage
 from ...shared.layout.kinds import kind_of
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import ParallelMode
@@ -41,8 +41,8 @@ def search_result(
         problem.workload,
         RankMachine(
             hardware=problem.hardware,
-            collective_bytes=collective_bytes(problem.together, problem.step.num_ranks, problem.step.shard_ranks),
-            price_usd_per_hour=rent_of_ranks(problem.together, problem.step.num_ranks),
+            collective_bytes=collective_bytes(problem.together, problem.world_ranks, problem.step.shard_ranks),
+            price_usd_per_hour=rent_of_stage(problem.together, problem.step.num_ranks, problem.workload.num_stages),
         ),
         problem.calibration,
         chosen.schedule,

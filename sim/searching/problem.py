@@ -110,6 +110,11 @@ class SearchProblem:
         return any(layout.table.has_disk for layout in self.layouts)
 
     @property
+    def world_ranks(self) -> int:
+        """Ranks on the machine, of all stages where the workload is one of a pipeline's."""
+        return self.step.num_ranks * self.workload.num_stages
+
+    @property
     def num_candidates(self) -> int:
         """Distinct plans."""
         return sum(layout.grid.num_candidates for layout in self.layouts)
@@ -266,7 +271,8 @@ def search_problem(
     workload = request.smallest_workload() if workload is None else workload
     step = request.step.spec(request.step.allowed_modes[-1]) if step is None else step
     _check(request, workload, step)
-    together, calibration, num_ranks = request.hardware, request.calibration, step.num_ranks
+    together, calibration, num_stages = request.hardware, request.calibration, workload.num_stages
+    num_ranks = step.num_ranks * num_stages
     hardware = machine_of_rank(together, num_ranks) if num_ranks > 1 else together
     device_budget_bytes, host_budget_bytes = _checked(request.budgets_bytes(step.shard_ranks))
     is_measured = workload.measured_on == hardware.name
@@ -276,8 +282,9 @@ def search_problem(
         use_measured=is_measured,
         together=together,
         optimizer=step.optimizer,
-        num_ranks=num_ranks,
+        num_ranks=step.num_ranks,
         shard_ranks=step.shard_ranks,
+        num_stages=num_stages,
     )
     method = request.method_of(workload)
     grids = _grids(request, workload, step, costs, is_offloading=is_offloading)
@@ -335,13 +342,17 @@ def _check(request: SearchRequest, workload: Workload, step: StepSpec) -> None:
     )
     if (reason := why_not_bypass(asked)) is not None:
         raise PlanError(f"{reason}.")
+    if workload.num_stages > 1 and request.space.names_disk:
+        raise PlanError("a stage of a pipeline has no chunks on a disk. Leave out n_disk_state, n_disk and n_staging.")
+    if workload.num_stages > 1 and request.workload is not workload:
+        raise PlanError("stages of a pipeline are searched at one size of the micro-batch. Name it.")
 
 
 def _on_disk(request: SearchRequest, workload: Workload, step: StepSpec, costs: CostModel) -> OnDisk | None:
     """The choices by the host's budget, on a machine of one rank that has a disk and a host beside its device."""
     hardware = request.hardware
     is_one_memory = hardware.device.kind is DeviceKind.CPU and request.host_budget_bytes is None
-    if hardware.disk is None or step.num_ranks > 1 or is_one_memory:
+    if hardware.disk is None or step.num_ranks * workload.num_stages > 1 or is_one_memory:
         return None
     room = HostAndDisk(request.budgets_bytes()[1], hardware.disk.capacity_bytes)
     return least_on_disk(workload, costs, step, room, request.space.n_staging)

@@ -192,6 +192,12 @@ class SearchRequest:
             raise PlanError(f"margin_frac is {self.margin_frac}; it must be at least 0 and below 1.")
 
     @property
+    def world_ranks(self) -> int:
+        """Ranks on the machine: those of the step, times the stages of the pipeline that the workload is one of."""
+        num_stages = 1 if isinstance(self.workload, GlobalBatch) else self.workload.num_stages
+        return self.step.num_ranks * num_stages
+
+    @property
     def may_use_disk(self) -> bool:
         """Whether what the host cannot hold may lie on a disk: there is one, and nobody said how much lies there.
 
@@ -199,7 +205,7 @@ class SearchRequest:
         """
         is_one_memory = self.hardware.device.kind is DeviceKind.CPU and self.host_budget_bytes is None
         is_open = "n_disk_state" not in self.space.model_fields_set and not self.space.looks_up_rows
-        return self.hardware.disk is not None and self.step.num_ranks == 1 and is_open and not is_one_memory
+        return self.hardware.disk is not None and self.world_ranks == 1 and is_open and not is_one_memory
 
     def with_disk(self) -> SearchRequest:
         """The same with what the host cannot hold on the machine's disk ([Note: Chunks on the disk])."""
@@ -217,7 +223,7 @@ class SearchRequest:
             return None
         return segment_limit_bytes(
             self.hardware.device,
-            beside_bytes=collective_bytes(self.hardware, self.step.num_ranks),
+            beside_bytes=collective_bytes(self.hardware, self.world_ranks),
             margin_frac=self.margin_frac,
         )
 
@@ -248,7 +254,7 @@ class SearchRequest:
         budget than the margin leaves them.  Raises HardwareError if the machine has too few devices for the
         ranks.
         """
-        device_bytes, host_bytes, num_ranks = self.device_budget_bytes, self.host_budget_bytes, self.step.num_ranks
+        device_bytes, host_bytes, num_ranks = self.device_budget_bytes, self.host_budget_bytes, self.world_ranks
         if device_bytes is None:
             device_bytes = rank_device_bytes(self.hardware, num_ranks, shard_ranks)
             limit_bytes = self.segment_limit_bytes

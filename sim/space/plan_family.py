@@ -84,7 +84,8 @@ class PlanFamily:
     @property
     def num_lanes(self) -> int:
         """Lanes of every rank."""
-        return len(lanes_of(self.family.step.num_ranks, has_disk=self.has_disk))
+        num_ranks = self.family.step.num_ranks * self.family.workload.num_stages
+        return len(lanes_of(num_ranks, has_disk=self.has_disk))
 
     @cached_property
     def positions(self) -> Positions:

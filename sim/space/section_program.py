@@ -62,6 +62,8 @@ class SectionProgram:
         is_checkpoint, length = self.sections.family.is_checkpoint, self.sections.positions.micro_length
         found = np.zeros((len(is_checkpoint), length))
         for _, group in self.draft.groups:
+            if group.part is not Part.RUNS:
+                continue
             here = np.flatnonzero(group.position < length)
             rows = group.rows_in(is_checkpoint)[:, here]
             found[:, group.position[here]] = prices.seconds(group.kind, group.work)[rows]

@@ -9,6 +9,7 @@ from protwin.shared.layout.layout import layout_of
 from protwin.shared.phases.distillation import Distillation
 from protwin.shared.schema.plan import Plan, TrainingMethod
 from protwin.shared.schema.workload import Block, BlockProfile, DType, OuterSection, Parameter, Phase, Uses, Workload
+from protwin.shared.workloads.stages import stage_workload
 from tests.strategies.plans import CHUNK_BYTES, PlannedWorkload, any_host_gradients, any_optimizer
 from tests.strategies.workloads import SIZES_BYTES, phases
 
@@ -25,8 +26,8 @@ def _parameters(draw: DrawFn, dtypes: st.SearchStrategy[DType], *, is_teacher: b
 
 
 @st.composite
-def _teachers(draw: DrawFn, measured: bool | None) -> tuple[BlockProfile, Phase]:
-    forward = draw(phases(draw(SIZES_BYTES), measured))
+def _teachers(draw: DrawFn, measured: bool | None, hidden_bytes: int | None) -> tuple[BlockProfile, Phase]:
+    forward = draw(phases(draw(SIZES_BYTES) if hidden_bytes is None else hidden_bytes, measured))
     nothing = Phase()
     return (
         BlockProfile(
@@ -65,12 +66,19 @@ def _students(draw: DrawFn, parameters: Shapes, given_bytes: int, measured: bool
 
 
 @st.composite
-def bypass_workloads(draw: DrawFn, max_pairs: int = 4, measured: bool | None = True) -> Workload:
-    """Workloads of one to ``max_pairs`` pairs; every block is of a kind of its own, or like the pair's before."""
+def bypass_workloads(
+    draw: DrawFn, max_pairs: int = 4, measured: bool | None = True, *, min_pairs: int = 1, is_even: bool = False
+) -> Workload:
+    """Workloads of up to ``max_pairs`` pairs; every block is of a kind of its own, or like the pair's before.
+
+    ``is_even``: the teacher's hidden state has one size everywhere, so that pipelines may have it in stages.
+    """
     dtypes = draw(st.sampled_from((st.just(DType.FLOAT32), st.just(DType.BFLOAT16), _DTYPES)))
-    num_pairs = draw(st.integers(1, max_pairs))
-    embedded_bytes = draw(SIZES_BYTES)
+    num_pairs = draw(st.integers(min_pairs, max_pairs))
+    hidden_bytes = draw(st.integers(1, 20_000)) if is_even else None
+    embedded_bytes = draw(SIZES_BYTES) if hidden_bytes is None else hidden_bytes
     passing_bytes = draw(st.sampled_from((0, 0, embedded_bytes // 2)))
+    embedded_bytes += passing_bytes if is_even else 0
     profiles: list[BlockProfile] = []
     losses: list[Phase] = []
     blocks: list[Block] = []
@@ -94,7 +102,7 @@ def bypass_workloads(draw: DrawFn, max_pairs: int = 4, measured: bool | None = T
         if is_new:
             of_kind = [draw(_parameters(dtypes, is_teacher=True)), draw(_parameters(dtypes, is_teacher=False))]
             students = _students(of_kind[1], given_bytes, measured)
-            for profile, loss in (draw(_teachers(measured)), draw(students)):
+            for profile, loss in (draw(_teachers(measured, hidden_bytes)), draw(students)):
                 profiles.append(profile)
                 losses.append(loss)
         for place, model in enumerate(("teacher", "student")):
@@ -129,16 +137,35 @@ def bypass_workloads(draw: DrawFn, max_pairs: int = 4, measured: bool | None = T
 
 
 @st.composite
-def bypass_cases(draw: DrawFn, max_pairs: int = 4, measured: bool | None = True) -> PlannedWorkload:
-    """A random workload of bypass distillation with a random plan for it."""
-    workload = draw(bypass_workloads(max_pairs, measured))
+def stage_workloads(draw: DrawFn, max_pairs: int = 4, measured: bool | None = True) -> Workload:
+    """One stage of a random pipeline."""
+    whole = draw(bypass_workloads(max_pairs, measured, min_pairs=2, is_even=True))
+    of_pairs = whole.num_blocks // 2
+    first = draw(st.integers(0, of_pairs - 1))
+    number = draw(st.integers(1, of_pairs - first if first else of_pairs - 1))
+    least = (first > 0) + 1 + (first + number < of_pairs)
+    num_stages = draw(st.integers(least, of_pairs - number + 1))
+    return stage_workload(whole, first, number, num_stages)
+
+
+@st.composite
+def bypass_cases(
+    draw: DrawFn,
+    max_pairs: int = 4,
+    measured: bool | None = True,
+    *,
+    workloads: st.SearchStrategy[Workload] | None = None,
+) -> PlannedWorkload:
+    """A random workload of bypass distillation, or one of ``workloads``, with a random plan for one rank of it."""
+    workload = draw(bypass_workloads(max_pairs, measured) if workloads is None else workloads)
     chunk_bytes = draw(st.sampled_from(CHUNK_BYTES) | st.integers(1, 20_000))
     layout = layout_of(workload, chunk_bytes)
     num_chunks = len(layout.chunks)
     n_persist = draw(st.integers(0, num_chunks))
     n_host_stepped = draw(st.just(0) | st.integers(0, num_chunks - n_persist))
     n_buffer = layout.min_buffers(n_persist + n_host_stepped) + draw(st.integers(0, 5) | st.just(num_chunks))
-    n_disk_state = draw(st.just(0) | st.integers(0, num_chunks - n_persist - n_host_stepped))
+    most_on_disk = 0 if workload.num_stages > 1 else num_chunks - n_persist - n_host_stepped
+    n_disk_state = draw(st.just(0) | st.integers(0, most_on_disk))
     plan = Plan(
         workload_id=workload.identity,
         method=TrainingMethod.BYPASS,
