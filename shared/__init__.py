@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from .catalogue.machines import machine_names as machine_names
     from .catalogue.models import model_names as model_names
     from .compile.compile import compile_schedule as compile_schedule
+    from .pipelines.pipeline import Pipeline as Pipeline
+    from .pipelines.pipeline import Stage as Stage
+    from .pipelines.prediction import PipelinePrediction as PipelinePrediction
+    from .pipelines.split_search import SplitSearch as SplitSearch
     from .records.comparison import Comparison as Comparison
     from .records.comparison import compare_records as compare_records
     from .schema.calibration import Calibration as Calibration
@@ -62,6 +66,8 @@ _HOMES = {
     "InfeasibleError": "basics.errors",
     "Lane": "schema.schedule",
     "ParallelMode": "schema.plan",
+    "Pipeline": "pipelines.pipeline",
+    "PipelinePrediction": "pipelines.prediction",
     "Plan": "schema.plan",
     "PlanError": "basics.errors",
     "ProtwinError": "basics.errors",
@@ -71,6 +77,8 @@ _HOMES = {
     "Schedule": "schema.schedule",
     "ScheduleError": "basics.errors",
     "SearchResult": "schema.search_result",
+    "SplitSearch": "pipelines.split_search",
+    "Stage": "pipelines.pipeline",
     "Student": "students.student",
     "TaskKind": "schema.schedule",
     "TrainingMethod": "schema.plan",

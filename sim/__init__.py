@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 from ..shared.basics.lazy_face import lazy_face
 
 if TYPE_CHECKING:
+    from .engine.pipelines import simulate_pipeline as simulate_pipeline
     from .engine.rank_groups import RankGroup as RankGroup
     from .engine.rank_groups import simulate_groups as simulate_groups
     from .questions.by_name import search as search
     from .questions.by_name import simulate as simulate
+    from .questions.splits import search_splits as search_splits
     from .searching.request import Effort as Effort
     from .searching.request import GlobalBatch as GlobalBatch
     from .searching.request import SearchRequest as SearchRequest
@@ -32,8 +34,10 @@ _HOMES = {
     "Step": "searching.request",
     "search": "questions.by_name",
     "search_batches": "searching.search",
+    "search_splits": "questions.splits",
     "simulate": "questions.by_name",
     "simulate_groups": "engine.rank_groups",
+    "simulate_pipeline": "engine.pipelines",
 }
 
 __all__ = sorted(_HOMES)

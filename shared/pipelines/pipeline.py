@@ -27,6 +27,7 @@ from ..basics.documents import Document, FrozenModel, read_mapping
 from ..basics.errors import PlanError
 from ..schema.plan import Plan, TrainingMethod
 from ..schema.workload import Workload
+from ..workloads.stages import stage_workloads
 
 
 class Stage(FrozenModel):
@@ -42,6 +43,7 @@ class Pipeline(Document):
     """How one distillation is trained by ranks that have contiguous pairs each (Note: Ranks as pipelines)."""
 
     KIND: ClassVar[str] = "pipeline"
+    TABLES: ClassVar[str] = "pipelines.tables:pipeline_tables"
 
     workload_id: str
     """Identity of the whole distillation (``Workload.identity``)."""
@@ -121,7 +123,17 @@ class Pipeline(Document):
         facts = [self.workload_id, self.num_replicas, *((s.num_pairs, s.plan.identity) for s in self.stages)]
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
-    def check_workload(self, workload: Workload) -> None:
+    def workloads(self, workload: Workload) -> tuple[Workload, ...]:
+        """What the ranks of every stage do, of the distillation ``workload``.
+
+        Raises PlanError if the pipeline belongs to another workload, WorkloadError as ``stage_workload``.
+        """
+        self._check_workload(workload)
+        found = stage_workloads(workload, [stage.num_pairs for stage in self.stages])
+        self._check_stages(found)
+        return found
+
+    def _check_workload(self, workload: Workload) -> None:
         """Raise PlanError if the pipeline was made for another workload, or for other numbers of pairs."""
         if workload.identity != self.workload_id:
             raise PlanError(
@@ -134,7 +146,7 @@ class Pipeline(Document):
                 f"{workload.num_blocks // 2}. Every pair belongs to one stage."
             )
 
-    def check_stages(self, workloads: Sequence[Workload]) -> None:
+    def _check_stages(self, workloads: Sequence[Workload]) -> None:
         """Raise PlanError unless every stage's plan is one for the stage's workload."""
         for number, (stage, own) in enumerate(zip(self.stages, workloads, strict=True)):
             if stage.plan.workload_id != own.identity:

@@ -28,7 +28,7 @@ class PipelinePrediction(Document):
     """What a pipeline does in the steady state, in which every stage takes as long as the slowest one."""
 
     KIND: ClassVar[str] = "pipeline_prediction"
-    TABLES: ClassVar[str] = "tables.pipelines:pipeline_tables"
+    TABLES: ClassVar[str] = "pipelines.tables:prediction_tables"
 
     pipeline: Pipeline
     stages: tuple[StagePrediction, ...] = Field(min_length=1)

@@ -7,7 +7,6 @@ from typing import Any
 
 from ..basics.errors import WorkloadError
 from ..phases.distillation import Distillation, StagePlace
-from ..pipelines.pipeline import Pipeline
 from ..schema.workload import Block, OuterSection, Parameter, Uses, Workload, in_forward_order
 
 
@@ -18,7 +17,7 @@ def stage_workload(workload: Workload, first_pair: int, num_pairs: int, num_stag
     is ``workload`` itself.  Buffers of modules count as those of the whole, an upper bound.
 
     Raises WorkloadError if the workload is none of a whole distillation, if there are no such pairs or too few for the
-    stages, or if the teacher's hidden state changes its size between the prologue and the stage.
+    stages, or if the teacher's activation before the stage does not fit into what the prologue leaves.
     """
     distillation = _checked(workload, first_pair, num_pairs, num_stages)
     if num_stages == 1:
@@ -59,17 +58,6 @@ def stage_workloads(workload: Workload, num_pairs: Sequence[int]) -> tuple[Workl
     )
 
 
-def pipeline_workloads(pipeline: Pipeline, workload: Workload) -> tuple[Workload, ...]:
-    """The workload of every stage of ``pipeline``, which was made for the distillation ``workload``.
-
-    Raises WorkloadError as ``stage_workloads``, PlanError if the pipeline belongs to another workload.
-    """
-    pipeline.check_workload(workload)
-    found = stage_workloads(workload, [stage.num_pairs for stage in pipeline.stages])
-    pipeline.check_stages(found)
-    return found
-
-
 def _checked(workload: Workload, first_pair: int, num_pairs: int, num_stages: int) -> Distillation:
     distillation, of_pairs = workload.distillation, workload.num_blocks // 2
     if distillation is None:
@@ -93,18 +81,15 @@ def _checked(workload: Workload, first_pair: int, num_pairs: int, num_stages: in
 
 
 def _activation_bytes(workload: Workload, pair: int) -> int:
-    """Bytes of the teacher's activation before a pair, which takes the place of what the prologue gives its own."""
-    received_bytes = workload.profile_of(2 * pair - 2).output_bytes
-    distillation = workload.distillation
-    assert distillation is not None
+    """Bytes of the teacher's activation before a pair, which takes the place of the prologue's hidden state."""
+    activation_bytes = workload.profile_of(2 * pair - 2).output_bytes
     made_bytes = max(0, workload.prologue_forward.net_bytes)
-    given_bytes = made_bytes - min(distillation.passing_bytes, made_bytes)
-    if received_bytes != given_bytes:
+    if not 0 < activation_bytes <= made_bytes:
         raise WorkloadError(
-            f"the hidden state of {workload.model_name} has {given_bytes:,} B behind the prologue and "
-            f"{received_bytes:,} B before pair {pair}. A stage begins where both are alike: use one stage."
+            f"the teacher's activation before pair {pair} of {workload.model_name} has {activation_bytes:,} B, and all "
+            f"that its prologue leaves {made_bytes:,} B. A stage that begins there has no place for it: use one stage."
         )
-    return received_bytes
+    return activation_bytes
 
 
 def _sent_bytes(workload: Workload, end: int) -> int:

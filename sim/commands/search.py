@@ -77,6 +77,7 @@ from .options import (
     warn_of_memory,
     with_run,
 )
+from .pipelines import may_be_pipeline, refuse, search_pipelines
 from .space_options import (
     AllowedBuffers,
     AllowedCheckpoints,
@@ -167,7 +168,8 @@ def search_command(
     """Find the fastest plan that fits a model on a machine, without the machine.
 
     Prints the plan, its time by phase, its memory with what is alive at the peak, what each lane does, and what is
-    proven about every other plan.  --output writes the plan.  Ctrl-C ends the search with the best plan so far; what
+    proven about every other plan.  --output writes the plan.  A distillation on several ranks is split into stages and
+    replicas, and --output writes a pipeline.  Ctrl-C ends the search with the best plan so far; what
     --output and --report write then says that it is not certified.
     """
     check_batch(global_batch, batch_size, micro_batches)
@@ -227,7 +229,7 @@ def search_command(
         changed = choice.changed(change)
         return changed.workload() if global_batch is None else changed.global_batch(global_batch, num_ranks)
 
-    with progress_bar("searching") as on_progress:
+    with progress_bar("searching"):
         request = SearchRequest(
             workload=_first_workload(goal, choice)
             if global_batch is None
@@ -248,6 +250,22 @@ def search_command(
                 shard_ranks=shard_groups_to_search(shard_ranks, num_ranks, parallel or ()),
             ),
         )
+        is_split = may_be_pipeline(request)
+    if is_split:
+        refuse(
+            {
+                "--what-if": questions,
+                "--goal": goal if goal is not Goal.FASTEST else None,
+                "--baseline": baseline,
+                "--tokens": tokens,
+                "--shard-ranks": shard_ranks,
+                "--report": report,
+            },
+            "a distillation on several ranks",
+        )
+        search_pipelines(request, output=output, as_json=as_json)
+        return
+    with progress_bar("searching") as on_progress:
         # A question that cannot be answered is told at once.
         asked = what_ifs(request, workload_with if choice.has_shapes else None)
         found = with_run(_found(goal, request, choice, on_progress), tokens)

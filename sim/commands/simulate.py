@@ -41,6 +41,7 @@ from ...shared.cli.options import (
 from ...shared.cli.output import save, tell
 from ...shared.cli.report_options import ReportPath, write_report
 from ...shared.compile.compile import compile_schedule
+from ...shared.pipelines.pipeline import Pipeline, load_plan_or_pipeline
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan
@@ -69,6 +70,7 @@ from .options import (
     warn_of_memory,
     with_ranks,
 )
+from .pipelines import refuse, simulate_stages
 
 if TYPE_CHECKING:
     from ...shared.report.page import Report
@@ -120,7 +122,7 @@ def simulate_command(
 
     --output writes the record, which protwin compare lays beside a measured one.  --parallel, --ranks, --n-shard and
     --shard-ranks, in place of the plan's own, ask about several devices of the machine, and --optimizer about another
-    optimizer.
+    optimizer.  Of a pipeline's file, every stage is simulated, and told in a row.
     """
     keep_apart(
         {"--output": output, "--timeline": timeline, "--report": report},
@@ -135,7 +137,7 @@ def simulate_command(
         as_json=as_json,
     )
     machine = machine_of(hardware, changes, prices)
-    chosen = with_ranks(load_plan(plan, optimizer), machine, num_ranks, parallel, n_shard, shard_ranks)
+    loaded = load_plan_or_pipeline(plan)
     check_budget(device_budget_bytes, machine)
     factors = Calibration.load(calibration) if calibration is not None else None
     choice = ModelChoice(
@@ -152,6 +154,31 @@ def simulate_command(
         method=method,
         student_path=student,
     )
+    if isinstance(loaded, Pipeline):
+        refuse(
+            {
+                "--ranks": num_ranks,
+                "--parallel": parallel,
+                "--n-shard": n_shard,
+                "--shard-ranks": shard_ranks,
+                "--optimizer": optimizer,
+                "--tokens": tokens,
+                "--timeline": timeline,
+                "--report": report,
+            },
+            "a pipeline's file",
+        )
+        simulate_stages(
+            loaded,
+            choice.workload(),
+            machine,
+            factors,
+            device_budget_bytes=device_budget_bytes,
+            output=output,
+            as_json=as_json,
+        )
+        return
+    chosen = with_ranks(load_plan(plan, optimizer), machine, num_ranks, parallel, n_shard, shard_ranks)
     workload = choice.workload()
     with progress_bar("simulating") as on_progress:
         schedule = compile_schedule(chosen, workload)

@@ -99,6 +99,8 @@ def simulate_groups(
     Raises PlanError if the groups do not have the plan's ranks between them, and what ``simulate`` raises.
     """
     _check_groups(plan, groups)
+    if workload.num_stages > 1:
+        raise PlanError("ranks of one stage of a pipeline are simulated as equal ones. Pass the plan to simulate.")
     schedule = compile_schedule(plan, workload, layout)
     costs = [CostModel.of(workload, group.hardware, calibration, num_ranks=plan.num_ranks) for group in groups]
     durations_s = [_slowed(schedule, model, group) for model, group in zip(costs, groups, strict=True)]

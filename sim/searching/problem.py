@@ -342,7 +342,7 @@ def _check(request: SearchRequest, workload: Workload, step: StepSpec) -> None:
     )
     if (reason := why_not_bypass(asked)) is not None:
         raise PlanError(f"{reason}.")
-    if workload.num_stages > 1 and request.space.names_disk:
+    if workload.num_stages > 1 and any(request.space.n_disk_state or ()):
         raise PlanError("a stage of a pipeline has no chunks on a disk. Leave out n_disk_state, n_disk and n_staging.")
     if workload.num_stages > 1 and request.workload is not workload:
         raise PlanError("stages of a pipeline are searched at one size of the micro-batch. Name it.")

@@ -5,12 +5,14 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
+from protwin.shared.methods.bypass import BYPASS
 from protwin.shared.schema.hardware import Hardware, Link, Node, Topology
 from protwin.shared.schema.plan import ParallelMode
 from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.costs.task_costs import CostModel
 from tests.sim.bound_cases import Case, case
 from tests.strategies.machines import hardware
+from tests.strategies.pairs import cases_of_ranks
 from tests.strategies.plans import parallel_workloads, shard_groups
 
 RANKS = 4
@@ -55,3 +57,17 @@ def ranked_cases(draw: DrawFn) -> Case:
         st.sampled_from([ContentionModel.of(box, num_ranks=num_ranks), ContentionModel.none(num_ranks=num_ranks)])
     )
     return case(planned.workload, chosen, planned.layout, costs, contention)
+
+
+@st.composite
+def staged_cases(draw: DrawFn) -> Case:
+    """Plans of stages of pipelines and of data parallel distillations on such machines, as ``ranked_cases``."""
+    planned = draw(cases_of_ranks(measured=None, most_ranks=RANKS))
+    workload, plan, box = planned.workload, planned.plan, draw(nodes())
+    here = workload.model_copy(update={"measured_on": box.name})
+    costs = CostModel.of(here, box, num_ranks=plan.num_ranks).among(plan.num_ranks, plan.shard_ranks)
+    num_ranks = plan.num_ranks * workload.num_stages
+    contention = draw(
+        st.sampled_from([ContentionModel.of(box, num_ranks=num_ranks), ContentionModel.none(num_ranks=num_ranks)])
+    )
+    return case(workload, plan, planned.layout, costs, contention, BYPASS.policies)

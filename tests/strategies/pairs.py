@@ -7,10 +7,17 @@ from hypothesis.strategies import DrawFn
 
 from protwin.shared.layout.layout import layout_of
 from protwin.shared.phases.distillation import Distillation
-from protwin.shared.schema.plan import Plan, TrainingMethod
+from protwin.shared.schema.plan import ParallelMode, Plan, TrainingMethod
 from protwin.shared.schema.workload import Block, BlockProfile, DType, OuterSection, Parameter, Phase, Uses, Workload
 from protwin.shared.workloads.stages import stage_workload
-from tests.strategies.plans import CHUNK_BYTES, PlannedWorkload, any_host_gradients, any_optimizer
+from tests.strategies.plans import (
+    CHUNK_BYTES,
+    PlannedWorkload,
+    any_host_gradients,
+    any_optimizer,
+    shard_groups,
+    shared_by_ranks,
+)
 from tests.strategies.workloads import SIZES_BYTES, phases
 
 Shapes = tuple[tuple[int, DType, bool], ...]
@@ -155,6 +162,7 @@ def bypass_cases(
     measured: bool | None = True,
     *,
     workloads: st.SearchStrategy[Workload] | None = None,
+    has_disk: bool = True,
 ) -> PlannedWorkload:
     """A random workload of bypass distillation, or one of ``workloads``, with a random plan for one rank of it."""
     workload = draw(bypass_workloads(max_pairs, measured) if workloads is None else workloads)
@@ -164,7 +172,7 @@ def bypass_cases(
     n_persist = draw(st.integers(0, num_chunks))
     n_host_stepped = draw(st.just(0) | st.integers(0, num_chunks - n_persist))
     n_buffer = layout.min_buffers(n_persist + n_host_stepped) + draw(st.integers(0, 5) | st.just(num_chunks))
-    most_on_disk = 0 if workload.num_stages > 1 else num_chunks - n_persist - n_host_stepped
+    most_on_disk = 0 if workload.num_stages > 1 or not has_disk else num_chunks - n_persist - n_host_stepped
     n_disk_state = draw(st.just(0) | st.integers(0, most_on_disk))
     plan = Plan(
         workload_id=workload.identity,
@@ -183,3 +191,22 @@ def bypass_cases(
         max_gradient_norm=draw(st.sampled_from((None, 0.5))),
     )
     return PlannedWorkload(workload, plan, layout)
+
+
+@st.composite
+def cases_of_ranks(
+    draw: DrawFn, max_pairs: int = 4, measured: bool | None = True, *, most_ranks: int = 6
+) -> PlannedWorkload:
+    """A stage of a pipeline, data parallel ranks of a whole distillation, or both, with a random plan."""
+    models = stage_workloads(max_pairs, measured) | bypass_workloads(max_pairs, measured)
+    case = draw(bypass_cases(workloads=models, has_disk=False))
+    num_stages = case.workload.num_stages
+    numbers = [number for number in range(1, most_ranks // num_stages + 1) if number * num_stages > 1]
+    num_ranks = draw(st.sampled_from(numbers))
+    if num_ranks == 1:
+        return case
+    mode = draw(st.sampled_from((ParallelMode.SHARDED, ParallelMode.REPLICATED, ParallelMode.DDP)))
+    plan = draw(shared_by_ranks(case.plan, case.layout, mode, num_ranks))
+    if mode is ParallelMode.SHARDED:
+        plan = plan.model_copy(update={"shard_ranks": draw(shard_groups(num_ranks))})
+    return PlannedWorkload(case.workload, plan, case.layout)

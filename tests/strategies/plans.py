@@ -123,7 +123,7 @@ def parallel_workloads(draw: DrawFn, max_blocks: int = 6, measured: bool | None 
     case = draw(planned_workloads(max_blocks, measured))
     mode = draw(st.sampled_from((ParallelMode.SHARDED, ParallelMode.REPLICATED, ParallelMode.DDP)))
     num_ranks = draw(st.sampled_from((2, 3, 4, 5, 6, 8, 1000)))
-    plan = draw(_shared(case.plan, case.layout, mode, num_ranks))
+    plan = draw(shared_by_ranks(case.plan, case.layout, mode, num_ranks))
     if mode is ParallelMode.SHARDED:
         plan = plan.model_copy(update={"shard_ranks": draw(shard_groups(num_ranks))})
     return PlannedWorkload(case.workload, plan, case.layout)
@@ -133,7 +133,7 @@ def parallel_workloads(draw: DrawFn, max_blocks: int = 6, measured: bool | None 
 def plans_of_ranks(draw: DrawFn, workload: Workload, mode: ParallelMode, num_ranks: int) -> tuple[Plan, Layout]:
     """A plan for so many ranks that ``workload`` can follow, and its layout."""
     plan, layout = draw(plans(workload))
-    return draw(_shared(plan, layout, mode, num_ranks)), layout
+    return draw(shared_by_ranks(plan, layout, mode, num_ranks)), layout
 
 
 def shard_groups(num_ranks: int) -> SearchStrategy[int | None]:
@@ -143,7 +143,7 @@ def shard_groups(num_ranks: int) -> SearchStrategy[int | None]:
 
 
 @st.composite
-def _shared(draw: DrawFn, plan: Plan, layout: Layout, mode: ParallelMode, num_ranks: int) -> Plan:
+def shared_by_ranks(draw: DrawFn, plan: Plan, layout: Layout, mode: ParallelMode, num_ranks: int) -> Plan:
     """``plan``, a plan of one rank, for several of them."""
     knobs: dict[str, object] = {"parallel": mode, "num_ranks": num_ranks}
     if mode is ParallelMode.DDP:
