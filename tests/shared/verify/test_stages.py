@@ -131,7 +131,8 @@ def test_nobody_reads_what_the_prologue_has_made_ahead_of_what_is_received() -> 
     receive = task_of(schedule, TaskKind.RECEIVE, "prologue")
     later = next(t for t in schedule.tasks if t.id > receive.id and t.kind is TaskKind.TEACHER_FORWARD)
     order = [t.id for t in schedule.tasks]
-    # The receive stands behind the teacher's first block, which then waits for the prologue alone.
+    student = task_of(schedule, TaskKind.FORWARD, 1)
+    # The receive stands behind the teacher's first block, which waits for the prologue alone; the student's waits.
     order.remove(receive.id)
     order.insert(order.index(later.id) + 1, receive.id)
     place = {old: new for new, old in enumerate(order)}
@@ -141,6 +142,8 @@ def test_nobody_reads_what_the_prologue_has_made_ahead_of_what_is_received() -> 
         after = {other for other in task.after if (old, other) != (later.id, receive.id)}
         if old == receive.id:
             after |= {later.id}
+        if old == student.id:
+            after |= {receive.id}
         after_previous = tuple(sorted(place[other] for other in task.after_previous))
         tasks.append(
             replace(task, id=place[old], after=tuple(sorted(place[o] for o in after)), after_previous=after_previous)

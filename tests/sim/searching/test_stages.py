@@ -112,7 +112,8 @@ def test_a_search_of_a_stage_and_of_its_replicas_finds_what_brute_force_finds(
 
 
 def test_a_stage_has_its_share_of_the_machine_and_says_what_it_cannot_have() -> None:
-    whole, box = pairs(4), load_hardware("rtx-4090-x8")
+    whole = pairs(4)
+    box = load_hardware("rtx-4090-x8").model_copy(update={"name": whole.measured_on})
     stage = stage_workload(whole, 0, 1, 4)
     own, alone = CostModel.of(stage, box).hardware, CostModel.of(whole, box).hardware
     assert own.host.memory_bytes < alone.host.memory_bytes
