@@ -120,7 +120,7 @@ def test_what_is_received_is_there_before_anybody_reads_it() -> None:
     schedule = compiled(case)
     receive, reader = task_of(schedule, TaskKind.RECEIVE, "prologue"), task_of(schedule, TaskKind.TEACHER_FORWARD, 0)
     faulty = changed(schedule, reader, after=tuple(other for other in reader.after if other != receive.id))
-    with pytest.raises(ScheduleError, match="may free buffer .* while receive prologue uses it"):
+    with pytest.raises(ScheduleError, match=r"may free buffer .* while receive prologue uses it"):
         verify_schedule(faulty, case.plan, case.workload, case.layout)
 
 
