@@ -42,6 +42,9 @@ _UNITS: Final = {
 
 _WHENCE: Final = {
     "plan": "`protwin search --output` writes it; `simulate` and `run` read it. People may write it too, as TOML.",
+    "pipeline": "`protwin search --output` writes it of a distillation on several ranks; `simulate` reads it.",
+    "pipeline_prediction": "`protwin simulate --json` prints it of a pipeline, `--output` writes it.",
+    "split_search": "`protwin search --json` prints it of a distillation on several ranks.",
     "record": "`protwin simulate --json` and `protwin run --json` print it, `--output` writes it; `compare` reads two.",
     "search_result": "`protwin search --json` prints it.",
     "advice": "`protwin advise --json` prints it, `--output` writes it.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,17 @@ from .options import unused_devices, warn_of_dtype, warn_of_memory
 if TYPE_CHECKING:
     from ...shared.pipelines.prediction import PipelinePrediction
     from ...shared.tables.table import Parts
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user wants of a simulation beside its figures."""
+
+    device_budget_bytes: int | None
+    """Device memory that every rank may fill; None for all there is."""
+    output: Path | None
+    _: KW_ONLY
+    as_json: bool
 
 
 def may_be_pipeline(request: SearchRequest) -> bool:
@@ -71,10 +83,7 @@ def simulate_stages(
     workload: Workload,
     hardware: Hardware,
     calibration: Calibration | None,
-    *,
-    device_budget_bytes: int | None,
-    output: Path | None,
-    as_json: bool,
+    asked: Asked,
 ) -> None:
     """Simulate a pipeline and print a row per stage, and the whole.  Raises what ``simulate_pipeline`` raises."""
     if pipeline.note is not None:
@@ -83,7 +92,7 @@ def simulate_stages(
         prediction = simulate_pipeline(pipeline, workload, hardware, calibration, on_progress=on_progress)
     if (unused := unused_devices(hardware, pipeline.num_ranks)) is not None:
         warn(unused)
-    budget_bytes = device_budget_bytes or rank_device_bytes(hardware, pipeline.num_ranks)
+    budget_bytes = asked.device_budget_bytes or rank_device_bytes(hardware, pipeline.num_ranks)
     if prediction.peak_bytes > budget_bytes:
         warn(
             f"this pipeline may need {format_bytes(prediction.peak_bytes)} of device memory but the budget is "
@@ -96,7 +105,7 @@ def simulate_stages(
 
         return prediction_tables(prediction)
 
-    give(prediction, output, as_json=as_json, tables=tables)
+    give(prediction, asked.output, as_json=asked.as_json, tables=tables)
 
 
 def _warn(prediction: PipelinePrediction, hardware: Hardware) -> None:

@@ -250,19 +250,10 @@ def search_command(
                 shard_ranks=shard_groups_to_search(shard_ranks, num_ranks, parallel or ()),
             ),
         )
-        is_split = may_be_pipeline(request)
-    if is_split:
-        refuse(
-            {
-                "--what-if": questions,
-                "--goal": goal if goal is not Goal.FASTEST else None,
-                "--baseline": baseline,
-                "--tokens": tokens,
-                "--shard-ranks": shard_ranks,
-                "--report": report,
-            },
-            "a distillation on several ranks",
-        )
+    if may_be_pipeline(request):
+        of_one = {"--what-if": questions, "--goal": goal is not Goal.FASTEST, "--baseline": baseline}
+        others = {"--tokens": tokens, "--shard-ranks": shard_ranks, "--report": report}
+        refuse(of_one | others, "a distillation on several ranks")
         search_pipelines(request, output=output, as_json=as_json)
         return
     with progress_bar("searching") as on_progress:

@@ -70,7 +70,7 @@ from .options import (
     warn_of_memory,
     with_ranks,
 )
-from .pipelines import refuse, simulate_stages
+from .pipelines import Asked, refuse, simulate_stages
 
 if TYPE_CHECKING:
     from ...shared.report.page import Report
@@ -155,28 +155,11 @@ def simulate_command(
         student_path=student,
     )
     if isinstance(loaded, Pipeline):
-        refuse(
-            {
-                "--ranks": num_ranks,
-                "--parallel": parallel,
-                "--n-shard": n_shard,
-                "--shard-ranks": shard_ranks,
-                "--optimizer": optimizer,
-                "--tokens": tokens,
-                "--timeline": timeline,
-                "--report": report,
-            },
-            "a pipeline's file",
-        )
-        simulate_stages(
-            loaded,
-            choice.workload(),
-            machine,
-            factors,
-            device_budget_bytes=device_budget_bytes,
-            output=output,
-            as_json=as_json,
-        )
+        of_ranks = {"--ranks": num_ranks, "--parallel": parallel, "--n-shard": n_shard, "--shard-ranks": shard_ranks}
+        others = {"--optimizer": optimizer, "--tokens": tokens, "--timeline": timeline, "--report": report}
+        refuse(of_ranks | others, "a pipeline's file")
+        asked = Asked(device_budget_bytes, output, as_json=as_json)
+        simulate_stages(loaded, choice.workload(), machine, factors, asked)
         return
     chosen = with_ranks(load_plan(plan, optimizer), machine, num_ranks, parallel, n_shard, shard_ranks)
     workload = choice.workload()

@@ -67,8 +67,8 @@ def search_splits(request: SearchRequest, *, on_progress: OnProgress = no_progre
         is_interrupted = True
     predictions = [prediction for _, prediction in found if prediction is not None]
     if not predictions:
-        reasons = "; ".join(f"{split.num_stages} stages: {split.reason}" for split, _ in found)
-        raise InfeasibleError(f"no pipeline on {request.step.num_ranks} ranks fits. {reasons}")
+        reasons = [f"With {split.num_stages} stage{'s'[: split.num_stages - 1]}: {split.reason}" for split, _ in found]
+        raise InfeasibleError(f"no pipeline on {request.step.num_ranks} ranks fits. {' '.join(reasons)}")
     fastest = max(prediction.tokens_per_s for prediction in predictions)
     tolerance_frac = request.effort.tolerance_frac
     chosen = next(one for one in predictions if one.tokens_per_s >= fastest * (1 - tolerance_frac))
@@ -246,7 +246,7 @@ class _Stages:
     def _nothing_fits(self) -> InfeasibleError:
         """Why not even the smallest stages fit."""
         reasons = [found for found in self._found.values() if isinstance(found, InfeasibleError)]
-        return InfeasibleError(f"some pairs fit in no stage: {reasons[0]}")
+        return reasons[0] if self.num_stages == 1 else InfeasibleError(f"some pairs fit in no stage: {reasons[0]}")
 
     # -- bounds ------------------------------------------------------------------------------------------------------
 

@@ -162,7 +162,6 @@ def test_few_micro_batches_tell_of_many(found: Case, micro_batches: int) -> None
         ({"space": SearchSpace(n_checkpoint=2)}, "n_checkpoint is at least 2, .* Allow n_checkpoint = 0"),
         ({"space": SearchSpace(n_swap=1)}, "n_swap is at least 1, .* Allow n_swap = 0"),
         ({"space": SearchSpace(looks_up_rows=True)}, "looks_up_rows with method bypass"),
-        ({"step": Step(num_ranks=2), "hardware": load_hardware("h100-80gb-x8")}, "parallel: .* with method bypass"),
     ],
 )
 def test_what_no_plan_can_do_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
