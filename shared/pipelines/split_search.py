@@ -50,7 +50,8 @@ class SplitSearch(Document):
     hardware_name: str
     num_ranks: PositiveInt
     chosen: PipelinePrediction
-    """The one that trains on most tokens per second; of those within the tolerance that of the fewest stages."""
+    """The one that trains on most tokens per second, all on as many in a step; of those within the tolerance that of
+    the fewest stages."""
     splits: tuple[SplitOutcome, ...] = Field(min_length=1)
     """By number of stages, the fewest first."""
     device_budget_bytes: PositiveInt

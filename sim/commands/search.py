@@ -253,7 +253,7 @@ def search_command(
     if may_be_pipeline(request):
         of_one = {"--what-if": questions, "--goal": goal is not Goal.FASTEST, "--baseline": baseline}
         others = {"--tokens": tokens, "--shard-ranks": shard_ranks, "--report": report}
-        refuse(of_one | others, "a distillation on several ranks")
+        refuse({**of_one, **others}, "a distillation on several ranks")
         search_pipelines(request, output=output, as_json=as_json)
         return
     with progress_bar("searching") as on_progress:

@@ -157,7 +157,7 @@ def simulate_command(
     if isinstance(loaded, Pipeline):
         of_ranks = {"--ranks": num_ranks, "--parallel": parallel, "--n-shard": n_shard, "--shard-ranks": shard_ranks}
         others = {"--optimizer": optimizer, "--tokens": tokens, "--timeline": timeline, "--report": report}
-        refuse(of_ranks | others, "a pipeline's file")
+        refuse({**of_ranks, **others}, "a pipeline's file")
         asked = Asked(device_budget_bytes, output, as_json=as_json)
         simulate_stages(loaded, choice.workload(), machine, factors, asked)
         return

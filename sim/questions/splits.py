@@ -48,7 +48,8 @@ def search_splits(request: SearchRequest, *, on_progress: OnProgress = no_progre
     """The fastest way to have a distillation on the request's ranks, over all numbers of stages and replicas.
 
     ``request.step.num_ranks`` ranks are so many stages times so many replicas; the modes of the step are those that
-    replicas may use.  Ctrl-C ends the search with the best pipeline so far, if there is one.  See [Note: The best
+    replicas may use.  Its micro-batches are those of every rank where all are replicas; with n stages each has n times
+    as many, so that all ways train on the same samples in a step.  Ctrl-C ends the search with the best pipeline so far, if there is one.  See [Note: The best
     split].
 
     Raises InfeasibleError if nothing fits, PlanError if the request is none for pipelines, and what ``search`` raises.
@@ -91,7 +92,8 @@ def best_pipeline(request: SearchRequest, num_stages: int) -> tuple[SplitOutcome
     See [Note: The best split].  Raises what ``search_splits`` raises.
     """
     workload, num_replicas = _checked(request), request.step.num_ranks // num_stages
-    step = replace(request.step, num_ranks=num_replicas)
+    # All ways train on the same samples in a step: fewer replicas have as many more micro-batches.
+    step = replace(request.step, num_ranks=num_replicas, micro_batches=request.step.micro_batches * num_stages)
     stages = _Stages(replace(request, step=step, baselines=None), workload, num_stages)
     split = SplitOutcome(num_stages=num_stages, num_replicas=num_replicas)
     try:
