@@ -49,8 +49,8 @@ def search_splits(request: SearchRequest, *, on_progress: OnProgress = no_progre
 
     ``request.step.num_ranks`` ranks are so many stages times so many replicas; the modes of the step are those that
     replicas may use.  Its micro-batches are those of every rank where all are replicas; with n stages each has n times
-    as many, so that all ways train on the same samples in a step.  Ctrl-C ends the search with the best pipeline so far, if there is one.  See [Note: The best
-    split].
+    as many, so that all ways train on the same samples in a step.  Ctrl-C ends the search with the best pipeline so
+    far, if there is one.  See [Note: The best split].
 
     Raises InfeasibleError if nothing fits, PlanError if the request is none for pipelines, and what ``search`` raises.
     """
