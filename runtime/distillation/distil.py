@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypedDict, Unpack
 
@@ -11,22 +12,29 @@ import torch
 from torch import nn
 
 from ...shared.basics.errors import PlanError, ProtwinError, ScheduleError
+from ...shared.pipelines.pipeline import Pipeline
 from ...shared.schema.hardware import Disk
 from ...shared.schema.plan import Plan
 from ...shared.schema.schedule import Memory
 from ...shared.schema.workload import Workload, check_plan
+from ..checkpoints.state import Resumed, Scheduler
 from ..devices.device import TrainingDevice
+from ..model.identity import model_hash
 from ..model.ownership import check_untaken, taken_over
 from ..optimizers.chunk_optimizer import MakeOptimizer
 from ..optimizers.loss_scaling import BlockScalers, LossScaling
 from ..optimizers.named import named_optimizer
+from ..ranks.agreement import agreed
+from ..ranks.stages import StageRanks, stage_ranks
+from ..ranks.world import World, exchanged
 from ..training.assembly import TrainingSettings
-from ..training.carry_out import checked_plan, device_for
+from ..training.carry_out import begun, checked_plan, device_for, joined, with_values_of_a_file
 from ..training.compute_lane import ComputeLane
 from ..training.evaluation import EvaluatedModel
+from ..training.progress import TrainingPhase
 from ..training.training import Training
 from .ends import Ends
-from .pair_weights import Folder, pair_weights
+from .pair_weights import Folder, PairWeights, pair_weights
 from .pairs import PairLoss, Pairs, name_of_loss
 from .saved_student import saved_student
 
@@ -50,11 +58,12 @@ class DistilOptions(TypedDict, total=False):
 def distil(
     teacher: nn.Module,
     student: nn.Module,
-    plan: Plan,
+    plan: Plan | Pipeline,
     workload: Workload,
     loss: PairLoss,
     *,
     blocks: str | Sequence[str] | None = None,
+    rank_timeout_s: float = 600.0,
     **options: Unpack[DistilOptions],
 ) -> Distilling:
     """Take over both models and train every block of ``student`` beside its teacher's, as ``plan`` says.
@@ -77,20 +86,130 @@ def distil(
     meta device, as ``weights`` of ``carry_out``: each chunk is read when it is made, so that a teacher never lies whole
     in memory unless the plan has it there.  After ``close`` such a teacher is on the meta device again.
 
-    Afterwards the student has its new weights, and the teacher is unchanged.  Raises PlanError, before anything moves,
-    if plan, workload, models and loss do not belong together, or if the plan may need more memory than the device has;
-    otherwise as ``carry_out``.
+    A plan for several ranks is carried out by as many processes, as ``carry_out`` says.  So is a pipeline, of which
+    each rank trains the pairs of its stage: ``losses`` are theirs, from pair ``training.first_pair`` on, and
+    ``training.all_losses(losses)`` has those of all stages.  All ranks pass both models whole, but blocks of other
+    stages need no memory, and may be on the meta device; the ranks of one pipeline are given the same batches.
+    ``workload`` is that of the whole.
+
+    Afterwards the student has its new weights, of a pipeline those of the stage's blocks, and the teacher is unchanged.
+    Raises PlanError, before anything moves, if plan, workload, models and loss do not belong together, or if the plan
+    may need more memory than the device has; otherwise as ``carry_out``.
     """
     found = _checked(teacher, plan, workload, loss)
-    for model in (teacher, student):
-        check_untaken(model)
-    pairs = Pairs(teacher, student, loss, blocks=blocks, micro_batches=found.micro_batches)
-    weights = pair_weights(pairs, options.get("teacher_weights"), options.get("student_weights"))
+    world = joined(found, rank_timeout_s)
+
+    def begin() -> Distilling:
+        own = agreed(world, lambda: _own_part(found, workload))
+        stages = None if own.pipeline is None or world is None else stage_ranks(own.pipeline, world)
+        try:
+            return _begun(own.at(stages), world, teacher, student, loss, blocks, options)
+        except BaseException:
+            if stages is not None:
+                stages.forget_groups()
+            raise
+
+    return begun(world, begin)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """What this rank does."""
+
+    plan: Plan
+    workload: Workload
+    pipeline: Pipeline | None = None
+    workloads: tuple[Workload, ...] = ()
+    """Of the stages."""
+    stages: StageRanks | None = None
+
+    def at(self, stages: StageRanks | None) -> _Part:
+        """Of the stage that this rank has."""
+        if stages is None:
+            return self
+        stage = stages.pipeline.stages[stages.stage]
+        return replace(self, plan=stage.plan, workload=self.workloads[stages.stage], stages=stages)
+
+
+def _own_part(found: Plan | Pipeline | ProtwinError, workload: Workload) -> _Part:
+    """Raises what is wrong with the plan, or with another argument."""
+    if isinstance(found, ProtwinError):
+        raise found
+    if isinstance(found, Plan):
+        return _Part(plan=found, workload=workload)
+    workloads = found.workloads(workload)
+    first = found.stages[0].plan
+    if found.num_stages == 1:
+        return _Part(plan=first, workload=workload)
+    return _Part(plan=first, workload=workload, pipeline=found, workloads=workloads)
+
+
+def _begun(
+    own: _Part,
+    world: World | None,
+    teacher: nn.Module,
+    student: nn.Module,
+    loss: PairLoss,
+    blocks: str | Sequence[str] | None,
+    options: DistilOptions,
+) -> Distilling:
+    """The training of this rank's part; what is wrong on one rank is raised on all."""
+
+    def made() -> tuple[Pairs, PairWeights | None, TrainingSettings]:
+        for model in (teacher, student):
+            check_untaken(model)
+        pairs_of_stage = None if own.stages is None else own.stages.own_pairs
+        micro_batches = own.plan.micro_batches
+        pairs = Pairs(teacher, student, loss, blocks=blocks, micro_batches=micro_batches, own=pairs_of_stage)
+        weights = _weights(own, pairs, options)
+        return pairs, weights, _settings(own, world, pairs, weights, options)
+
+    pairs, weights, settings = agreed(world, made)
+    with ExitStack() as undo:
+        undo.enter_context(pairs.learning())
+        if own.stages is not None:
+            settings = replace(settings, traced_hash=model_hash(pairs))
+            undo.enter_context(pairs.alone())
+        ends = Ends(pairs, own.workload)
+        undo.enter_context(ends.on_host())
+        training = Distilling(pairs, own.plan, own.workload, settings)
+        training.ends = ends
+        pairs.scalers = training.block_scalers
+        try:
+            agreed(world, lambda: undo.enter_context(ends.filled(weights)))
+        except BaseException:
+            training.close()
+            raise
+        for model in (teacher, student):
+            undo.enter_context(taken_over(model, training))
+        training.held = undo.pop_all()
+        training.stages = own.stages
+    return training
+
+
+def _weights(own: _Part, pairs: Pairs, options: DistilOptions) -> PairWeights | None:
+    """The files that fill models on the meta device.  Raises as ``pair_weights``, and PlanError for a pipeline."""
+    folders = options.get("teacher_weights"), options.get("student_weights")
+    if own.stages is None:
+        return pair_weights(pairs, *folders)
+    if folders != (None, None):
+        raise PlanError(
+            "teacher_weights and student_weights are not known of a pipeline. Load the prologue and the blocks of the "
+            "rank's own stage first; the others may stay on the meta device."
+        )
+    return None
+
+
+def _settings(
+    own: _Part, world: World | None, pairs: Pairs, weights: PairWeights | None, options: DistilOptions
+) -> TrainingSettings:
+    """What the options of ``distil`` mean for a training of the pairs."""
     device = options.get("device")
-    settings = TrainingSettings(
+    found = own.plan
+    return TrainingSettings(
         optimizer=options.get("optimizer") or named_optimizer(found.optimizer),
         parameter_groups=options.get("parameter_groups"),
-        device=device if isinstance(device, TrainingDevice) else device_for(pairs, device),
+        device=device if isinstance(device, TrainingDevice) else device_for(pairs, device, world),
         meter_every=options.get("meter_every"),
         check_gradients=options.get("check_gradients", True),
         loss_scaling=options.get("loss_scaling"),
@@ -101,43 +220,39 @@ def distil(
         evaluated=_evaluated(pairs),
         saved=saved_student(pairs, weights),
         weights=weights,
-        returning=frozenset(parameter for parameter in teacher.parameters() if parameter.is_meta),
+        returning=frozenset(parameter for parameter in pairs.teacher.parameters() if parameter.is_meta),
+        world=world if own.stages is None else own.stages.peers,
+        stages=own.stages,
     )
-    with ExitStack() as undo:
-        undo.enter_context(pairs.learning())
-        ends = Ends(pairs, workload)
-        undo.enter_context(ends.on_host())
-        training = Distilling(pairs, found, workload, settings)
-        training.ends = ends
-        pairs.scalers = training.block_scalers
-        try:
-            undo.enter_context(ends.filled(weights))
-        except BaseException:
-            training.close()
-            raise
-        for model in (teacher, student):
-            undo.enter_context(taken_over(model, training))
-        training.held = undo.pop_all()
-    return training
 
 
-def _checked(teacher: nn.Module, plan: Plan, workload: Workload, loss: PairLoss) -> Plan:
-    """The plan with the values that a file of it would have.  Raises PlanError unless all are of one distillation."""
-    found = checked_plan(teacher, plan, workload)
+def _checked(
+    teacher: nn.Module, plan: Plan | Pipeline, workload: Workload, loss: PairLoss
+) -> Plan | Pipeline | ProtwinError:
+    """The plan with the values that a file of it would have; what is wrong is given, so that other ranks hear of it."""
+    pipeline = plan if isinstance(plan, Pipeline) else None
+    found = checked_plan(teacher, None if isinstance(plan, Pipeline) else plan, workload)
     if isinstance(found, ProtwinError):
-        raise found
+        return found
+    try:
+        return _of_one_distillation(pipeline or found, workload, loss)
+    except ProtwinError as error:
+        return error
+
+
+def _of_one_distillation(found: Plan | Pipeline | None, workload: Workload, loss: PairLoss) -> Plan | Pipeline:
+    """Raises PlanError unless all are of one distillation."""
     if found is None:
-        raise PlanError("plan is None, but there is one rank alone. Pass a plan.")
-    check_plan(found, workload)
+        raise PlanError("plan is None. Pass a plan, or a pipeline.")
+    if isinstance(found, Pipeline):
+        found = with_values_of_a_file(found, "distil")
+        found.workloads(workload)
+    else:
+        check_plan(found, workload)
     if workload.distillation is None:
         raise PlanError(
             f"the workload ({workload.model_name}) is one of full training. Trace both models with "
             f"trace_distillation(teacher, student, batch, loss)."
-        )
-    if workload.num_stages > 1 or found.num_ranks > 1:
-        raise PlanError(
-            f"the plan is for {found.num_ranks} ranks of one of {workload.num_stages} stages; one rank alone carries a "
-            f"distillation out so far. Search a plan without --ranks."
         )
     if name_of_loss(loss) != workload.distillation.loss:
         raise PlanError(
@@ -167,6 +282,9 @@ class Distilling(Training):
     ends: Ends
     """What of both models no task reads."""
 
+    stages: StageRanks | None = None
+    """The ranks of a pipeline; None: there is one stage."""
+
     @property
     def teacher(self) -> nn.Module:
         """The teacher, which can be called within ``evaluation``."""
@@ -176,6 +294,21 @@ class Distilling(Training):
     def student(self) -> nn.Module:
         """The student, which can be called within ``evaluation``."""
         return self.model.student
+
+    @property
+    def first_pair(self) -> int:
+        """The pair of the first of the losses: stages before this one have as many."""
+        return 0 if self.stages is None else self.stages.own_pairs.start
+
+    def all_losses(self, losses: torch.Tensor) -> torch.Tensor:
+        """(n,) the losses of all pairs, on the host, from those of the stages' micro-batch; waits for them.
+
+        To be called on all ranks.  Each gets those of its own replica.
+        """
+        if self.stages is None:
+            return losses.detach().cpu()
+        of_ranks = exchanged(self.stages.world, losses.tolist())
+        return torch.tensor([loss for rank in self.stages.of_replica for loss in of_ranks[rank]])
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """(n,) the losses of one micro-batch, whose gradients are added to those of the step."""
@@ -204,7 +337,7 @@ class Distilling(Training):
         )
 
     def weigh(self, loss: torch.Tensor, num_tokens: int) -> NoReturn:
-        """Refused: there is one rank, and every pair runs its own backward."""
+        """Refused: every pair runs its own backward."""
         raise ScheduleError("losses are not weighed in a distillation: every pair runs its own backward.")
 
     @contextmanager
@@ -218,13 +351,49 @@ class Distilling(Training):
         what stays on the device; a module that finds no room for its weights and what it makes of a batch raises it
         before it runs, and training can go on.
         """
+        self._refuse_of_stages("evaluation()")
         self.ends.check_room(self.schedule.static_bytes(Memory.DEVICE), self.device.limit_bytes)
         with super().evaluation(), self.model.whole(), self.ends.coming(self.device):
             yield
 
+    def save(self, folder: str | Path, *, scheduler: Scheduler | None = None, data_position: Any = None) -> None:
+        """As ``Training.save``; refused so far of a pipeline, whose stages have different weights."""
+        self._refuse_of_stages("save()")
+        super().save(folder, scheduler=scheduler, data_position=data_position)
+
+    def resume(
+        self, folder: str | Path, *, scheduler: Scheduler | None = None, allow_changed_step: bool = False
+    ) -> Resumed:
+        """As ``Training.resume``; refused so far of a pipeline."""
+        self._refuse_of_stages("resume()")
+        return super().resume(folder, scheduler=scheduler, allow_changed_step=allow_changed_step)
+
+    def skip_step(self) -> None:
+        """As ``Training.skip_step``; refused of a pipeline: its stages have exchanged activations of the step."""
+        self._refuse_of_stages("skip_step()")
+        super().skip_step()
+
+    def _refuse_of_stages(self, what: str) -> None:
+        if self.stages is not None:
+            raise ScheduleError(
+                f"{what} is not known of a pipeline of {self.stages.pipeline.num_stages} stages. After close() every "
+                f"rank's student has the weights of its own blocks; or carry out a plan in which every rank has all."
+            )
+
     def close(self) -> None:
-        """As ``Training.close``; both models then have their flags and modes back."""
+        """As ``Training.close``; both models then have their flags and modes back.
+
+        Of a pipeline all ranks have to call it: a stage ends when its neighbours have what it has sent.
+        """
         try:
+            if self.stages is not None and self._progress.phase is TrainingPhase.IDLE:
+                try:
+                    self.synchronize()
+                    exchanged(self.stages.world, None)
+                except BaseException as error:
+                    self._compute.failed(error)
+                    super().close()
+                    raise
             super().close()
         finally:
             self.held.close()
@@ -235,11 +404,11 @@ class _Announcing:
 
     def __init__(self, pairs: Pairs, compute: ComputeLane) -> None:
         self._pairs = pairs
-        pairs.listener = compute
+        pairs.listener = pairs.stage_listener = compute
 
     def remove(self) -> None:
         """Announce nothing any more."""
-        self._pairs.listener = None
+        self._pairs.listener = self._pairs.stage_listener = None
 
     def forget(self) -> None:
         """A forward that was given up has left no hooks behind."""

@@ -6,6 +6,12 @@ knows how.  Hooks on its blocks see what each is given and gives.  Right after t
 of the same place runs on the same inputs, with gradients; its loss compares what both hand on (the output itself, or
 the first tensor in it), and its backward follows at once.  Nothing that a student block makes goes on to another one.
 Behind the last block the teacher's forward ends: its norm and head would run for nobody.
+
+[Note: Stages]
+One stage of a pipeline has some pairs alone.  It passes over the blocks before these ([Note: Passing over] in
+``passing``).  Before the code behind the last of them goes on, the teacher's activation of that place, which another
+stage has made, is written into the hidden state that was handed on so far, in place.  What the stage's own last
+teacher's block gives goes to the next stage.
 """
 
 from __future__ import annotations
@@ -27,6 +33,7 @@ from ..model.nested_tensors import containers_as_they_are, tensors_in
 from ..model.snapshot import without_cache
 from ..optimizers.loss_scaling import BlockScalers
 from .belonging import check_attention, check_learnt, collecting, same_blocks
+from .passing import check_all_here, check_writable, hidden_state, passed_over
 
 PairLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(student's output, teacher's output) to a scalar."""
@@ -45,6 +52,13 @@ class SectionListener(Protocol):
         """The last pair's backward has ended."""
 
 
+class StageListener(SectionListener, Protocol):
+    """Who exchanges activations with other stages as well."""
+
+    def exchange(self, kind: TaskKind, activation: torch.Tensor) -> None:
+        """RECEIVE is to fill ``activation``, or SEND to send it, once what was announced before has ended."""
+
+
 class Pairs(nn.Module):
     """See [Note: Pairs].  Block 2i is the teacher's block i, block 2i + 1 the student's.
 
@@ -59,11 +73,12 @@ class Pairs(nn.Module):
         *,
         blocks: str | Sequence[str] | None = None,
         micro_batches: int = 1,
+        own: range | None = None,
     ) -> None:
         """``blocks`` names the blocks of both models where they are not found.
 
-        A step minimises the mean of the losses of its ``micro_batches``.  Raises WorkloadError if the two models do not
-        belong together.
+        A step minimises the mean of the losses of its ``micro_batches``.  ``own`` are the pairs of one stage
+        ([Note: Stages]); None: there is one stage.  Raises WorkloadError if the two models do not belong together.
         """
         super().__init__()
         of_teacher = find_blocks(teacher, blocks)
@@ -77,10 +92,24 @@ class Pairs(nn.Module):
         """Who is told where the forward is."""
         self.scalers: BlockScalers | None = None
         """What scales the losses that backwards begin with; None: nothing does."""
-        self.teacher_blocks = of_teacher
+        self.stage_listener: StageListener | None = None
+        """The same, where there are other stages."""
+        self.own = range(len(of_teacher)) if own is None else own
+        """The pairs that are trained here, of all."""
+        self.teacher_blocks = of_teacher[self.own.start : self.own.stop]
         """(n,) by their paths within the teacher."""
-        self.student_blocks = of_student
+        self.student_blocks = of_student[self.own.start : self.own.stop]
         """(n,) by their paths within the student, which are the same."""
+        others = [
+            (model, [block for pair, block in enumerate(row) if pair not in self.own])
+            for model, row in ((teacher, of_teacher), (student, of_student))
+        ]
+        # Behind a function, where nobody looks for tensors.
+        self._others: Callable[[], list[tuple[nn.Module, list[NamedBlock]]]] = lambda: others
+        self.before = [block.name for block in of_teacher[: self.own.start]]
+        """The paths of the teacher's blocks of stages before."""
+        self.has_next = self.own.stop < len(of_teacher)
+        """Whether a stage comes behind."""
         check_learnt(teacher, student, of_student)
         self._turned_off: list[tuple[Any, str]] = []
         """Settings of the teacher that are off while it teaches; ``learning`` fills and empties it."""
@@ -94,7 +123,7 @@ class Pairs(nn.Module):
 
     @property
     def num_pairs(self) -> int:
-        """Number of blocks of either model."""
+        """Number of blocks of either model that are trained here."""
         return len(self.teacher_blocks)
 
     @property
@@ -120,7 +149,7 @@ class Pairs(nn.Module):
             )
         device = next((tensor.device for tensor in tensors_in((args, kwargs))), None)
         losses = torch.empty(self.num_pairs, dtype=torch.float32, device=device)
-        stitch = _Stitch(self, losses)
+        stitch = _Stitch(self, losses, list(tensors_in((args, kwargs))) if self.before else [])
         with stitch.hooked():
             try:
                 stitch.begin(TaskKind.TEACHER_FORWARD, OuterSection.PROLOGUE)
@@ -142,7 +171,8 @@ class Pairs(nn.Module):
         Neither model has a key-value cache meanwhile: the teacher's would be another thing that its blocks hand on.
         Nor does the teacher collect outputs of its blocks, which nobody would see.
         """
-        learnt = {id(p) for block in self.student_blocks for p in block.module.parameters() if p.requires_grad}
+        students = (*self.student_blocks, *self._others()[1][1])
+        learnt = {id(p) for block in students for p in block.module.parameters() if p.requires_grad}
         held = [p for p in self.parameters() if p.requires_grad and id(p) not in learnt]
         modes = [(module, module.training) for module in self.modules()]
         with ExitStack() as undo:
@@ -175,6 +205,14 @@ class Pairs(nn.Module):
             for config, name in self._turned_off:
                 setattr(config, name, False)
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within the block other stages' blocks are no part of the models; see [Note: Stages]."""
+        with ExitStack() as undo:
+            for model, blocks in self._others():
+                undo.enter_context(passed_over(model, blocks))
+            yield
+
 
 class _LastBlockRan(BaseException):
     """Ends the teacher's forward; no ``except Exception`` of a model stops it."""
@@ -183,10 +221,14 @@ class _LastBlockRan(BaseException):
 class _Stitch:
     """One forward of the teacher, with the student's blocks beside it."""
 
-    def __init__(self, pairs: Pairs, losses: torch.Tensor) -> None:
+    def __init__(self, pairs: Pairs, losses: torch.Tensor, batch: Sequence[torch.Tensor]) -> None:
+        """``batch``: what other stages' activations must not be written into."""
         self._pairs = pairs
         self._losses = losses
+        self._batch = batch
         self._next = 0
+        self._is_announced = False
+        """Whether the block that comes next has been announced."""
         self._given: tuple[Any, Any] | None = None
         """What the running teacher's block was given."""
         self._versions: list[int] = []
@@ -201,6 +243,9 @@ class _Stitch:
     def hooked(self) -> Iterator[None]:
         """Within the block the teacher's blocks are followed."""
         handles: list[Any] = []
+        if self._pairs.before:
+            module = self._pairs.teacher.get_submodule(self._pairs.before[-1])
+            handles.append(module.register_forward_hook(self._receive, with_kwargs=True))
         for index, block in enumerate(self._pairs.teacher_blocks):
             enter, leave = self._entering(index), self._leaving(index)
             handles.append(block.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
@@ -222,9 +267,13 @@ class _Stitch:
             if index != self._next:
                 raise other_block(self._pairs.teacher_blocks[index].name, self.expected)
             self._next += 1
-            # Before anything of this block runs, and after the one before is let go of by the teacher's forward.
-            self.begin(TaskKind.TEACHER_FORWARD, BlockId(2 * index))
+            if not self._is_announced:
+                # Before anything of this block runs, and after the one before is let go of by the teacher's forward.
+                self.begin(TaskKind.TEACHER_FORWARD, BlockId(2 * index))
+            self._is_announced = False
             self._given = containers_as_they_are((args, kwargs))
+            if self._pairs.before:
+                check_all_here(self._given)
             self._versions = _versions(self._given)
 
         return enter
@@ -235,12 +284,44 @@ class _Stitch:
             assert given is not None
             name = self._pairs.teacher_blocks[index].name
             self._check_unwritten(given, f"the teacher's block {name}")
+            target = first_tensor(output, name)
+            if index == self._pairs.num_pairs - 1 and self._pairs.has_next:
+                self._send(given, target)
             with torch.enable_grad():
-                self._learn(index, given, first_tensor(output, name))
+                self._learn(index, given, target)
             if index == self._pairs.num_pairs - 1:
                 raise _LastBlockRan
 
         return leave
+
+    def _receive(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Behind the last block of the stages before: their activation takes the place of what was handed on."""
+        pairs, name = self._pairs, self._pairs.before[-1]
+        hidden = hidden_state(args, kwargs, name)
+        check_writable(hidden, (args, kwargs), [*self._batch, *pairs.parameters(), *pairs.buffers()], name)
+        self._exchange(TaskKind.RECEIVE, hidden)
+        # The prologue has ended; the first block begins when the activation is there.
+        self.begin(TaskKind.TEACHER_FORWARD, BlockId(0))
+        self._is_announced = True
+
+    def _send(self, given: tuple[Any, Any], activation: torch.Tensor) -> None:
+        """The output of the last block here goes to the next stage, whose hidden state has to be like it."""
+        name = self._pairs.teacher_blocks[-1].name
+        like = hidden_state(*given, name)
+        if (activation.shape, activation.dtype) != (like.shape, like.dtype) or not activation.is_contiguous():
+            raise ScheduleError(
+                f"block {name} of the teacher gives a tensor of shape {list(activation.shape)}, {activation.dtype} and "
+                f"strides {activation.stride()}, where it is given one of {list(like.shape)} and {like.dtype}. Stages "
+                f"of a pipeline send contiguous hidden states of one shape and type to each other: carry out a plan in "
+                f"which every rank has all blocks."
+            )
+        self._exchange(TaskKind.SEND, activation)
+
+    def _exchange(self, kind: TaskKind, activation: torch.Tensor) -> None:
+        listener = self._pairs.stage_listener
+        if listener is None:
+            raise ScheduleError("pairs of one stage run within a training by a pipeline alone: pass it to distil().")
+        listener.exchange(kind, activation)
 
     def _check_unwritten(self, given: Any, who: str) -> None:
         if _versions(given) != self._versions:

@@ -19,12 +19,15 @@ _ATTRIBUTE: Final = "_protwin_training"
 """The attribute of a model that a plan is being carried out on."""
 
 
-def check_model(model: nn.Module, workload: Workload) -> None:
-    """Raise PlanError unless ``workload`` is of ``model``, free to be taken over, with memory for each parameter."""
+def check_model(model: nn.Module, workload: Workload, *, traced_hash: str | None = None) -> None:
+    """Raise PlanError unless ``workload`` is of ``model``, free to be taken over, with memory for each parameter.
+
+    ``traced_hash``: that of the model of which ``model`` is a part; None: it is whole.
+    """
     compiled = compiled_part(model)
     if compiled is not None:
         raise PlanError(compiled)
-    if model_hash(model) != workload.model_hash:
+    if (traced_hash or model_hash(model)) != workload.model_hash:
         raise PlanError(
             f"the workload was traced from another model ({workload.model_name}): module classes, parameter names, "
             f"shapes, strides, dtypes or requires_grad differ. Trace this model again."

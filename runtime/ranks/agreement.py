@@ -22,8 +22,8 @@ def agreed(world: World | None, work: Callable[[], _T], undo: Callable[[_T], obj
     class that was raised there if that is a ProtwinError, else a RanksError.  What is no user's mistake is raised as it
     is where it happened.  Without a world ``work`` is just done.
 
-    ``work`` may call ``agreed`` itself: what all ranks have heard of there is not exchanged again.  A rank that fails
-    in between tells it in the next exchange, whichever of the two functions that is in.
+    ``work`` may call ``agreed`` itself: what all ranks of ``world`` have heard of there is not exchanged again.  A rank
+    that fails in between tells it in the next exchange, whichever of the two functions that is in.
     """
     if world is None:
         return work()
@@ -32,7 +32,7 @@ def agreed(world: World | None, work: Callable[[], _T], undo: Callable[[_T], obj
     try:
         done.append(work())
     except BaseException as raised:
-        if _is_known(raised):
+        if _is_known(raised, world):
             raise
         error = raised
     try:
@@ -45,8 +45,8 @@ def agreed(world: World | None, work: Callable[[], _T], undo: Callable[[_T], obj
     if undo is not None and done:
         undo(done[0])
     if error is not None and not isinstance(error, ProtwinError):
-        raise _known(error)
-    raise _known(told) from error
+        raise _known(error, world)
+    raise _known(told, world) from error
 
 
 def agree(world: World | None, facts: Mapping[str, str]) -> None:
@@ -63,14 +63,14 @@ def agree(world: World | None, facts: Mapping[str, str]) -> None:
             raise PlanError(f"ranks differ in {name}: {by_rank(values)}. Let all ranks have the same.")
 
 
-def _known(error: BaseException) -> BaseException:
-    """``error``, marked as one that all ranks have heard of."""
-    error.__dict__[_KNOWN] = True
+def _known(error: BaseException, world: World) -> BaseException:
+    """``error``, marked as one that all ranks of ``world`` have heard of; those of another world may not have."""
+    error.__dict__.setdefault(_KNOWN, set()).add(id(world))
     return error
 
 
-def _is_known(error: BaseException) -> bool:
-    return _KNOWN in error.__dict__
+def _is_known(error: BaseException, world: World) -> bool:
+    return id(world) in error.__dict__.get(_KNOWN, ())
 
 
 def _refusal(error: BaseException) -> _Refusal:

@@ -26,7 +26,7 @@ import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -72,6 +72,9 @@ class World:
     """A part of the ranks' store that is this world's alone: it can be read while groups are broken."""
     timeout_s: float
     """After so many seconds a collective ends by an error if a rank does not come."""
+    teams: tuple[tuple[int, ...], ...] | None = None
+    """Of a part of all processes: how all of them are divided, by their numbers in the default group; None: this world
+    is all of them."""
     watch: FailureWatch | None = field(init=False, default=None)
     """Ends collectives that would never end ([Note: Collectives that never end])."""
 
@@ -83,13 +86,15 @@ class World:
         """
         is_cuda = device.type == "cuda"
         backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
-        every = list(range(self.num_ranks))
+        teams = [list(team) for team in self.teams or (range(self.num_ranks),)]
         try:
-            self._open("lane_group", backend, [every])
+            self._open("lane_group", backend, teams)
             if shard_ranks is not None:
-                shards = [every[first : first + shard_ranks] for first in range(0, self.num_ranks, shard_ranks)]
+                firsts = range(0, self.num_ranks, shard_ranks)
+                shards = [team[first : first + shard_ranks] for team in teams for first in firsts]
+                replicas = [team[member::shard_ranks] for team in teams for member in range(shard_ranks)]
                 self._open("lane_shard_group", backend, shards)
-                self._open("lane_replica_group", backend, [every[member::shard_ranks] for member in range(shard_ranks)])
+                self._open("lane_replica_group", backend, replicas)
                 self._open("control_shard_group", "gloo", shards)
             if is_cuda:
                 groups = [g for g in (self.lane_group, self.lane_shard_group, self.lane_replica_group) if g is not None]
@@ -113,7 +118,7 @@ class World:
                 timeout=timedelta(seconds=self.timeout_s),
                 group_desc=f"protwin {name.replace('_', ' ')}",
             )
-            if self.rank in ranks:
+            if dist.get_rank() in ranks:
                 self.__dict__[name] = group
 
     @property
@@ -146,6 +151,38 @@ class World:
             group = self.__dict__.pop(name, None)
             if group is not None:
                 dist.destroy_process_group(group)
+
+
+def team_world(world: World, teams: Sequence[tuple[int, ...]]) -> World:
+    """The ranks of ``world`` that are in one of ``teams`` with this one, numbered within it; to be called on all ranks.
+
+    The teams have all ranks, each once, and equally many.  Failures are told to all ranks of ``world``.  To be left by
+    ``forget_groups``, before ``world`` is.  Raises RanksError if a rank does not come.
+    """
+    found: list[tuple[tuple[int, ...], dist.ProcessGroup]] = []
+    try:
+        for team in teams:
+            group = dist.new_group(
+                list(team),
+                backend="gloo",
+                timeout=timedelta(seconds=world.timeout_s),
+                group_desc="protwin control of a team",
+            )
+            if world.rank in team:
+                found.append((team, group))
+    except RuntimeError as error:
+        raise RanksError(f"the ranks of a team could not be connected: {error}.") from error
+    ((own, control_group),) = found
+    return World(
+        rank=own.index(world.rank),
+        num_ranks=len(own),
+        local_rank=world.local_rank,
+        hosts=tuple(world.hosts[rank] for rank in own),
+        control_group=control_group,
+        store=world.store,
+        timeout_s=world.timeout_s,
+        teams=tuple(teams),
+    )
 
 
 def _abort(groups: list[dist.ProcessGroup]) -> None:

@@ -46,6 +46,7 @@ from ..ranks.agreement import agree, agreed
 from ..ranks.collectives import Collectives
 from ..ranks.own_device import check_own_device
 from ..ranks.shard_groups import between_steps, of_lane
+from ..ranks.stages import StageRanks
 from ..ranks.world import World, exchanged
 from ..ranks.wrappers import check_unwrapped
 from ..recording.allocator_metering import AllocatorMetering
@@ -53,7 +54,7 @@ from ..recording.ledger_metering import LedgerMetering
 from ..recording.metering import Metering
 from ..recording.recorder import Recorder
 from .compute_lane import ComputeLane
-from .consensus import check_ranks_on, facts_of_optimizer, facts_of_plan
+from .consensus import check_ranks_on, facts_of_optimizer, facts_of_pipeline, facts_of_plan
 from .evaluation import EvaluatedModel, Evaluation, whole_model
 from .guards import (
     OffloadedWeights,
@@ -66,6 +67,7 @@ from .guards import (
 from .initial_values import check_values, fill_buffers, values_for
 from .module_buffers import SharedBuffers, buffers_on
 from .progress import Progress
+from .stage_work import StageWork
 from .transfer_lanes import TransferLanes
 
 
@@ -93,7 +95,11 @@ class TrainingSettings:
     disk_folder: str | Path | None = None
     stated_disk: Disk | None = None
     world: World | None = None
-    """The ranks of a plan for several."""
+    """The ranks of a plan for several: of a pipeline those of this rank's stage."""
+    stages: StageRanks | None = None
+    """The ranks of a pipeline; None: there is one stage."""
+    traced_hash: str | None = None
+    """That of the model of which this stage's is a part; None: it is whole."""
     weights: SavedWeights | None = None
     """What fills parameters on the meta device."""
     returning: frozenset[nn.Parameter] = frozenset()
@@ -104,6 +110,11 @@ class TrainingSettings:
     """The models that an evaluation calls; None: the whole."""
     saved: SavedPart | None = None
     """What a checkpoint holds; None: everything."""
+
+    @property
+    def everybody(self) -> World | None:
+        """All ranks, of all stages; None if there is one."""
+        return self.world if self.stages is None else self.stages.world
 
     def check(self, plan: Plan) -> None:
         """Raise PlanError if a setting makes no sense, or not with ``plan``."""
@@ -196,34 +207,60 @@ class Assembly:
         holds leaves no room.  The model is as it was then, but for the weights of rank 0, which other ranks may have
         by then; if a rank has ended meanwhile, weights that were in parts are NaN.
         """
-        world, saved = self.settings.world, self.settings.weights
-        prepared = agreed(world, self._prepare)
-        agree(world, agreed(world, lambda: self._facts(prepared)))
-        limit_bytes = self.settings.device.limit_bytes
-        check_devices(prepared.schedule, [limit_bytes] if world is None else exchanged(world, limit_bytes))
-        if world is not None:
-            check_own_device(world, self.settings.device)
-            world.open_lane(self.settings.device.torch_device, self.plan.shard_ranks)
+        world, saved, everybody = self.settings.world, self.settings.weights, self.settings.everybody
+        prepared = agreed(everybody, self._prepare)
+        self._agree(prepared)
+        self._open_lanes()
         with ExitStack() as unbegun:
-            unbegun.callback(fill_buffers(self.model, saved, world))
+            undo_buffers = agreed(everybody, lambda: fill_buffers(self.model, saved, world), undo=lambda undo: undo())
+            unbegun.callback(undo_buffers)
             # Ranks that have given their whole weights up give them back together, once all know why.
             with ExitStack() as undo:
-                parts = agreed(world, lambda: self._assemble(undo, prepared))
-                agree(world, facts_of_optimizer(parts.held.placed.optimizers.name, prepared.policy.options))
+                parts = agreed(everybody, lambda: self._assemble(undo, prepared))
+                facts = facts_of_optimizer(parts.held.placed.optimizers.name, prepared.policy.options)
+                agreed(everybody, lambda: agree(world, facts))
                 whole = ExitStack()
-                if world is not None:
+                if everybody is not None:
                     # From here on lanes may meet.
                     parts.lanes.meet()
-                    whole.callback(world.leave)
+                    whole.callback((self.settings.stages or everybody).leave)
                 parts.held.placed.keep(self.settings.returning)
                 unbegun.pop_all()
                 whole.push(undo.pop_all())
                 return replace(parts, undo=whole)
 
+    def _agree(self, prepared: Prepared) -> None:
+        """Raise PlanError, on all ranks alike, if they differ in what they are to have in common, or one is too small.
+
+        All ranks of a pipeline have the same pipeline; those of one stage do the same.
+        """
+        world, stages, device = self.settings.world, self.settings.stages, self.settings.device
+        everybody = self.settings.everybody
+        if stages is not None:
+            agree(everybody, facts_of_pipeline(stages.pipeline, device, settings=self._named_settings()))
+        facts = agreed(everybody, lambda: self._facts(prepared))
+        agreed(everybody, lambda: agree(world, facts))
+        limit_bytes = device.limit_bytes
+        limits_bytes = [limit_bytes] if world is None else exchanged(world, limit_bytes)
+        agreed(everybody, lambda: check_devices(prepared.schedule, limits_bytes))
+
+    def _open_lanes(self) -> None:
+        """Connect the ranks for what their lanes do together."""
+        device, everybody = self.settings.device, self.settings.everybody
+        if everybody is None:
+            return
+        check_own_device(everybody, device)
+        everybody.open_lane(device.torch_device, self.plan.shard_ranks if self.settings.stages is None else None)
+        if self.settings.stages is not None and self.settings.stages.peers is not None:
+            self.settings.stages.peers.open_lane(device.torch_device, self.plan.shard_ranks)
+
+    def _named_settings(self) -> dict[str, Any]:
+        return {name: getattr(self.settings, name) for name in ("check_gradients", "loss_scaling", "keep_last_step")}
+
     def _facts(self, prepared: Prepared) -> dict[str, str]:
         """What ranks have to have in common before anything moves."""
         settings = self.settings
-        named = {name: getattr(settings, name) for name in ("check_gradients", "loss_scaling", "keep_last_step")}
+        named = self._named_settings()
         named["weights"] = None if settings.weights is None else settings.weights.fingerprint()
         return facts_of_plan(self.plan, self.workload, prepared.schedule, settings.device, settings=named)
 
@@ -233,7 +270,7 @@ class Assembly:
         check_ranks_on(plan, device.torch_device)
         check_runs_on(plan.optimizer, device.torch_device)
         check_unwrapped(model)
-        check_model(model, workload)
+        check_model(model, workload, traced_hash=self.settings.traced_hash)
         check_values(model, self.settings.weights, self.settings.world)
         self.settings.check(plan)
         check_disk_folder(plan, self.settings.disk_folder)
@@ -259,7 +296,9 @@ class Assembly:
         swapping = swapped_blocks(model, blocks, schedule, device)
         world = self.settings.world
         collectives = None if world is None else of_lane(world, device.pace_collective)
-        lanes = TransferLanes(schedule, held.placed, device, swapping, collectives)
+        stages = self.settings.stages
+        stage = None if stages is None else StageWork(stages, device.pace_collective)
+        lanes = TransferLanes(schedule, held.placed, device, swapping, collectives, stage)
         undo.callback(lanes.close)
         compute = ComputeLane(schedule, held.placed, lanes, metering, device, swapping, self.progress)
         walker = self._follow(blocks, compute, swapping)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from ...shared.basics.documents import Document
 from ...shared.basics.errors import FileError, PlanError, ProtwinError
+from ...shared.pipelines.pipeline import Pipeline
 from ...shared.schema.hardware import Disk
 from ...shared.schema.plan import Plan
 from ...shared.schema.workload import Workload
@@ -28,6 +29,9 @@ from ..ranks.own_device import device_of_rank
 from ..ranks.world import World, exchanged, join_world
 from .assembly import TrainingSettings
 from .training import Training
+
+_T = TypeVar("_T", bound=Training)
+_P = TypeVar("_P", Plan, Pipeline)
 
 
 def carry_out(
@@ -93,7 +97,7 @@ def carry_out(
     raises, all do, with the same message; the model is then as it was, with rank 0's weights on other ranks perhaps.
     """
     found = checked_plan(model, plan, workload)
-    world = _joined(found, rank_timeout_s)
+    world = joined(found, rank_timeout_s)
 
     def chosen(plan: Plan) -> TrainingSettings:
         return TrainingSettings(
@@ -114,7 +118,7 @@ def carry_out(
         shared = _of_rank_0(found, world)
         return Training(model, shared, workload, agreed(world, lambda: chosen(shared)))
 
-    return _begun(world, begin)
+    return begun(world, begin)
 
 
 def checked_plan(model: nn.Module, plan: Plan | None, workload: Workload) -> Plan | ProtwinError | None:
@@ -127,14 +131,14 @@ def checked_plan(model: nn.Module, plan: Plan | None, workload: Workload) -> Pla
             if not isinstance(given, kind) and not (name == "plan" and given is None):
                 how = f" {kind.__name__}.load(path) reads a file." if issubclass(kind, Document) else ""
                 raise PlanError(f"{name} is a {type(given).__name__}; it must be a {kind.__name__}.{how}")
-        return None if plan is None else _with_values_of_a_file(plan)
+        return None if plan is None else with_values_of_a_file(plan)
     except ProtwinError as error:
         return error
 
 
-def _joined(found: Plan | ProtwinError | None, timeout_s: float) -> World | None:
+def joined(found: Plan | Pipeline | ProtwinError | None, timeout_s: float) -> World | None:
     """The ranks that train together, as many as the plan says, or as were started where it says nothing."""
-    if isinstance(found, Plan):
+    if isinstance(found, Plan | Pipeline):
         return join_world(found.num_ranks, timeout_s=timeout_s)
     try:
         return join_world(None, timeout_s=timeout_s)
@@ -160,11 +164,14 @@ def _of_rank_0(found: Plan | ProtwinError | None, world: World | None) -> Plan:
     return agreed(world, lambda: own or Plan.from_mapping(json.loads(first), origin="the plan of rank 0"))
 
 
-def _with_values_of_a_file(plan: Plan) -> Plan:
+def with_values_of_a_file(plan: _P, function: str = "carry_out") -> _P:
+    """The plan as a file of it would be read.  Raises PlanError; ``function`` is what it was given to."""
     knobs = plan.model_dump(mode="json", warnings=False)
+    kind = type(plan)
     try:
-        return Plan.from_mapping(
-            {"kind": Plan.KIND, "schema_version": Plan.SCHEMA_VERSION, **knobs}, origin="the plan given to carry_out()"
+        return kind.from_mapping(
+            {"kind": kind.KIND, "schema_version": kind.SCHEMA_VERSION, **knobs},
+            origin=f"the plan given to {function}()",
         )
     except FileError as error:
         raise PlanError(str(error)) from error
@@ -179,7 +186,7 @@ def _saved(weights: str | Path | SavedWeights | None) -> SavedWeights | None:
     return SavedWeights(Path(weights))
 
 
-def _begun(world: World | None, begin: Callable[[], Training]) -> Training:
+def begun(world: World | None, begin: Callable[[], _T]) -> _T:
     """A training that leaves ``world`` when it is closed; if it does not begin, the world is left at once."""
     try:
         return begin()

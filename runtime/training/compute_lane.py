@@ -24,6 +24,7 @@ from ..hooks.swapping import SwappedBlock
 from ..recording.metering import Metering
 from ..recording.recorder import IterationLog
 from .progress import Call, Progress, TrainingPhase
+from .stage_work import STAGE_KINDS
 from .transfer_lanes import TransferLanes
 
 
@@ -56,6 +57,8 @@ class ComputeLane:
         self._releasing = self._chunks_by_release()
         self._waits = {task: self._from_other_lanes(schedule.tasks[task]) for task in self._program}
         self._awaited = self._awaited_elsewhere()
+        self._exchanges = {(t.kind, t.micro_batch): t.moved_bytes for t in schedule.tasks if t.kind in STAGE_KINDS}
+        """Bytes of the activations that a stage receives and sends."""
         # Norms, where they are taken, tell as well.
         has_norm = any(task.kind is TaskKind.GRADIENT_NORM for task in schedule.tasks)
         self._looked_at = -1 if has_norm else schedule.micro_batches - 1
@@ -165,6 +168,19 @@ class ComputeLane:
     def begin(self, kind: TaskKind, section: Section) -> None:
         """The walker's announcement: the running compute task ends and the next one begins."""
         self._run_on(kind, section)
+
+    def exchange(self, kind: TaskKind, activation: torch.Tensor) -> None:
+        """The pairs' announcement of what RECEIVE fills or SEND sends, once the running task has ended."""
+        micro_batch = self.task_at_hand.micro_batch
+        moved_bytes = self._exchanges.get((kind, micro_batch))
+        stage = self._lanes.work.stage
+        try:
+            if moved_bytes is None or stage is None:
+                raise ScheduleError(f"the model exchanges an activation ({kind}) where the schedule has no such task.")
+            stage.lend(kind, self.iteration, micro_batch, activation, moved_bytes)
+        except BaseException as error:
+            self.failed(error)
+            raise
 
     def end_backward(self) -> None:
         """The walker's announcement that backward is over."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ...shared.basics.errors import PlanError
+from ...shared.pipelines.pipeline import Pipeline
 from ...shared.schema.plan import Plan
 from ...shared.schema.schedule import Schedule
 from ...shared.schema.workload import Workload
@@ -35,10 +36,9 @@ def facts_of_plan(
 
     A plan's note is no part of it.
     """
-    software = {f"the version of {name}": version for name, version in software_versions().items()}
     knobs = plan.model_dump(mode="json", exclude={"note"})
     facts = {
-        **software,
+        **_software(),
         "the device": device.kind,
         "the workload": f"{workload.model_name} ({workload.identity})",
         **{f"the plan's {name}": str(value) for name, value in knobs.items()},
@@ -49,6 +49,20 @@ def facts_of_plan(
         # Every rank takes the norm by itself: its parts are added up in an order that follows from the threads.
         facts["the threads of an operation (torch.get_num_threads())"] = str(torch.get_num_threads())
     return facts
+
+
+def facts_of_pipeline(pipeline: Pipeline, device: TrainingDevice, *, settings: dict[str, Any]) -> dict[str, str]:
+    """What all stages have in common: software, kind of device, pipeline, and ``settings`` by name."""
+    return {
+        **_software(),
+        "the device": device.kind,
+        "the pipeline": pipeline.identity,
+        **{name: _shown(value) for name, value in settings.items()},
+    }
+
+
+def _software() -> dict[str, str]:
+    return {f"the version of {name}": version for name, version in software_versions().items()}
 
 
 def facts_of_optimizer(name: str, options: StepOptions) -> dict[str, str]:

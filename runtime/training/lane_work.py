@@ -16,11 +16,13 @@ from ..chunks.clipping import Limited
 from ..chunks.placed_model import PlacedModel
 from ..chunks.row_lookups import LookedUpChunk, RowGradients
 from ..devices.device import TrainingDevice
+from ..devices.lanes import WorkerLane
 from ..hooks.swapping import SwappedBlock
 from ..model.nested_tensors import storage_bytes
 from ..optimizers.gradient_norms import ClippedNorm
 from ..ranks.collectives import Collectives
 from .rank_work import RankWork, is_of_norm
+from .stage_work import STAGE_KINDS, StageWork
 
 
 class LaneWork:
@@ -33,6 +35,7 @@ class LaneWork:
         device: TrainingDevice,
         swapping: Mapping[int, SwappedBlock],
         collectives: Collectives | None,
+        stage: StageWork | None,
     ) -> None:
         self.bytes_host_to_device = 0
         self.bytes_device_to_host = 0
@@ -83,6 +86,8 @@ class LaneWork:
         ([Note: Memory on one stream] in ``memory_events``; ``test_cuda_ordering`` shows it)."""
         self.ranks: RankWork | None = None
         """What the ranks do together; None: there is one."""
+        self.stage = stage
+        """What a stage receives and sends; None: there is one stage."""
         if collectives is not None:
             shared = next((task.id for task in schedule.tasks if is_of_norm(task)), None)
             self.ranks = RankWork(placed, device, collectives, self._outgoing, self.clipped, norm_task=shared)
@@ -133,6 +138,9 @@ class LaneWork:
     def of(self, task: Task, iteration: int) -> Callable[[], None]:
         """What the lane of ``task`` does for it."""
         work: Callable[[], None]
+        if task.kind in STAGE_KINDS:
+            assert self.stage is not None
+            return partial(_labelled, f"protwin::{task.name}", self.stage.work(task, iteration))
         if task.lane is Lane.COLLECTIVE:
             assert self.ranks is not None
             return partial(_labelled, f"protwin::{task.name}", self.ranks.work(task, iteration))
@@ -267,6 +275,16 @@ class LaneWork:
 
     # -- ending ------------------------------------------------------------------------------------------------------
 
+    @property
+    def others(self) -> list[RankWork | StageWork]:
+        """What is done with other ranks."""
+        return [others for others in (self.stage, self.ranks) if others is not None]
+
+    def separate(self, error: BaseException, lane: WorkerLane | None) -> None:
+        """``error`` has ended training here: no other rank is to wait for this one's ``lane``, which was cancelled."""
+        for others in self.others:
+            others.separate(error, lane)
+
     def forget(self) -> None:
         """Drop everything that was on its way; no lane runs any more."""
         for key, gradients in self._outgoing.items():
@@ -280,8 +298,8 @@ class LaneWork:
         for block in self._swapping.values():
             block.forget()
         self._outgoing.clear()
-        if self.ranks is not None:
-            self.ranks.forget()
+        for others in self.others:
+            others.forget()
         self._outgoing_rows.clear()
         self._arrived_rows.clear()
         self._held.clear()

@@ -48,11 +48,11 @@ class SharedBuffers:
         if self._device.ledger is not None:
             self._device.ledger.ignore([sent])
         places = torch.split(sent, [buffer.nbytes for buffer in buffers])
-        if self._ranks.world.rank == 0:
+        if self._ranks.rank == 0:
             for buffer, place in zip(buffers, places, strict=True):
                 place.copy_(buffer.contiguous().view(-1).view(torch.uint8))
         self._ranks.give(sent)
-        if self._ranks.world.rank != 0:
+        if self._ranks.rank != 0:
             for buffer, place in zip(buffers, places, strict=True):
                 # A place may begin anywhere, which other element types cannot.
                 buffer.copy_(place.clone().view(buffer.dtype).view(buffer.shape))

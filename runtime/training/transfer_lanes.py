@@ -18,6 +18,7 @@ from ..hooks.swapping import SwappedBlock
 from ..ranks.collectives import Collectives
 from .lane_work import LaneWork
 from .rank_work import ahead_of, is_of_norm
+from .stage_work import StageWork
 
 
 class TransferLanes:
@@ -30,9 +31,10 @@ class TransferLanes:
         device: TrainingDevice,
         swapping: Mapping[int, SwappedBlock],
         collectives: Collectives | None = None,
+        stage: StageWork | None = None,
     ) -> None:
-        """Start the lanes; ``collectives``: of several ranks."""
-        self.work = LaneWork(schedule, placed, device, swapping, collectives)
+        """Start the lanes; ``collectives``: of several ranks; ``stage``: of several stages."""
+        self.work = LaneWork(schedule, placed, device, swapping, collectives, stage)
         """What the tasks do."""
         self._schedule = schedule
         self._tasks = schedule.tasks
@@ -132,7 +134,7 @@ class TransferLanes:
 
     def separate(self, error: BaseException) -> None:
         """``error`` has ended training on this rank: let no other one wait for it.  Idempotent."""
-        if self.work.ranks is None or self._is_separate:
+        if not self.work.others or self._is_separate:
             return
         self._is_separate = True
         lane = self._lanes.get(Lane.COLLECTIVE)
@@ -144,7 +146,7 @@ class TransferLanes:
             # Lanes would wait for them for ever; what only lanes have to do goes on.
             if self._tasks[task].lane is Lane.COMPUTE:
                 mark.fail(stopped)
-        self.work.ranks.separate(error, lane)
+        self.work.separate(error, lane)
 
     def wait_for_steps(self, iteration: int) -> None:
         """Wait until CPU Adam of ``iteration`` has run, and what it has stepped is written, as far as it can.
