@@ -43,6 +43,7 @@ from ..tracing.fake_kernels import FakeGroupedProducts, fused_dropout
 from ..tracing.known_values import values_known, with_values_if_wanted
 from ..tracing.observing import GivenParameters, OutputSizes, SectionObserver, has_settled, kept_beside
 from ..tracing.stopwatch import WARM_UP_ITERATIONS, medians_of, stopwatch_on
+from .mixed_types import RefusingMixedTypes
 from .outputs import Beside
 from .pairs import PairLoss, Pairs, name_of_loss
 
@@ -206,6 +207,7 @@ def _observe_fake(pairs: Pairs, batch: Batch, blocks: str | Sequence[str] | None
         with ExitStack() as around:
             around.enter_context(values_known(mode) if with_values else mode)
             around.enter_context(FakeGroupedProducts())
+            around.enter_context(RefusingMixedTypes())
             if device_kind is DeviceKind.CUDA:
                 around.enter_context(fused_dropout())
                 around.enter_context(autocast_as_on_cuda())

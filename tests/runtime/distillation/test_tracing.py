@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -237,3 +238,25 @@ def test_a_frozen_tensor_that_both_share_is_listed_once() -> None:
     assert found.uses is not None
     assert found.uses.forward == (2, 3)
     assert Pairs(teacher, student, mse).num_pairs == 3
+
+
+TYPES = [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+
+
+@pytest.mark.parametrize(("of_teacher", "of_student"), TYPES, ids=["narrower student", "wider student"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "dicts"])
+def test_unlike_element_types_are_refused_where_kernels_refuse_them(
+    name: str, of_teacher: torch.dtype, of_student: torch.dtype
+) -> None:
+    """Also of fake tensors, which let all of them pass."""
+    family, told = families()[name], []
+    (batch,) = family.batches(1)
+    given = {key: value.to(of_teacher) if value.is_floating_point() else value for key, value in batch.items()}
+    for device in ("cpu", "meta"):
+        teacher, student = family.teacher().to(of_teacher), family.student().to(of_student)
+        # Llama's norms give what their weights are.
+        runs = name == "llama" and of_student is torch.float32
+        refused = pytest.raises(WorkloadError, match="in the same element type or under autocast")
+        with quiet(), nullcontext() if runs else refused:
+            told.append(trace_distillation(teacher.to(device), student.to(device), given, mse, repeats=0).identity)
+    assert len(set(told)) == len(told) // 2
