@@ -60,7 +60,7 @@ _WHENCE: Final = {
     "workload_family": "The workloads of one model for every shape; they come with protwin, compressed.",
     "student": "People write it, as TOML; bypass distillation reads it.",
     "bypass_history": "Lies in the folder of a bypass run: what `protwin bypass` has reported so far.",
-    "bypass_run": "Lies in the folder of a bypass run, beside its checkpoints.",
+    "bypass_run": "Lies in the folder of a bypass run, beside its checkpoints; `protwin bypass --json` prints it.",
     "checkpoint": "Lies in the folder of a checkpoint, beside its tensors.",
     "checkpoint_report": "`protwin checkpoint inspect --json` and `reshard --json` print it.",
     "consolidated_weights": "`protwin checkpoint consolidate --json` prints it.",

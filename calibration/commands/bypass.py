@@ -17,6 +17,7 @@ from ...shared.cli.options import (
     CalibrationPath,
     DeviceBudget,
     DTypeName,
+    JsonFlag,
     OptimizerName,
     Seed,
     command_app,
@@ -106,6 +107,7 @@ def bypass_command(
     host_to_device: HostToDevice = None,
     device_to_host: DeviceToHost = None,
     disk_folder: DiskFolder = None,
+    as_json: JsonFlag = False,
 ) -> None:
     """Distil a student of a teacher block by block: every block learns from the teacher's block of its place.
 
@@ -121,6 +123,8 @@ def bypass_command(
             f"--learning-rate {learning_rate} and --weight-decay {weight_decay} must be finite, and the rate positive."
         )
     check_parts(least_rate=least_rate, warmup=warmup)
+    if as_json and sweep is not None:
+        raise ProtwinError("--json prints what the folder of one run says of itself. Leave it out, or --sweep.")
     chosen = None if plan is None else load_plan(plan)
     fields: dict[str, Any] = {
         "sequence_length": sequence_length,
@@ -148,6 +152,7 @@ def bypass_command(
     # This imports torch, which reads the settings of its allocator.
     from ...runtime.bypass.interruption import RunInterruptedError
     from ...runtime.commands.run_request import DeviceChoice
+    from ...runtime.runs.run_folder import STATE, RunState
     from .bypass_runs import BypassRequest, DataFiles, Planning, carry_out
 
     request = BypassRequest(
@@ -163,7 +168,13 @@ def bypass_command(
         disk_folder=disk_folder,
     )
     try:
-        carry_out(request.runs(), say)
+        carry_out(request.runs(), _tell_nobody if as_json else say)
     except RunInterruptedError as stopped:
         holding = f"the run after step {stopped.step}, with which the same command goes on,"
         raise typer.Exit(report_interruption(stopped.path, holding=holding)) from stopped
+    if as_json:
+        say(RunState.load(output / STATE).to_json().rstrip())
+
+
+def _tell_nobody(line: str) -> None:
+    """Standard output is JSON alone."""

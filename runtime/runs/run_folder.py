@@ -25,7 +25,8 @@ from ..checkpoints.folder import find_folder, remove_folder
 from ..checkpoints.manifest import CONFIGURATION, MANIFEST
 from .run_settings import RunSettings
 
-_STATE: Final = "run.json"
+STATE: Final = "run.json"
+"""Name of what a run's folder says of itself."""
 _SHOWN: Final = 60
 """Characters of a value in a message."""
 
@@ -171,7 +172,7 @@ class RunFolder:
 
     def _write(self, model: str | None) -> None:
         state = RunState(settings=self.settings, fingerprint=self.settings.fingerprint, model=model)
-        state.save(self.path / _STATE)
+        state.save(self.path / STATE)
 
     def _names(self) -> list[str]:
         try:
@@ -186,7 +187,7 @@ class RunFolder:
 
 def read_state(path: str | Path) -> RunState | None:
     """What the folder of a run says of itself; None if there is none.  Raises FileError if it is damaged."""
-    place = Path(path) / _STATE
+    place = Path(path) / STATE
     if not place.exists():
         return None
     found = RunState.load(place)

@@ -165,6 +165,7 @@ def test_a_run_is_trained_saved_and_not_run_again(run: Callable[..., Any], work:
     (model,) = (work / "run").glob("model-*")
     loaded = AutoModelForCausalLM.from_pretrained(model)
     assert loaded.config.intermediate_size == 24
+    assert json.loads(run("--validate-every", "2", "--json").stdout)["model"] == model.name
     before = content(work / "run")
     again = run("--validate-every", "2")
     assert again.returncode == 0
