@@ -127,10 +127,10 @@ def test_every_optimizer_that_can_step_a_model_is_tried(monkeypatch: pytest.Monk
 
 def test_kills_that_lose_something_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that ends badly, as the killed trainings do when a check of theirs fails."""
-    for program in ("_PROGRAM", "_PROGRAM_OF_RANKS"):
+    for program in ("_PROGRAM", "_PROGRAM_OF_RANKS", "_PROGRAM_OF_RUNS"):
         monkeypatch.setattr(prove_faults, program, "tests.runtime.no_such_program")
     claims = prove_faults.prove(SMALL, no_progress)
-    assert len(claims) == 2
+    assert len(claims) == 3
     assert not any(claim.is_shown for claim in claims)
     assert all("no_such_program" in claim.failures[0] for claim in claims)
 
