@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from ..basics.units import format_bytes, format_number, format_seconds
-from ..schema.plan import Plan
+from ..schema.plan import Plan, TrainingMethod
 from ..schema.plan_kind import PlanKind
 from ..schema.search_result import Baseline, Goal, PlanOutcome, SearchResult
 from .labels import NO_VALUE, format_share
@@ -197,7 +197,9 @@ def short_plan(outcome: PlanOutcome) -> str:
         shown.append(f"shard_ranks {plan.shard_ranks:,}")
     if plan.looks_up_rows:
         shown.append("looks_up_rows")
-    shown += [f"n_buffer {plan.n_buffer}", f"prefetch_depth {plan.prefetch_depth}", f"n_checkpoint {plan.n_checkpoint}"]
+    shown += [f"n_buffer {plan.n_buffer}", f"prefetch_depth {plan.prefetch_depth}"]
+    if plan.method is TrainingMethod.FULL:
+        shown.append(f"n_checkpoint {plan.n_checkpoint}")
     if plan.n_swap:
         shown.append(f"n_swap {plan.n_swap}")
     return ", ".join(shown)

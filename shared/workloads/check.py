@@ -8,6 +8,7 @@ from typing import Final
 from ..basics.errors import WorkloadError
 from ..basics.units import format_bytes
 from ..schema.hardware import DeviceKind, Hardware
+from ..schema.plan import TrainingMethod
 from ..schema.workload import Phase, Workload
 
 _MOST_BYTES: Final = 2**56
@@ -70,3 +71,12 @@ def check_kernels(workload: Workload, hardware: Hardware) -> None:
             f"nothing of the probabilities saved. On a CPU such as that of {hardware.name} torch has no such kernel. "
             f"Name the model instead of its workload, or trace it there (protwin trace --real, protwin calibrate)."
         )
+
+
+def check_method(workload: Workload, model: str, method: TrainingMethod | None) -> Workload:
+    """``workload``, which ``model`` names.  Raises WorkloadError if it is of another method than ``method``."""
+    if method is not None and workload.method is not method:
+        raise WorkloadError(
+            f"{model} is a workload of method {workload.method}, and --method says {method}. Leave it out."
+        )
+    return workload

@@ -48,12 +48,12 @@ from ...shared.schema.advice import Advice
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.optimizer import HostGradients, Optimizer
-from ...shared.students.student import Student
 from ..questions.advise import AdviceRequest, Offer, check_request, machines_with, search_machine, whole_machines
 from ..questions.advise import advise as advise_machines
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..space.step_spec import MOST_RANKS, check_shares
-from .options import MOST_SAMPLES, Margin, MaxGradientNorm, StudentPath, check_budget, price_files
+from .model_choice import student_of
+from .options import MOST_SAMPLES, Margin, MaxGradientNorm, MethodName, StudentPath, check_budget, price_files
 
 if TYPE_CHECKING:
     from ...shared.report.page import Report
@@ -113,6 +113,7 @@ StatePath = Annotated[
 def advise_command(
     model: ModelName,
     global_batch: SamplesPerStep,
+    method: MethodName = None,
     student: StudentPath = None,
     sequence_length: SequenceLength = None,
     dtype: DTypeName = None,
@@ -168,12 +169,12 @@ def advise_command(
         num_tokens=tokens,
         optimizer=optimizer or Optimizer.ADAMW,
         host_gradients=host_gradients or HostGradients.PARAMETERS,
-        student=None if student is None else Student.load(student),
+        student=student_of(model, student, method),
     )
     numbers = sorted(set(ranks or ()))
     for number in numbers:
         check_shares(global_batch, number)
-    num_parts = check_request(request, cache_folder())
+    num_parts = check_request(request, cache_folder(), method)
     boxes = list(machines.values())
     asked = machines_with(boxes, numbers) if numbers else whole_machines(boxes, num_parts)
     if hardware:

@@ -15,12 +15,30 @@ from ...shared.schema.plan import TrainingMethod
 from ...shared.schema.training_options import TrainingOptions
 from ...shared.schema.workload import Workload
 from ...shared.students.student import Student
+from ...shared.workloads.check import check_method
 from ...shared.workloads.source import is_saved_workload, resolve_workload, saved_sizes, untraced_workload
 from ..searching.request import GlobalBatch
 from ..space.step_spec import check_shares
 
 if TYPE_CHECKING:
     from ..questions.what_if_methods import MethodChange
+
+
+def student_of(model: str, path: Path | None, method: TrainingMethod | None) -> Student | None:
+    """What learns from ``model``: of the file ``path``, None where there is none.
+
+    Raises ProtwinError if the file is none of a student's, if it goes with no method of that name, or if a method needs
+    one: a saved workload of method bypass is that of a student already.
+    """
+    if path is None:
+        if method is TrainingMethod.BYPASS and not is_saved_workload(model):
+            raise WorkloadError(
+                f"--method {method} trains a student of {model}, and nobody says which. Name its file with --student."
+            )
+        return None
+    if method is TrainingMethod.FULL:
+        raise WorkloadError(f"--method {method} trains the model itself. Leave --student out, or --method.")
+    return Student.load(path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,17 +77,8 @@ class ModelChoice:
 
     @cached_property
     def student(self) -> Student | None:
-        """What learns from it.  Raises ProtwinError if the file is none of a student's, or goes with no method."""
-        if self.student_path is None:
-            if self.method is TrainingMethod.BYPASS and self.has_shapes:
-                raise WorkloadError(
-                    f"--method {self.method} trains a student of {self.name}, and nobody says which. Name its file "
-                    f"with --student."
-                )
-            return None
-        if self.method is TrainingMethod.FULL:
-            raise WorkloadError(f"--method {self.method} trains the model itself. Leave --student out, or --method.")
-        return Student.load(self.student_path)
+        """What learns from it.  Raises ProtwinError as ``student_of`` does."""
+        return student_of(self.name, self.student_path, self.method)
 
     @property
     def options(self) -> TrainingOptions:
@@ -89,11 +98,7 @@ class ModelChoice:
             device=self.device,
             student=self.student,
         )
-        if self.method is not None and found.method is not self.method:
-            raise WorkloadError(
-                f"{self.name} is a workload of method {found.method}, and --method says {self.method}. Leave it out."
-            )
-        return found
+        return check_method(found, self.name, self.method)
 
     def at(self, batch_size: int | None, sequence_length: int | None) -> Workload:
         """What it does with another batch."""

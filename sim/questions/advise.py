@@ -29,10 +29,12 @@ from ...shared.schema.advice import Advice, AdviceState, MachineAdvice
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Device, Hardware
 from ...shared.schema.optimizer import HostGradients, Optimizer
+from ...shared.schema.plan import TrainingMethod
 from ...shared.schema.search_result import BatchSearchResult
 from ...shared.schema.training_options import FULL_TRAINING, TrainingOptions
 from ...shared.schema.workload import Workload
 from ...shared.students.student import Student
+from ...shared.workloads.check import check_method
 from ...shared.workloads.source import resolve_workload, saved_sizes
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..searching.request import Effort, GlobalBatch, SearchRequest, Step
@@ -309,15 +311,16 @@ def _begin() -> None:
     Thread(target=follow, daemon=True).start()
 
 
-def check_request(request: AdviceRequest, cache: Path | None) -> int:
+def check_request(request: AdviceRequest, cache: Path | None, method: TrainingMethod | None = None) -> int:
     """Into how many micro-batches of the least size the global batch can be cut; ``cache``: as of ``search_machine``.
 
-    Raises ProtwinError if no machine could answer: the model is unknown, its shape missing, an option impossible.
+    ``method``: what the user calls it, None if nothing.  Raises ProtwinError if no machine could answer: the model is
+    unknown, its shape missing, an option impossible, or the method another one.
     """
     StepSpec(max_gradient_norm=request.max_gradient_norm)
     sizes = saved_sizes(request.model, request.global_batch)
     least = sizes[0] if sizes else 1
-    workload = request.workload_at(least, cache)
+    workload = check_method(request.workload_at(least, cache), request.model, method)
     check_optimizer(request.optimizer, workload.parameters)
     check_host_gradients(request.host_gradients, workload.parameters)
     if request.num_tokens is not None and sequence_length_of(workload) is None:

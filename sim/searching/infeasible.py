@@ -20,7 +20,7 @@ from ...shared.basics.errors import InfeasibleError
 from ...shared.basics.units import format_bytes, format_enough_bytes, parse_bytes
 from ...shared.compile.compile import compile_schedule
 from ...shared.schema.hardware import DeviceKind
-from ...shared.schema.plan import Plan, mode_words
+from ...shared.schema.plan import Plan, TrainingMethod, mode_words
 from ...shared.tables.memory import stays_sentence
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ..memory.host import default_host_budget_bytes, memory_with_room
@@ -213,7 +213,8 @@ def _knobs(plan: Plan) -> str:
         f"chunk_bytes = {shown}, n_persist = {plan.n_persist}, "
         f"{f'n_host_stepped = {plan.n_host_stepped}, ' if plan.n_host_stepped else ''}"
         f"{f'n_shard = {plan.n_shard}, ' if plan.n_shard else ''}{_knobs_of_disk(plan)}n_buffer = {plan.n_buffer}, "
-        f"prefetch_depth = {plan.prefetch_depth}, n_checkpoint = {plan.n_checkpoint}"
+        f"prefetch_depth = {plan.prefetch_depth}"
+        f"{f', n_checkpoint = {plan.n_checkpoint}' if plan.method is TrainingMethod.FULL else ''}"
         f"{f', n_swap = {plan.n_swap}' if plan.n_swap else ''}"
     )
 

@@ -63,7 +63,7 @@ def test_a_student_is_searched_for_simulated_and_is_the_one_that_runs(protwin_he
     plan = Plan.load(files / "found.json")
     assert plan.method is TrainingMethod.BYPASS
     shape = ("--global-batch", "2", "--sequence-length", "12", "--processes", "1", "--json")
-    advised = protwin_here("advise", *named[:6], *shape)
+    advised = protwin_here("advise", *named[:6], "--method", "bypass", *shape)
     assert json.loads(advised.stdout)["machines"][0]["plan"]["method"] == "bypass", advised.stderr
     simulated = protwin_here("simulate", "--plan", "found.json", *named)
     assert simulated.returncode == 0, simulated.stderr
@@ -93,5 +93,22 @@ def test_what_goes_with_no_student_is_refused(
     protwin_here: Protwin, files: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     refused = protwin_here("search", *arguments, "--hardware", "rtx-3090")
+    assert refused.returncode == 2
+    assert message in refused.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--method", "bypass", "--model", "config.json"), "nobody says which. Name its file with --student"),
+        (("--method", "full", "--model", "config.json", "--student", "student.toml"), "Leave --student out"),
+        (("--method", "bypass", "--model", "workload.json"), "a workload of method full, and --method says bypass"),
+    ],
+)
+def test_advice_refuses_what_a_search_refuses(
+    protwin_here: Protwin, files: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    shape = () if "workload.json" in arguments else ("--sequence-length", "12")
+    refused = protwin_here("advise", *arguments, "--hardware", "rtx-3090", "--global-batch", "2", *shape)
     assert refused.returncode == 2
     assert message in refused.stderr.replace("\n", " ")

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from protwin.shared.basics.errors import PlanError
+from protwin.shared.basics.errors import InfeasibleError, PlanError
 from protwin.shared.catalogue.machines import load_hardware
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.methods.bypass import BYPASS
@@ -28,6 +28,7 @@ from protwin.shared.schema.workload import (
     Phase,
     Workload,
 )
+from protwin.shared.tables.answer import short_plan
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.bounds.replay import REPLAY_FRAC, Replayer, ReplayPlan
 from protwin.sim.bounds.stretches import least_periods_s
@@ -40,6 +41,7 @@ from protwin.sim.searching.request import SearchRequest, Step
 from protwin.sim.searching.search import search, search_batches
 from protwin.sim.space.space import SearchSpace
 from tests.proof_size import examples
+from tests.shared.small_models import chain
 from tests.sim import brute_force
 from tests.sim.bound_cases import Case, on_a_machine
 from tests.sim.fastest import fastest_request
@@ -210,3 +212,18 @@ def test_a_limit_of_blocks_leaves_cpu_adam_beside_compute() -> None:
     backwards = [task.id for task in schedule.tasks if task.kind is TaskKind.BACKWARD]
     assert len(adams) == len(backwards)
     assert all(adam < backward for adam, backward in zip(adams, backwards[1:], strict=False))
+
+
+def test_knobs_that_a_method_does_not_have_are_not_named() -> None:
+    """Recomputation is no knob of a distillation; of full training it is one."""
+    request = fastest_request(workload=PAIRS, hardware=load_hardware("rtx-3090"), device_budget_bytes=2**20)
+    with pytest.raises(InfeasibleError, match="prefetch_depth = ") as refused:
+        search(request)
+    assert "n_checkpoint" not in str(refused.value)
+    with pytest.raises(InfeasibleError, match="n_checkpoint = "):
+        search(fastest_request(workload=chain(3), hardware=load_hardware("rtx-3090"), device_budget_bytes=2**10))
+    plans = search(fastest_request(workload=PAIRS, hardware=load_hardware("rtx-3090"))).pareto
+    for outcome in plans:
+        assert "n_checkpoint" not in short_plan(outcome)
+        full = outcome.plan.model_copy(update={"method": TrainingMethod.FULL})
+        assert "n_checkpoint 0" in short_plan(outcome.model_copy(update={"plan": full}))
