@@ -50,6 +50,8 @@ class OuterSection(StrEnum):
 Section = BlockId | OuterSection
 """What a compute task runs: a block by its index, or the part before the first or after the last."""
 
+COMPOSED: Final = "composed"
+"""``Workload.model_hash`` of a distillation that is composed of workloads of full training: no modules were seen."""
 SMALLEST_SWAPPED_BYTES: Final = 512
 """Storages below this stay on the device in mode SWAP."""
 
@@ -268,8 +270,19 @@ class Workload(Document):
     @cached_property
     def identity(self) -> str:
         """Hash of what a plan depends on: model, batch shapes, parameters and who uses them; not of any timing."""
+        return self._identity_of(self.model_hash)
+
+    @cached_property
+    def composed_identity(self) -> str | None:
+        """What ``identity`` is where this distillation is composed of workloads of full training; None for others.
+
+        A plan depends on parameters, blocks and the batch, in which both agree; a trace knows of the modules besides.
+        """
+        return None if self.distillation is None else self._identity_of(COMPOSED)
+
+    def _identity_of(self, model_hash: str) -> str:
         facts: list[Any] = [
-            self.model_hash,
+            model_hash,
             sorted((name, list(shape)) for name, shape in self.batch_shapes.items()),
             [
                 [p.name, list(p.shape), p.dtype, p.trainable, p.block, p.uses and p.uses.model_dump(mode="json")]
@@ -360,13 +373,16 @@ def why_no_pairs(workload: Workload) -> str | None:
 
 
 def check_plan(plan: Plan, workload: Workload) -> None:
-    """Raise PlanError if ``plan`` was made for another workload, or for another method of training."""
+    """Raise PlanError if ``plan`` was made for another workload, or for another method of training.
+
+    A plan of a composed distillation goes with a trace of the same (``Workload.composed_identity``).
+    """
     if plan.method is not workload.method:
         raise PlanError(
             f"the plan is one of method {plan.method}, the workload ({workload.model_name}) one of method "
             f"{workload.method}. Name the other method, or another workload."
         )
-    if plan.workload_id != workload.identity:
+    if plan.workload_id not in (workload.identity, workload.composed_identity):
         shapes = ", ".join(f"{name} {list(shape)}" for name, shape in workload.batch_shapes.items())
         raise PlanError(
             f"the plan belongs to workload {plan.workload_id}, not to {workload.identity} "

@@ -9,14 +9,15 @@ gradients of weights that are not learnt; buffers of modules and the batch count
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Final
 
 from ..basics.errors import WorkloadError
 from ..phases.distillation import Distillation, KeyToLearn
 from ..schema.workload import (
+    COMPOSED,
     Block,
     BlockProfile,
     OuterSection,
@@ -31,6 +32,9 @@ from .block_losses import SCALAR_BYTES, LossPhases, loss_phases
 IsLearnt = Callable[[int, str], bool]
 """Whether the parameter of that name, of the block of that number, is learnt."""
 _NOTHING: Final = Phase()
+_LABELS: Final = "labels"
+"""What full training reads behind the last block, which no distillation runs."""
+_BYTES_PER_LABEL: Final = 8
 
 
 def bypass_workload(
@@ -80,12 +84,13 @@ def bypass_workload(
 
 def _workload(teacher: Workload, students: Sequence[Workload], made: _Pairs, distillation: Distillation) -> Workload:
     """What ``made`` and the teacher's prologue do; ``students``: one for each block."""
-    hashes = [teacher.model_hash, *(student.model_hash for student in students)]
-    resident_bytes = teacher.resident_bytes + max(student.resident_bytes for student in students)
+    labels_bytes = _BYTES_PER_LABEL * prod(teacher.batch_shapes.get(_LABELS, (0,)))
+    resident_bytes = teacher.resident_bytes + max(student.resident_bytes for student in students) - 2 * labels_bytes
     fields = {name: getattr(teacher, name) for name in Workload.model_fields}
     fields |= {
         "model_name": f"{students[0].model_name}, taught by {teacher.model_name}",
-        "model_hash": hashlib.sha256(" ".join(hashes).encode()).hexdigest()[:16],
+        "model_hash": COMPOSED,
+        "batch_shapes": {name: shape for name, shape in teacher.batch_shapes.items() if name != _LABELS},
         "parameters": (*_outside(teacher), *made.parameters),
         "blocks": tuple(made.blocks),
         "profiles": tuple(made.profiles),
@@ -96,7 +101,7 @@ def _workload(teacher: Workload, students: Sequence[Workload], made: _Pairs, dis
         "shared_inputs": (),
         "row_lookups": None,
         "distillation": distillation,
-        "resident_bytes": resident_bytes + SCALAR_BYTES * teacher.num_blocks,
+        "resident_bytes": max(0, resident_bytes) + SCALAR_BYTES * teacher.num_blocks,
         "measured_on": None,
     }
     return Workload(**fields)

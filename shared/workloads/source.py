@@ -82,7 +82,8 @@ def resolve_workload(
 ) -> Workload:
     """The workload that ``model`` names: a saved workload's path, a configuration's path, or a catalogue name.
 
-    With ``student``, of every block of the student learning beside its block.
+    With ``student``, of every block of the student learning beside its block; without a trace where the model is one
+    of the catalogue and its student's blocks have its sizes (``catalogue_pairs.py``).
 
     ``cache`` is the folder of traced workloads; None: trace anew and keep nothing.  ``options`` say what of the model
     is trained, ``device`` on what, where that decides which kernels run and, without ``dtype``, in which element type;
@@ -122,7 +123,7 @@ def resolve_workload(
         device_kind if device is None else device.kind,
         student,
     )
-    found = _shipped(described, request) if known_model(model) is not None and student is None else None
+    found = _shipped(described, request) if known_model(model) is not None else None
     return chosen.note_in(found if found is not None else _traced(request, cache, warn))
 
 
@@ -144,6 +145,7 @@ def untraced_workload(
     dtype: str | None,
     options: TrainingOptions = FULL_TRAINING,
     device: Device | None = None,
+    student: Student | None = None,
 ) -> Workload | None:
     """The workload of a model of the catalogue as ``resolve_workload`` has it, where that takes no trace; else None.
 
@@ -154,7 +156,9 @@ def untraced_workload(
     described = load_model_configuration(model)
     chosen = choose_dtype(published_dtype(described.config), dtype, device)
     kind = DeviceKind.CUDA if device is None else device.kind
-    request = TraceRequest(described.config, described.name, batch_size, sequence_length, chosen.dtype, options, kind)
+    request = TraceRequest(
+        described.config, described.name, batch_size, sequence_length, chosen.dtype, options, kind, student
+    )
     found = _shipped(described, request)
     return None if found is None else chosen.note_in(found)
 
@@ -214,11 +218,16 @@ def _traced(request: TraceRequest, cache: Path | None, warn: Warn) -> Workload:
 def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload | None:
     """The answer of the family that comes with the package; None if it has none, so that the model is traced.
 
-    It has none of training with LoRA, frozen parts or autocast, of shapes beyond those proven, and of dropout in
-    attention on a CPU, where that runs otherwise.
+    It has none of training with LoRA, frozen parts or autocast, of shapes beyond those proven, of dropout in attention
+    on a CPU, where that runs otherwise, and of students that differ from their teacher (``catalogue_pairs.py``).
     """
     from .family import OutsideFamilyError
 
+    if request.student is not None:
+        from .catalogue_pairs import distillation_of_shipped, needs_no_trace
+
+        if not needs_no_trace(request.student, request.configuration, name=request.name):
+            return None
     family = resolve_family(described.name, dtype=request.dtype) if request.options.is_full else None
     if family is None:
         return None
@@ -226,7 +235,9 @@ def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload |
         found = family.at(batch_size=request.batch_size, sequence_length=request.sequence_length)
         if request.device_kind is DeviceKind.CPU and has_fused_dropout(found):
             return None
-        return found
+        if request.student is None:
+            return found
+        return distillation_of_shipped(found, request.student, request.configuration, name=request.name)
     except OutsideFamilyError:
         return None
 

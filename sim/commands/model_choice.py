@@ -73,7 +73,9 @@ class ModelChoice:
     @property
     def is_known(self) -> bool:
         """Whether it is of the catalogue, so that nothing has to be traced."""
-        return known_model(self.name) is not None and self.student_path is None
+        if known_model(self.name) is None or self.student is None:
+            return known_model(self.name) is not None
+        return self.untraced(1, self.sequence_length) is not None
 
     @cached_property
     def student(self) -> Student | None:
@@ -114,8 +116,6 @@ class ModelChoice:
 
     def untraced(self, batch_size: int, sequence_length: int | None) -> Workload | None:
         """What it does with another batch, where no trace is needed to know; None where one is."""
-        if self.student_path is not None:
-            return None
         return untraced_workload(
             self.name,
             batch_size,
@@ -123,6 +123,7 @@ class ModelChoice:
             dtype=self.dtype,
             options=self.options,
             device=self.device,
+            student=self.student,
         )
 
     def global_batch(self, num_samples: int, num_ranks: int) -> GlobalBatch:
