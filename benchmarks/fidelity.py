@@ -5,7 +5,8 @@ embedding and head hold more than its blocks.  Two have links throttled to 2 GB/
 Plans that keep half of the chunks have the embedding on the device, and those that keep none have it on the host.
 Plans with chunks on a disk are among them: one that reads 1 GB/s and writes 0.5 GB/s, emulated in memory, so that
 neither the page cache nor the disk's other users are measured; with --disk-folder the disk of that folder.
-Two ranks train a model too, in every mode (``fidelity_ranks.py``).
+Two ranks train a model too, in every mode (``fidelity_ranks.py``), and students learn from teachers block by block
+(``fidelity_bypass.py``).
 ``make bench-fidelity`` runs it; results are kept in benchmarks/results/ with date and machine.
 """
 
@@ -40,6 +41,7 @@ from protwin.shared.basics.progress import progress_bar
 from protwin.shared.basics.units import format_bytes, format_seconds
 from protwin.shared.schema.record import Record
 
+from .fidelity_bypass import PAIRS, fidelity_of_bypass
 from .fidelity_ranks import fidelity_of_ranks
 
 GPT2 = {
@@ -60,6 +62,8 @@ WIDE_ENDS = CONFIGURATION | {"num_hidden_layers": 4, "vocab_size": 12_000}
 SLOW_LINKS = {"host_to_device_bytes_per_s": 2e9, "device_to_host_bytes_per_s": 1e9}
 MODELS = ("llama", "gpt2", "llama-wide-ends")
 RANKS = "two-ranks"
+BYPASS = "bypass"
+"""All pairs of a teacher and its student."""
 DISK = {"disk_read_bytes_per_s": 1e9, "disk_write_bytes_per_s": 0.5e9}
 MEMORY_FOLDER = Path("/dev/shm")
 """What lies here is in memory, where the system has it; another folder's disk may be slower than the emulated one."""
@@ -71,7 +75,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10, help="times that every plan has its turn (10)")
     parser.add_argument("--records", type=Path, help="leave the measured Records in this folder")
     parser.add_argument("--keep", action="store_true", help="keep the result in benchmarks/results/")
-    parser.add_argument("--only", choices=[*MODELS, RANKS], help="one model instead of all")
+    parser.add_argument("--only", choices=[*MODELS, RANKS, BYPASS, *PAIRS], help="one model instead of all")
     parser.add_argument("--disk-folder", type=Path, help="measure the disk of this folder, not an emulated one")
     options = parser.parse_args()
     console = Console(highlight=False, width=170)
@@ -101,8 +105,18 @@ def main() -> None:
             results.append(result)
             show(result, console)
             _save(records, options.records, name)
-    if options.keep:
+    if options.keep and results:
         _keep(results, "fidelity", console)
+    distilled = []
+    for name in PAIRS:
+        if options.only in (None, BYPASS, name):
+            with progress_bar(f"measuring {name}") as report:
+                result, records = fidelity_of_bypass(name, options.rounds, report)
+            distilled.append(result)
+            show(result, console)
+            _save(records, options.records, name)
+    if options.keep and distilled:
+        _keep(distilled, "fidelity_bypass", console)
 
 
 def _save(records: Sequence[Record], folder: Path | None, name: str) -> None:
@@ -188,6 +202,14 @@ def show(result: Fidelity, console: Console) -> None:
             f"collectives of an iteration: error: mean {result.mean_collectives_error_frac:.1%}, worst "
             f"{result.worst_collectives_error_frac:.1%}; the mode that the search finds fastest is "
             f"{result.mode_regret_frac:+.1%} of the fastest measured one"
+        )
+        return
+    if result.plain_ratio is not None:
+        assert result.plain_iteration_s is not None
+        console.print(
+            f"both models whole on the device, in a plain loop: {format_seconds(result.plain_iteration_s)}; the "
+            f"search's pick takes {result.plain_ratio:.2f} times that without a budget, and "
+            f"{result.plain_ratio_in_budget:.2f} times within {format_bytes(result.budget_bytes)}"
         )
         return
     on_disk = [plan for plan in result.plans if plan.plan.n_disk_state]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import islice, repeat
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -130,15 +129,10 @@ def run_plan(
 
 def _measured(subject: Subject, plan: Plan, steps: int) -> Record:
     """A copy of the model, trained for ``steps`` iterations."""
-    with carry_out(
-        copy.deepcopy(subject.model),
-        plan,
-        subject.workload,
-        optimizer=subject.make_optimizer,
-        device=subject.make_device(),
-        disk_folder=subject.disk_folder if plan.n_disk_state else None,
-    ) as training:
-        return _record(training, repeat(subject.batch, steps * plan.micro_batches), subject.loss, subject.hardware.name)
+    with subject.begin(plan, disk_folder=subject.disk_folder if plan.n_disk_state else None) as training:
+        for _ in range(steps):
+            subject.run_step(training)
+        return training.record(hardware_name=subject.hardware.name)
 
 
 def _record(training: Training, batches: Iterator[Batch], loss: Loss | None, hardware_name: str) -> Record:

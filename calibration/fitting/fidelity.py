@@ -12,20 +12,19 @@ is done: what a rank waits for the others is in it, in what factors are fitted t
 
 from __future__ import annotations
 
-import copy
 import random
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
 from scipy.stats import spearmanr
 
-from ...runtime.model.batches import loss_of
 from ...runtime.model.identity import software_versions
-from ...runtime.training.carry_out import carry_out
 from ...runtime.training.training import Training
 from ...shared.basics.documents import FrozenModel
 from ...shared.basics.errors import InfeasibleError
@@ -41,12 +40,20 @@ from ...sim.searching.confidence import NO_UNCERTAINTY
 from ...sim.searching.request import SearchRequest, Step
 from ...sim.searching.search import search
 from .fit import fit_calibration, pairs_of
-from .measurement_plans import bootstrap_plans, spanning_plans
+from .measurement_plans import bootstrap_plans, random_plans, spanning_plans
 from .slowdowns import measure_slowdowns
 from .subject import Subject
 
 _WARM_UP: Final = 3
 _PICK: Final = "search's pick"
+_ROOMY: Final = "search's pick without a budget"
+"""Beside a plain loop, which has none either."""
+_NUM_RANDOM: Final = 20
+"""Plans of a distillation beside which the search's pick is judged."""
+_NUM_OF_SEVERAL: Final = 4
+"""Of its plans that have several micro-batches."""
+_PLAIN: Final = 4
+"""Times as many plain steps as steps of one plan: all are compared with them."""
 
 
 class PlanFidelity(FrozenModel):
@@ -103,6 +110,12 @@ class Fidelity(FrozenModel):
     The best plan is chosen by one half of the measurements and timed by the other, both ways: the smallest of many
     noisy figures is smaller than any plan is fast.
     """
+    plain_iteration_s: float | None = None
+    """Median of a plain loop without a plan, everything on the device; None where none was measured."""
+    plain_ratio: float | None = None
+    """Measured iteration of the plan that the search picks without a budget, over that of the plain loop."""
+    plain_ratio_in_budget: float | None = None
+    """The same of the plan that it picks within the budget."""
     num_ranks: int = 1
     mean_collectives_error_frac: float | None = None
     worst_collectives_error_frac: float | None = None
@@ -130,9 +143,8 @@ def measure_fidelity(
     contention = measure_slowdowns(subject.make_device(), disk_folder=subject.disk_folder, world=subject.world)
     bootstrap = bootstrap_plans(subject.workload, has_disk=has_disk, num_ranks=num_ranks)
     fitted = {f"fitted {place}": plan for place, plan in enumerate(bootstrap)}
-    judged = spanning_plans(subject.workload, has_disk=has_disk, num_ranks=num_ranks)
-    needs = {name: _guaranteed_bytes(plan, subject.workload) for name, plan in judged.items()}
-    budget_bytes = (min(needs.values()) + max(needs.values())) // 2
+    judged, needs, budget_bytes = _plans_to_judge(subject, has_disk=has_disk)
+    plain_step, plain_s = subject.plain_step(), list[float]()
     with ExitStack() as undo:
         trainings = {name: _begin(subject, plan, undo) for name, plan in fitted.items()}
         for training in trainings.values():
@@ -142,7 +154,7 @@ def measure_fidelity(
         judged |= picks
         needs |= {name: _guaranteed_bytes(plan, subject.workload) for name, plan in picks.items()}
         trainings |= {name: _begin(subject, plan, undo) for name, plan in judged.items()}
-        middle = _train_in_turns(subject, trainings, rounds, steps, seed, on_progress)
+        middle = _train_in_turns(subject, trainings, rounds, steps, seed, on_progress, plain=(plain_step, plain_s))
         records = {name: training.record() for name, training in trainings.items()}
         halves = [
             _mean_iterations(subject, {name: trainings[name].record(until=middle[name]) for name in judged}),
@@ -159,14 +171,45 @@ def measure_fidelity(
         )
         for name in judged
     )
-    allowed = [name for name in judged if needs[name] <= budget_bytes]
+    allowed = [name for name in judged if needs[name] <= budget_bytes and judged[name].micro_batches == 1]
     summary = _summary(subject, calibration, found, budget_bytes, _regret_frac(_PICK, allowed, halves))
+    if plain_s:
+        summary = summary.model_copy(update=_beside_plain(summary, statistics.median(plain_s)))
     if num_ranks > 1:
         of_modes = [name for name in picks if name != _PICK]
         predicted = {plan.name: plan.predicted_iteration_s for plan in found}
         fastest = min(of_modes, key=predicted.__getitem__)
         summary = summary.model_copy(update={"mode_regret_frac": _regret_frac(fastest, of_modes, halves)})
     return summary, tuple(records.values())
+
+
+def _plans_to_judge(subject: Subject, *, has_disk: bool) -> tuple[dict[str, Plan], dict[str, int], int]:
+    """Plans that nothing is fitted to, the device memory that each may need, and the budget of the search.
+
+    Of a distillation they come by chance: twenty of one micro-batch within the budget, and a few of several.
+    """
+    workload = subject.workload
+    if workload.distillation is None:
+        judged = spanning_plans(workload, has_disk=has_disk, num_ranks=subject.num_ranks)
+        needs = {name: _guaranteed_bytes(plan, workload) for name, plan in judged.items()}
+        return judged, needs, (min(needs.values()) + max(needs.values())) // 2
+    drawn = {plan: _guaranteed_bytes(plan, workload) for plan in random_plans(workload, 3 * _NUM_RANDOM, seed=0)}
+    budget_bytes = (min(drawn.values()) + max(drawn.values())) // 2
+    within = [plan for plan, need_bytes in drawn.items() if need_bytes <= budget_bytes][:_NUM_RANDOM]
+    several = random_plans(workload, 4 * _NUM_OF_SEVERAL, seed=1, most_micro_batches=3)
+    within += [plan for plan in several if plan.micro_batches > 1][:_NUM_OF_SEVERAL]
+    judged = {f"by chance {place}": plan for place, plan in enumerate(within, start=1)}
+    return judged, {name: _guaranteed_bytes(plan, workload) for name, plan in judged.items()}, budget_bytes
+
+
+def _beside_plain(summary: Fidelity, plain_s: float) -> dict[str, float]:
+    """What a plain step takes, and what the search's picks take beside it."""
+    measured = {plan.name: plan.measured_iteration_s for plan in summary.plans}
+    return {
+        "plain_iteration_s": plain_s,
+        "plain_ratio": measured[_ROOMY] / plain_s,
+        "plain_ratio_in_budget": measured[_PICK] / plain_s,
+    }
 
 
 def _train_in_turns(
@@ -176,14 +219,25 @@ def _train_in_turns(
     steps: int,
     seed: int,
     on_progress: Callable[[int, int], None] | None,
+    *,
+    plain: tuple[Callable[[], None] | None, list[float]],
 ) -> dict[str, int]:
-    """In each of ``rounds`` every training runs ``steps`` iterations that count; gives how many each had halfway."""
+    """In each of ``rounds`` every training runs ``steps`` iterations that count; gives how many each had halfway.
+
+    ``plain``: a step that has its turn among them, and the list to which the seconds of each that counts are added.
+    """
     order = list(trainings.values())
     middle: dict[str, int] = {}
     for turn in range(rounds):
         if turn == rounds // 2:
             middle = {name: training.num_iterations for name, training in trainings.items()}
         random.Random(seed + turn).shuffle(order)
+        plain_step, plain_s = plain
+        for number in range(0 if plain_step is None else _PLAIN * steps + 2):
+            assert plain_step is not None
+            begin_s = time.perf_counter()
+            plain_step()
+            plain_s += [time.perf_counter() - begin_s] if number >= 2 else []
         for place, training in enumerate(order):
             _burst(subject, training, steps)
             if on_progress is not None:
@@ -217,6 +271,8 @@ def _picks(subject: Subject, calibration: Calibration, budget_bytes: int) -> dic
         step=step,
     )
     found = {_PICK: search(request).plan}
+    if subject.workload.distillation is not None:
+        found[_ROOMY] = search(replace(request, device_budget_bytes=None)).plan
     for mode in step.allowed_modes if subject.num_ranks > 1 else ():
         of_mode = replace(
             request, step=replace(step, modes=(mode,)), effort=replace(request.effort, uncertainty=NO_UNCERTAINTY)
@@ -230,17 +286,8 @@ def _begin(subject: Subject, plan: Plan, undo: ExitStack) -> Training:
     """A training past its warm-up, which ``undo`` ends."""
     folder = None
     if plan.n_disk_state:
-        folder = undo.enter_context(TemporaryDirectory(dir=subject.disk_folder))
-    training = undo.enter_context(
-        carry_out(
-            copy.deepcopy(subject.model),
-            plan,
-            subject.workload,
-            optimizer=subject.make_optimizer,
-            device=subject.make_device(),
-            disk_folder=folder,
-        )
-    )
+        folder = Path(undo.enter_context(TemporaryDirectory(dir=subject.disk_folder)))
+    training = undo.enter_context(subject.begin(plan, disk_folder=folder))
     _burst(subject, training, _WARM_UP)
     return training
 
@@ -248,8 +295,7 @@ def _begin(subject: Subject, plan: Plan, undo: ExitStack) -> Training:
 def _burst(subject: Subject, training: Training, steps: int) -> None:
     """Iterations of which ``steps`` count: the first finds idle lanes, and the last but closes the one before."""
     for _ in range(steps + 2):
-        loss_of(training.model, subject.batch, subject.loss).backward()  # type: ignore[no-untyped-call]
-        training.step()
+        subject.run_step(training)
     training.synchronize()
 
 

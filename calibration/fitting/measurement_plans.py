@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from ...shared.layout.layout import Layout, aligned, layout_of
+from ...shared.methods.known import method_named
 from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.workload import Workload
 
@@ -23,12 +25,13 @@ def bootstrap_plans(workload: Workload, *, has_disk: bool = False, num_ranks: in
     chunk_bytes = largest_block_bytes(workload)
     layout = layout_of(workload, chunk_bytes)
     half = len(layout.chunks) // 2
-    blocks = workload.num_blocks
+    blocks = _num_with_modes(workload)
     ddp, replicated, sharded = RANK_MODES if num_ranks > 1 else (ParallelMode.SINGLE,) * 3
 
     def plan(n_persist: int, n_buffer: int, n_checkpoint: int, prefetch_depth: int, parallel: ParallelMode) -> Plan:
         return Plan(
             workload_id=workload.identity,
+            method=workload.method,
             chunk_bytes=chunk_bytes,
             n_persist=n_persist,
             n_buffer=n_buffer,
@@ -52,6 +55,41 @@ def bootstrap_plans(workload: Workload, *, has_disk: bool = False, num_ranks: in
     state = len(layout.chunks) - half
     on_disk = {"n_disk_state": state, "n_disk": state - state // 2, "n_staging": 2}
     return *plans, Plan.model_validate(plan(0, buffers, blocks // 2, 1, ParallelMode.SINGLE).model_dump() | on_disk)
+
+
+def _num_with_modes(workload: Workload) -> int:
+    """Blocks whose activations may be checkpointed: none where the method keeps nothing of them."""
+    return workload.num_blocks if method_named(workload.method).policies.sections.has_modes else 0
+
+
+def random_plans(workload: Workload, number: int, *, seed: int, most_micro_batches: int = 1) -> Iterator[Plan]:
+    """``number`` different plans of one rank for ``workload``, with residencies, chunks and windows by chance.
+
+    The same ones for the same seed.  Activations are kept; micro-batches go up to ``most_micro_batches``.  Plans that a
+    calibration fits to (``bootstrap_plans``) are left out.
+    """
+    chance, largest_bytes = random.Random(seed), largest_block_bytes(workload)
+    seen = set(bootstrap_plans(workload))
+    while number:
+        chunk_bytes = max(1, round(largest_bytes * chance.choice((_HALF, _WHOLE, _DOUBLE))))
+        layout = layout_of(workload, chunk_bytes)
+        num_kept = chance.randint(0, len(layout.chunks))
+        n_host_stepped = chance.choice((0, 0, chance.randint(0, num_kept)))
+        fewest, offloaded = layout.min_buffers(num_kept), len(layout.chunks) - num_kept
+        plan = Plan(
+            workload_id=workload.identity,
+            method=workload.method,
+            chunk_bytes=chunk_bytes,
+            n_persist=num_kept - n_host_stepped,
+            n_host_stepped=n_host_stepped,
+            n_buffer=min(fewest + chance.randint(0, 4), offloaded) if fewest else 0,
+            prefetch_depth=chance.randint(1, 3),
+            micro_batches=chance.randint(1, most_micro_batches),
+        )
+        if plan not in seen:
+            seen.add(plan)
+            number -= 1
+            yield plan
 
 
 def _buffers(fewest: int, more: int) -> int:
@@ -180,6 +218,7 @@ def _plan_of(knobs: _Knobs, workload: Workload, num_ranks: int) -> Plan:
     n_disk_state = round(knobs.disk_state * offloaded)
     return Plan(
         workload_id=workload.identity,
+        method=workload.method,
         chunk_bytes=chunk_bytes,
         n_persist=num_kept - n_host_stepped,
         n_host_stepped=n_host_stepped,
@@ -189,7 +228,7 @@ def _plan_of(knobs: _Knobs, workload: Workload, num_ranks: int) -> Plan:
         n_staging=knobs.n_staging if n_disk_state else 0,
         n_buffer=min(fewest + knobs.more_buffers, offloaded) if fewest else 0,
         prefetch_depth=knobs.prefetch_depth,
-        n_checkpoint=round(knobs.checkpointed * workload.num_blocks),
+        n_checkpoint=round(knobs.checkpointed * _num_with_modes(workload)),
         parallel=knobs.parallel,
         num_ranks=num_ranks,
     )

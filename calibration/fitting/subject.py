@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,13 +13,16 @@ from torch import nn
 from ...runtime.devices.chunk_file import check_folder
 from ...runtime.devices.cpu_device import CpuDevice
 from ...runtime.devices.device import TrainingDevice
-from ...runtime.model.batches import Batch, Loss
+from ...runtime.model.batches import Batch, Loss, loss_of
 from ...runtime.optimizers.chunk_optimizer import MakeOptimizer, default_optimizer
 from ...runtime.ranks.agreement import agreed
 from ...runtime.ranks.world import World, exchanged
+from ...runtime.training.carry_out import carry_out
+from ...runtime.training.training import Training
 from ...shared.basics.errors import CalibrationError
 from ...shared.catalogue.rank_share import machine_of_rank
 from ...shared.schema.hardware import Hardware
+from ...shared.schema.plan import Plan
 from ...shared.schema.workload import Workload
 
 T = TypeVar("T")
@@ -45,6 +49,27 @@ class Subject:
 
     Its collective lane is open.  Plans are for one workload: ``on_workload_of_first`` gives all ranks that of rank 0.
     """
+
+    def begin(self, plan: Plan, *, disk_folder: Path | None = None) -> Training:
+        """A training of a copy of the model by ``plan``, on a device of its own; a context manager."""
+        return carry_out(
+            copy.deepcopy(self.model),
+            plan,
+            self.workload,
+            optimizer=self.make_optimizer,
+            device=self.make_device(),
+            disk_folder=disk_folder,
+        )
+
+    def run_step(self, training: Training) -> None:
+        """One step of ``training`` on as many micro-batches as its plan has, each the subject's batch."""
+        for _ in range(training.plan.micro_batches):
+            loss_of(training.model, self.batch, self.loss).backward()  # type: ignore[no-untyped-call]
+        training.step()
+
+    def plain_step(self) -> Callable[[], None] | None:
+        """A step on the same batch without a plan, that plans are held against; None: there is none."""
+        return None
 
     @property
     def num_ranks(self) -> int:
