@@ -29,6 +29,7 @@ from ...shared.cli.options import (
     writable_json,
 )
 from ...shared.cli.output import give
+from ...shared.students.student import Student
 from ...shared.tables.calibration import calibration_tables
 
 __all__ = ["calibrate"]
@@ -49,6 +50,10 @@ def calibrate_command(
     batch_size: StatedBatchSize,
     sequence_length: StatedSequenceLength,
     hardware: HardwareName,
+    student: Annotated[
+        Path | None,
+        typer.Option("--student", metavar="FILE", help="Measure distillation into this student (student.toml)."),
+    ] = None,
     dtype: DTypeName = None,
     steps: Annotated[int, typer.Option("--steps", metavar="N", min=2, help="Timed iterations of each plan.")] = 7,
     seed: Seed = 0,
@@ -71,17 +76,19 @@ def calibrate_command(
 ) -> None:
     """Measure this machine with a model: how long tasks really take, and how lanes slow each other down.
 
-    Runs three short trainings with random weights, and one more with --disk-folder.  With --ranks four, by processes
+    Runs three short trainings with random weights, and one more with --disk-folder; with --student distillations, so
+    that teachers' forwards and losses have factors of their own.  With --ranks four, by processes
     that torchrun starts, on a machine that was probed with as many.  The factors hold for this machine; a workload that
     is searched with them should be the timed one (--workload-output).
     """
     keep_apart(
         {"--workload-output": workload_output, "--output": output},
-        {"--model": model, "--hardware": hardware},
+        {"--model": model, "--student": student, "--hardware": hardware},
         as_json=as_json,
     )
     machine = load_hardware(hardware)
     described = load_model_configuration(model)
+    learner = None if student is None else Student.load(student)
 
     num_ranks, starts = ranks_to_measure(ranks, os.environ)
     if starts:
@@ -101,6 +108,7 @@ def calibrate_command(
             seed=seed,
             disk_folder=disk_folder,
             num_ranks=num_ranks,
+            student=learner,
             on_progress=on_progress,
         )
     if not speaks:

@@ -27,17 +27,19 @@ from ...runtime.ranks.world import join_world
 from ...runtime.tracing.tracing import trace
 from ...runtime.training.carry_out import carry_out
 from ...runtime.training.training import Training
-from ...shared.basics.errors import CalibrationError
+from ...shared.basics.errors import CalibrationError, PlanError
 from ...shared.catalogue.models import published_dtype
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import DeviceKind, Hardware
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
 from ...shared.schema.workload import Workload
+from ...shared.students.student import Student
 from ...shared.workloads.dtypes import choose_dtype
 from .fit import Pair, fit_calibration, pairs_of
 from .measurement_plans import bootstrap_plans
 from .optimizer_costs import optimizer_costs
+from .pair_subject import PairSubject
 from .slowdowns import measure_slowdowns
 from .subject import Subject, check_disk_described
 
@@ -155,16 +157,22 @@ def calibrate_configuration(
     seed: int = 0,
     disk_folder: Path | None = None,
     num_ranks: int = 1,
+    student: Student | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Workload, Calibration]:
     """Build the model of a ``config.json`` with random weights, trace and time it here, and calibrate.
 
+    ``student``: what learns from the model, block by block: plans of bypass distillation are measured, on one rank.
     ``disk_folder`` is on the disk of ``hardware``, which is measured with it.  ``num_ranks``: as many processes, of
     which this is one, all call this and get the same; they trace side by side, and the workload is that of rank 0.
     Raises CalibrationError if ``hardware`` was not probed on this machine with as many ranks or has no disk for a
-    folder, FileError if the folder cannot be used, WorkloadError if the model is too large for the machine, RanksError
-    if ranks do not find each other.
+    folder, FileError if the folder cannot be used, WorkloadError if the model is too large for the machine or no such
+    student can be made of it, PlanError if several ranks have one, RanksError if ranks do not find each other.
     """
+    if student is not None and num_ranks > 1:
+        raise PlanError(
+            f"a student is measured on one rank alone, and {num_ranks} are asked for. Leave out --ranks, or --student."
+        )
     kind = "cuda" if hardware.device.kind is DeviceKind.CUDA and torch.cuda.is_available() else "cpu"
     world = join_world(num_ranks, timeout_s=_RANK_TIMEOUT_S)
     make_device = partial(device_of_rank, kind, 0 if world is None else world.local_rank)
@@ -172,7 +180,9 @@ def calibrate_configuration(
         agreed(world, lambda: _prepare(hardware, make_device(), num_ranks, disk_folder))
         subject = agreed(
             world,
-            lambda: _subject(configuration, name, hardware, make_device, batch_size, sequence_length, dtype, seed),
+            lambda: _subject(
+                configuration, name, hardware, make_device, batch_size, sequence_length, dtype, seed, student
+            ),
         )
         if world is not None:
             world.open_lane(subject.make_device().torch_device)
@@ -213,8 +223,9 @@ def _subject(
     sequence_length: int,
     dtype: str | None,
     seed: int,
+    student: Student | None,
 ) -> Subject:
-    """The model with random weights, one batch of text, and its timed workload."""
+    """The model with random weights, its student if it has one, one batch of text, and its timed workload."""
     device = make_device()
     torch.manual_seed(seed)
     chosen = choose_dtype(published_dtype(configuration), dtype, hardware.device)
@@ -224,5 +235,8 @@ def _subject(
         model, python_reference(), batch_size=batch_size, sequence_length=sequence_length, num_batches=1, seed=seed
     )
     batch = {key: tensor.to(device.torch_device) for key, tensor in next(batches).items()}
+    if student is not None:
+        pair = PairSubject.of(model, student, batch, name=name, hardware=hardware, make_device=make_device)
+        return replace(pair, workload=chosen.note_in(pair.workload))
     workload = chosen.note_in(trace(model, batch, name=name))
     return Subject(model, batch, workload, hardware, make_device)

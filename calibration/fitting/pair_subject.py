@@ -93,6 +93,10 @@ class PairSubject(Subject):
 
         What a block of the teacher is given and gives is seen by hooks, as anybody would do it.
         """
+        return self.plain_pair()[0]
+
+    def plain_pair(self) -> tuple[Callable[[], None], nn.Module]:
+        """``plain_step``, and the student that it trains."""
         assert self.student is not None
         assert self.pair_loss is not None
         teacher, student = copy.deepcopy(self.model).eval(), copy.deepcopy(self.student).train()
@@ -123,4 +127,4 @@ class PairSubject(Subject):
             optimizer.step()
             optimizer.zero_grad()
 
-        return step
+        return step, student
