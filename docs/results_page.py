@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, Final
 from protwin.calibration.published.outcome import Outcome, calibrated_comparisons
 from protwin.calibration.published.run_tables import run_tables
 from protwin.shared import format_bytes
+from protwin.shared.basics.units import format_seconds
 from protwin.shared.tables.table import Heading, Table
 
 _ROOT: Final = Path(__file__).resolve().parent.parent
@@ -242,6 +244,25 @@ def fidelity_of_ranks(content: Any) -> Iterator[str]:
     )
 
 
+def fidelity_of_bypass(content: Any) -> Iterator[str]:
+    """Errors of predictions over all plans of a distillation, and the search's picks beside a plain loop."""
+    yield from fidelity(content)
+    yield ""
+    yield from _table(
+        ("model", "plain loop", "search's plan without a budget", "within the budget", "budget"),
+        [
+            (
+                one["model"],
+                format_seconds(one["plain_iteration_s"]),
+                f"{one['plain_ratio']:.2f} times",
+                f"{one['plain_ratio_in_budget']:.2f} times",
+                format_bytes(one["budget_bytes"]),
+            )
+            for one in content
+        ],
+    )
+
+
 _REFERENCES: Final = {
     "One rank": {"plain loop": "plain PyTorch loop", "protwin": "protwin, fixed plan"},
     "Two ranks": {
@@ -409,91 +430,14 @@ def published(content: Any) -> Iterator[str]:
     yield "Other published figures, with ranges: [Predictions without measurements](predictions.md#published-runs)."
 
 
-BENCHMARKS: Final = (
-    Benchmark(
-        "prove",
-        "make prove ARGS=--keep",
-        "proof",
-        "Proof of the runtime",
-        "Does training by a plan equal the plain loop, keep its account of memory, and survive kills and lack of "
-        "memory? All models are tiny, so that small errors show.",
-        proof,
-    ),
-    Benchmark(
-        "bench-fidelity",
-        "make bench-fidelity ARGS=--keep",
-        "fidelity",
-        "Fidelity of predictions",
-        "How far are predicted time and peak from measured ones, over plans and models that no factor was fitted to?",
-        fidelity,
-    ),
-    Benchmark(
-        "bench-fidelity",
-        'make bench-fidelity ARGS="--only two-ranks --keep"',
-        "fidelity_ranks",
-        "Fidelity of predictions of two ranks",
-        "How far are predicted iterations, peaks and collectives of two processes from measured ones, in every mode, "
-        "with throttled links? How much slower than the fastest mode is the one that the search finds fastest?",
-        fidelity_of_ranks,
-    ),
-    Benchmark(
-        "published",
-        'make published ARGS="--keep benchmarks/results"',
-        "published",
-        "Published runs",
-        "How far are predictions from data sheets alone from training runs that others measured? No factor was fitted "
-        "to them.",
-        published,
-    ),
-    Benchmark(
-        "bench-peers",
-        "python benchmarks/peers.py --keep",
-        "peers",
-        "Other systems that offload",
-        "How long does a step take with FSDP2 and DeepSpeed ZeRO-3, with CPU offload, and with protwin?",
-        peers,
-    ),
-    Benchmark(
-        "bench-commands",
-        "python -m benchmarks.commands --keep",
-        "commands",
-        "Time and memory of commands",
-        "How long does each command line of these pages take, from the shell, and how much memory?",
-        commands,
-    ),
-    Benchmark(
-        "bench-search",
-        "python benchmarks/search.py --keep",
-        "search",
-        "Speed of the search",
-        "How long does a search take, beside brute force and beside a vectorised evaluation of all plans?",
-        search,
-    ),
-    Benchmark(
-        "bench-overhead",
-        "python benchmarks/overhead.py --keep",
-        "overhead",
-        "Overhead of the runtime",
-        "What does the runtime cost beside the plain loop, with fast and with throttled links?",
-        overhead,
-    ),
-    Benchmark(
-        "bench-predictors",
-        "python benchmarks/predictors.py --output FILE",
-        "predictors",
-        "Other predictors",
-        "What do other programs predict that need no hardware either?",
-        predictors,
-    ),
-    Benchmark(
-        "bench-gpu",
-        "make bench-gpu",
-        "gpu",
-        "Proof on a GPU",
-        "Do equality, memory and predictions hold on a GPU?",
-        gpu,
-    ),
-)
+def _benchmarks() -> Iterator[Benchmark]:
+    """The sections of ``results_page.toml``."""
+    described = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    for one in described["benchmark"]:
+        yield Benchmark(**one | {"show": globals()[one["show"]]})
+
+
+BENCHMARKS: Final = tuple(_benchmarks())
 
 
 if __name__ == "__main__":
