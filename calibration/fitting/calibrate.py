@@ -181,7 +181,7 @@ def calibrate_configuration(
         subject = agreed(
             world,
             lambda: _subject(
-                configuration, name, hardware, make_device, batch_size, sequence_length, dtype, seed, student
+                configuration, name, hardware, make_device, (batch_size, sequence_length), dtype, seed, student
             ),
         )
         if world is not None:
@@ -219,14 +219,16 @@ def _subject(
     name: str,
     hardware: Hardware,
     make_device: Callable[[], TrainingDevice],
-    batch_size: int,
-    sequence_length: int,
+    shape: tuple[int, int],
     dtype: str | None,
     seed: int,
     student: Student | None,
 ) -> Subject:
-    """The model with random weights, its student if it has one, one batch of text, and its timed workload."""
-    device = make_device()
+    """The model with random weights, its student if it has one, one batch of text, and its timed workload.
+
+    ``shape``: samples, and tokens of each.
+    """
+    device, (batch_size, sequence_length) = make_device(), shape
     torch.manual_seed(seed)
     chosen = choose_dtype(published_dtype(configuration), dtype, hardware.device)
     model = build_model(configuration, name, training_dtype(configuration, chosen.dtype), device="cpu")
