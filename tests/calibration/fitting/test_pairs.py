@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protwin.calibration.fitting import fidelity
+from protwin.calibration.fitting.calibrate import calibrate_configuration
 from protwin.calibration.fitting.fit import Pair, fit_calibration
 from protwin.calibration.fitting.measurement_plans import bootstrap_plans, random_plans, spanning_plans
 from protwin.calibration.fitting.pair_subject import PairSubject
 from protwin.runtime.devices.cpu_device import CpuDevice
+from protwin.shared.basics.errors import PlanError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.calibration import Calibration, Factor
 from protwin.shared.schema.plan import TrainingMethod
@@ -152,3 +154,8 @@ def test_fidelity_of_a_small_pair(subject: PairSubject, monkeypatch: pytest.Monk
     assert found.plain_iteration_s is not None
     assert found.plain_ratio is not None
     assert found.plain_ratio > 0
+
+
+def test_a_student_is_measured_on_one_rank_alone() -> None:
+    with pytest.raises(PlanError, match="Leave out --ranks, or --student"):
+        calibrate_configuration({}, "x", MACHINE, batch_size=1, sequence_length=8, num_ranks=2, student=Student())
