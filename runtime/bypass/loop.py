@@ -8,6 +8,7 @@ every so many.  All hold the same, so that the newest is what a run goes on from
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,6 +77,8 @@ class BypassLoop:
         rows = settings.log_every * settings.micro_batches
         self._meter = LossMeter(len(names), rows, self.training.device.torch_device)
         self._history = BypassHistory(blocks=names)
+        self._held: Counter[str] = Counter()
+        """In how many steps blocks were held since the last report."""
 
     @property
     def history_path(self) -> Path:
@@ -97,6 +100,7 @@ class BypassLoop:
                 tokens = next(batches)["input_ids"].to(self.training.device.torch_device)
                 self._meter.add(self.training(input_ids=tokens))
             self.training.step()
+            self._held.update(self.training.held_blocks)
             self.at.step = step
             self.on_progress(step, steps)
             self._after_step(is_last=step == steps)
@@ -111,6 +115,10 @@ class BypassLoop:
             report = self._meter.report(step, self._rate.at(step))
             self._history = self._history.with_report(report)
             self.tell(told(report, self._history.blocks))
+            if self._held:
+                held = ", ".join(f"{name} ({steps}x)" for name, steps in self._held.items())
+                self.tell(f"step {step}: held, since the norm of their gradients was not finite: {held}")
+                self._held.clear()
         is_best = (is_last or _is_due(step, settings.validate_every)) and self._is_best()
         role = _role(is_best=is_best, is_last=is_last, is_due=_is_due(step, settings.save_every))
         is_wanted = self.interruption.is_wanted and not is_last

@@ -73,12 +73,8 @@ class LaneWork:
         self.clipped: dict[tuple[int, Limited], ClippedNorm] = {}
         """The norms of the gradients of an iteration, and what these are multiplied by, by whose they are: from
         ``_norm`` (cpu_optim) to ``forget``, since the step on the device and CPU Adam both read it."""
-        self._stepped_with: dict[Limited, list[int]] = {section: [] for section in self.limited}
+        self._stepped_with = self._chunks_by_norm()
         """The chunks that the host steps, by whose norm limits them."""
-        for task in schedule.tasks:
-            if task.kind is TaskKind.CPU_ADAM and task.chunk is not None and self.limited:
-                of_chunk = placed.clipping.section_of(placed.chunks[task.chunk])
-                self._stepped_with[of_chunk].append(task.chunk)
         self._held: dict[tuple[int, TaskId], list[torch.Tensor | None]] = {}
         """Gradients that queued copies still read, by iteration and offload: from ``_offload`` (d2h) to ``let_go``
         (compute thread).  On CUDA alone, where ``_offload`` returns before its copy has begun: dropped there, their
@@ -91,6 +87,14 @@ class LaneWork:
         if collectives is not None:
             shared = next((task.id for task in schedule.tasks if is_of_norm(task)), None)
             self.ranks = RankWork(placed, device, collectives, self._outgoing, self.clipped, norm_task=shared)
+
+    def _chunks_by_norm(self) -> dict[Limited, list[int]]:
+        found: dict[Limited, list[int]] = {section: [] for section in self.limited}
+        for task in self._schedule.tasks:
+            if task.kind is TaskKind.CPU_ADAM and task.chunk is not None and self.limited:
+                of_chunk = self._placed.clipping.section_of(self._placed.chunks[task.chunk])
+                found[of_chunk].append(task.chunk)
+        return found
 
     # -- what the compute thread hands over --------------------------------------------------------------------------
 

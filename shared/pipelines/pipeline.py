@@ -135,7 +135,7 @@ class Pipeline(Document):
 
     def _check_workload(self, workload: Workload) -> None:
         """Raise PlanError if the pipeline was made for another workload, or for other numbers of pairs."""
-        if workload.identity != self.workload_id:
+        if self.workload_id not in (workload.identity, workload.composed_identity):
             raise PlanError(
                 f"the pipeline belongs to workload {self.workload_id}, not to {workload.identity} "
                 f"({workload.model_name}). Search one for this workload, or name the one that it was made for."
@@ -149,7 +149,7 @@ class Pipeline(Document):
     def _check_stages(self, workloads: Sequence[Workload]) -> None:
         """Raise PlanError unless every stage's plan is one for the stage's workload."""
         for number, (stage, own) in enumerate(zip(self.stages, workloads, strict=True)):
-            if stage.plan.workload_id != own.identity:
+            if stage.plan.workload_id not in (own.identity, own.composed_identity):
                 raise PlanError(
                     f"the plan of stage {number} belongs to workload {stage.plan.workload_id}, not to {own.identity}, "
                     f"which has {stage.num_pairs} pairs from pair {self.first_pair(number)} on. Search it again."

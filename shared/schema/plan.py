@@ -142,6 +142,11 @@ def why_not_bypass(plan: Plan) -> str | None:
             )
     if plan.looks_up_rows:
         return f"looks_up_rows with method {plan.method}; embeddings of a teacher are gathered whole. Leave it out"
+    if plan.max_gradient_norm is not None and plan.parallel is ParallelMode.SHARDED:
+        return (
+            f"max_gradient_norm: {plan.max_gradient_norm:g} with method {plan.method} and parallel {plan.parallel}; "
+            f"norms of blocks whose gradients are in parts are not known yet. Leave it out, or name ddp or replicated"
+        )
     return None
 
 

@@ -11,13 +11,16 @@ from protwin.shared.basics.errors import FileError, PlanError
 from protwin.shared.pipelines.pipeline import Pipeline, Stage, load_plan_or_pipeline
 from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.plan import ParallelMode, Plan
+from protwin.shared.schema.workload import COMPOSED, Workload
 from protwin.shared.workloads.stages import stage_workloads
 from tests.shared.bypass_models import bypass_plan, pairs
 from tests.shared.small_models import chain, plan
 
 
-def pipeline(split: tuple[int, ...] = (2, 1), num_replicas: int = 1, **knobs: object) -> Pipeline:
-    workload = pairs(sum(split))
+def pipeline(
+    split: tuple[int, ...] = (2, 1), num_replicas: int = 1, workload: Workload | None = None, **knobs: object
+) -> Pipeline:
+    workload = workload or pairs(sum(split))
     own = {"num_ranks": num_replicas, "parallel": ParallelMode.DDP} if num_replicas > 1 else {}
     plans = [bypass_plan(stage, n_persist=5, **(own | knobs)) for stage in stage_workloads(workload, split)]
     stages = tuple(Stage(num_pairs=n, plan=made) for n, made in zip(split, plans, strict=True))
@@ -48,6 +51,16 @@ def test_every_stage_has_the_workload_that_its_plan_was_made_for() -> None:
     longer = found.model_copy(update={"stages": (*found.stages, found.stages[1])})
     with pytest.raises(PlanError, match="the pipeline's stages have 4 pairs but small has 3"):
         longer.workloads(pairs(3))
+
+
+def test_a_pipeline_of_a_composed_distillation_goes_with_a_trace_of_it() -> None:
+    """And not the other way round: a trace knows of the modules besides."""
+    traced = pairs(3)
+    composed = traced.model_copy(update={"model_hash": COMPOSED})
+    found = pipeline(workload=composed)
+    assert [own.num_blocks for own in found.workloads(traced)] == [4, 2]
+    with pytest.raises(PlanError, match="belongs to workload"):
+        pipeline(workload=traced).workloads(composed)
 
 
 def test_a_file_is_read_as_what_it_is(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from protwin.shared.phases.distillation import Distillation, KeyToLearn
-from protwin.shared.schema.plan import ActivationMode, Plan, TrainingMethod
+from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan, TrainingMethod
 from protwin.shared.schema.workload import Block, OuterSection, Phase, Uses, Workload
 from tests.shared.bypass_models import bypass_plan, pairs
 from tests.shared.small_models import chain, phase
@@ -49,6 +49,10 @@ def test_the_identity_of_a_workload_covers_what_is_learnt_and_by_which_loss() ->
         ({"n_swap": 1}, "n_swap: 1 with method bypass"),
         ({"activation_modes": (ActivationMode.CHECKPOINT,), "n_checkpoint": 1}, "n_checkpoint: 1 with method bypass"),
         ({"looks_up_rows": True}, "looks_up_rows with method bypass"),
+        (
+            {"max_gradient_norm": 1.0, "parallel": ParallelMode.SHARDED, "num_ranks": 2},
+            "max_gradient_norm: 1 with method bypass and parallel sharded",
+        ),
     ],
     ids=str,
 )
