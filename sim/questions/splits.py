@@ -33,7 +33,6 @@ from ...shared.schema.record import Record
 from ...shared.schema.schedule import TaskKind
 from ...shared.schema.search_result import SearchResult
 from ...shared.schema.workload import Workload
-from ...shared.tables.labels import bottleneck
 from ...shared.workloads.stages import stage_workload
 from ..costs.task_costs import CostModel
 from ..engine.pipelines import predicted_pipeline
@@ -101,6 +100,9 @@ def best_pipeline(request: SearchRequest, num_stages: int) -> tuple[SplitOutcome
     except (InfeasibleError, HardwareError) as error:
         return split.model_copy(update={"reason": str(error), "num_searches": stages.num_searches}), None
     prediction = stages.pipeline(num_pairs)
+    # Searches of one rank have no use for tables.
+    from ...shared.tables.labels import bottleneck
+
     record = prediction.stages[prediction.slowest].record
     told = split.model_copy(
         update={

@@ -44,11 +44,12 @@ def other_batches(family: Family) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def plain_models(name: str, steps: int) -> tuple[nn.Module, nn.Module]:
+def plain_models(name: str, steps: int, max_norm: float | None = None) -> tuple[nn.Module, nn.Module]:
     """Teacher and student as plain copies, the student's blocks as each has learnt alone in so many steps."""
     family = families()[name]
     teacher, student = family.teacher(), family.student()
-    for block, learnt in zip(family.blocks, expected(name, 1, steps).learnt if steps else (), strict=steps > 0):
+    of_blocks = expected(name, 1, steps, max_norm).learnt if steps else ()
+    for block, learnt in zip(family.blocks, of_blocks, strict=steps > 0):
         student.get_submodule(block).load_state_dict(learnt.weights)
     for model in (teacher, student):
         if hasattr(model, "config"):
@@ -75,7 +76,7 @@ def check(name: str, plan: Plan) -> None:
     device, steps, before = CpuDevice(room_for(name, plan)), steps_of(family, 1, STEPS), snapshot(teacher)
     with beginning(teacher, student, plan, workload_of(name), device) as training:
         for step in range(STEPS + 1):
-            plain = plain_models(name, step)
+            plain = plain_models(name, step, plan.max_gradient_norm)
             with training.evaluation():
                 student.eval()
                 for batch in other_batches(family):
@@ -90,7 +91,7 @@ def check(name: str, plan: Plan) -> None:
             if step < STEPS:
                 training(**steps[step][0])
                 training.step()
-    for block, learnt in zip(family.blocks, expected(name, 1, STEPS).learnt, strict=True):
+    for block, learnt in zip(family.blocks, expected(name, 1, STEPS, plan.max_gradient_norm).learnt, strict=True):
         assert unlike(learnt, student.get_submodule(block)) == []
     assert all(torch.equal(tensor, before[key]) for key, tensor in teacher.state_dict().items())
 

@@ -47,7 +47,7 @@ def saved(name: str, folders: tuple[Path, Path]) -> tuple[nn.Module, nn.Module]:
 def test_the_bits_are_those_of_models_that_were_loaded(name: str, seed: int, folders: tuple[Path, Path]) -> None:
     """Neither is whole anywhere; a checkpoint of the one goes on with the other, and both can be evaluated."""
     plan = next(plan for plan in random_bypass_plans(name, 12, seed=seed) if plan.micro_batches == 1)
-    reference, workload = expected(name, 1, STEPS), workload_of(name)
+    reference, workload = expected(name, 1, STEPS, plan.max_gradient_norm), workload_of(name)
     family = reference.family
     teacher, student = saved(name, folders)
     before = [*teacher.parameters(), *student.parameters()]

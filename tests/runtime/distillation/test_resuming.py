@@ -28,7 +28,7 @@ from protwin.shared.basics.progress import no_progress
 from protwin.shared.schema.plan import Plan
 from tests.proof_size import IS_PROOF, examples
 from tests.runtime.distillation.cases import changed, snapshot, steps_of
-from tests.runtime.distillation.distilling import beginning, plan_in, random_bypass_plans, workload_of
+from tests.runtime.distillation.distilling import CLIPPED_NORM, beginning, plan_in, random_bypass_plans, workload_of
 from tests.runtime.distillation.families import GPT2, build, families
 
 NAME = "gpt2"
@@ -56,8 +56,9 @@ def models_of(name: str, *, seed: int | None = None) -> tuple[nn.Module, nn.Modu
 
 def plans_of(name: str) -> list[Plan]:
     """Plans of one accumulation, no two alike."""
-    chosen = random_bypass_plans(name, 60, seed=11)
-    return [plan for plan in chosen if plan.micro_batches == MICRO_BATCHES][: examples(12, 5)]
+    chosen = random_bypass_plans(name, examples(150, 60), seed=11)
+    same = (MICRO_BATCHES, CLIPPED_NORM)
+    return [plan for plan in chosen if (plan.micro_batches, plan.max_gradient_norm) == same][: examples(12, 5)]
 
 
 class Run:

@@ -405,8 +405,10 @@ def test_exported_names() -> None:
         "Step",
         "search",
         "search_batches",
+        "search_splits",
         "simulate",
         "simulate_groups",
+        "simulate_pipeline",
     ]
     assert names.strip() == str(expected)
     shadowed = "import protwin.sim.searching.search, protwin.sim; print(callable(protwin.sim.search))"
