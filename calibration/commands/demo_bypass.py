@@ -91,12 +91,12 @@ class BypassDemo:
     """How large the demo is."""
 
     configuration: Mapping[str, Any]
-    batch_size: int = 4
+    batch_size: int = 2
     sequence_length: int = 128
-    teacher_steps: int = 300
+    teacher_steps: int = 800
     steps: int = 60
     validate_every: int = 20
-    budget_frac: float = 0.5
+    budget_frac: float = 0.65
     """Of the weights of both models."""
     probe_seconds: float = 3.0
     repeats: int = 3
