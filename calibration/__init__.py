@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ..shared.basics.lazy_face import lazy_face
 
 if TYPE_CHECKING:
+    from .fitting.budgeted import BudgetedSubject as BudgetedSubject
     from .fitting.calibrate import calibrate as calibrate
     from .fitting.fit import Pair as Pair
     from .fitting.fit import fit_calibration as fit_calibration
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from .fitting.subject import Subject as Subject
 
 _HOMES = {
+    "BudgetedSubject": "fitting.budgeted",
     "Pair": "fitting.fit",
     "Subject": "fitting.subject",
     "calibrate": "fitting.calibrate",

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .students.saving import load_student as load_student
     from .students.saving import save_student as save_student
     from .students.student_model import make_student as make_student
+    from .timing.within_budget import trace_within as trace_within
     from .tracing.configurations import workload_of_configuration as workload_of_configuration
     from .tracing.families import family_of_configuration as family_of_configuration
     from .tracing.tracing import trace as trace
@@ -69,6 +70,7 @@ _HOMES = {
     "save_student": "students.saving",
     "trace": "tracing.tracing",
     "trace_distillation": "distillation.tracing",
+    "trace_within": "timing.within_budget",
     "training_of": "training.carry_out",
     "validation_losses": "distillation.validation",
     "workload_of_configuration": "tracing.configurations",

@@ -15,10 +15,16 @@ from ...shared.basics.progress import progress_bar
 from ...shared.catalogue.machines import load_hardware
 from ...shared.catalogue.models import load_model_configuration
 from ...shared.cli.options import (
+    AutocastName,
     ConfigurationName,
+    DeviceBudget,
     DTypeName,
+    FrozenParts,
     HardwareName,
     JsonFlag,
+    LoraRank,
+    LoraTargets,
+    OptimizerName,
     OutputPath,
     Seed,
     StatedBatchSize,
@@ -26,11 +32,14 @@ from ...shared.cli.options import (
     command_app,
     examples,
     keep_apart,
+    options_of,
     writable_json,
 )
 from ...shared.cli.output import give
+from ...shared.schema.optimizer import Optimizer
 from ...shared.students.student import Student
 from ...shared.tables.calibration import calibration_tables
+from ..fitting.trained_as import TrainedAs
 
 __all__ = ["calibrate"]
 
@@ -42,6 +51,8 @@ calibrate = command_app()
         "protwin hardware probe --output machine.toml",
         "protwin calibrate --model config.json --batch-size 4 --sequence-length 128 --hardware machine.toml "
         "--workload-output workload.json --output calibration.json",
+        "protwin calibrate --model config.json --batch-size 4 --sequence-length 128 --hardware machine.toml "
+        "--device-budget 10GiB --lora-rank 16 --workload-output workload.json --output calibration.json",
     )
 )
 @in_one_voice
@@ -50,6 +61,12 @@ def calibrate_command(
     batch_size: StatedBatchSize,
     sequence_length: StatedSequenceLength,
     hardware: HardwareName,
+    device_budget_bytes: DeviceBudget = None,
+    lora_rank: LoraRank = None,
+    lora_targets: LoraTargets = None,
+    frozen: FrozenParts = None,
+    autocast: AutocastName = None,
+    optimizer: OptimizerName = None,
     student: Annotated[
         Path | None,
         typer.Option("--student", metavar="FILE", help="Measure distillation into this student (student.toml)."),
@@ -78,8 +95,9 @@ def calibrate_command(
 
     Runs three short trainings with random weights, and one more with --disk-folder; with --student distillations, so
     that teachers' forwards and losses have factors of their own.  With --ranks four, by processes
-    that torchrun starts, on a machine that was probed with as many.  The factors hold for this machine; a workload that
-    is searched with them should be the timed one (--workload-output).
+    that torchrun starts, on a machine that was probed with as many.  With --device-budget up to five that never have
+    more on the device, and the model stays on the host: so a model is measured that does not fit.  The factors hold for
+    this machine; a workload that is searched with them should be the timed one (--workload-output).
     """
     keep_apart(
         {"--workload-output": workload_output, "--output": output},
@@ -88,9 +106,15 @@ def calibrate_command(
     )
     machine = load_hardware(hardware)
     described = load_model_configuration(model)
-    learner = None if student is None else Student.load(student)
+    trained_as = TrainedAs(
+        options=options_of(lora_rank, lora_targets, frozen, autocast),
+        optimizer=optimizer or Optimizer.ADAMW,
+        device_budget_bytes=device_budget_bytes,
+        student=None if student is None else Student.load(student),
+    )
 
     num_ranks, starts = ranks_to_measure(ranks, os.environ)
+    trained_as.check(num_ranks)
     if starts:
         raise typer.Exit(start_ranks(num_ranks, sys.argv[1:]))
     speaks = rank_at_hand(os.environ).speaks
@@ -108,7 +132,7 @@ def calibrate_command(
             seed=seed,
             disk_folder=disk_folder,
             num_ranks=num_ranks,
-            student=learner,
+            trained_as=trained_as,
             on_progress=on_progress,
         )
     if not speaks:

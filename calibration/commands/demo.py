@@ -30,7 +30,6 @@ from ...runtime.devices.ledger import CpuOutOfMemoryError, MemoryLedger
 from ...runtime.devices.probe import probe_hardware
 from ...runtime.devices.process_settings import leave_a_core_for_lanes
 from ...runtime.model.configurations import build_model
-from ...runtime.tracing.tracing import trace
 from ...runtime.training.carry_out import carry_out
 from ...runtime.training.plain_loop import train_plainly
 from ...shared.basics.documents import write_atomically
@@ -52,8 +51,8 @@ from ...shared.tables.terminal import Printed
 from ...sim.engine.simulator import simulate
 from ...sim.searching.request import SearchRequest
 from ...sim.searching.search import search
+from ..fitting.budgeted import BudgetedSubject
 from ..fitting.calibrate import calibrate, run_plan
-from ..fitting.measurement_plans import bootstrap_plans
 from ..fitting.subject import Subject
 
 CONFIGURATION: Final[dict[str, Any]] = {
@@ -107,7 +106,7 @@ def run_demo(folder: Path, console: Console) -> dict[str, Any]:
         f"the Python language reference, {_BATCH_SIZE} x {_SEQUENCE_LENGTH} bytes a step, in float32 on the CPU."
     )
     limits = _plain_limits(model, batches, console)
-    subject, calibration = _calibrated(model, batches[0], console)
+    subject, calibration = _calibrated(model, batches[0], limits.budget_bytes, console)
     reference = _Reference(subject)
     with stage(console, "measure a reference"):
         reference.measure()
@@ -174,13 +173,23 @@ def _plain_limits(model: nn.Module, batches: list[dict[str, torch.Tensor]], cons
     return _Limits(need_bytes, budget_bytes, refusal)
 
 
-def _calibrated(model: nn.Module, batch: dict[str, torch.Tensor], console: Console) -> tuple[Subject, Calibration]:
-    """The model traced, this machine measured."""
-    with stage(console, "trace the model"), progress_bar("tracing") as on_progress:
-        workload = trace(model, batch, name="demo-llama", on_progress=on_progress)
-    with stage(console, "measure the machine and calibrate"), progress_bar("calibrating") as on_progress:
+def _calibrated(
+    model: nn.Module, batch: dict[str, torch.Tensor], budget_bytes: int, console: Console
+) -> tuple[BudgetedSubject, Calibration]:
+    """This machine measured, with the model itself and within the budget, which the model does not fit."""
+    with stage(console, "probe the machine"):
         hardware = probe_hardware(seconds=4.0, device=CpuDevice())
-        subject = Subject(model, batch, workload, hardware, make_optimizer=_MAKE_OPTIMIZER)
+    with stage(console, "trace the model under the budget"), progress_bar("tracing") as on_progress:
+        subject = BudgetedSubject.of(
+            model,
+            batch,
+            hardware,
+            budget_bytes,
+            make_optimizer=_MAKE_OPTIMIZER,
+            name="demo-llama",
+            on_progress=on_progress,
+        )
+    with stage(console, "calibrate under the budget"), progress_bar("calibrating") as on_progress:
         return subject, calibrate(subject, slowdown_seconds=6.0, on_progress=on_progress)
 
 
@@ -283,9 +292,9 @@ class _Reference:
     What a run itself can tell is how far its iterations lie apart; a shared machine also changes from minute to minute.
     """
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: BudgetedSubject) -> None:
         self._subject = subject
-        self._plan = bootstrap_plans(subject.workload)[0]
+        self._plan = subject.plans()[0]
         self._measured_s: list[float] = []
 
     def measure(self) -> None:
@@ -296,7 +305,7 @@ class _Reference:
             self._subject.workload,
             repeat(self._subject.batch, _REFERENCE_STEPS),
             optimizer=self._subject.make_optimizer,
-            device=CpuDevice(),
+            device=self._subject.make_device(),
             hardware_name=self._subject.hardware.name,
         )
         self._measured_s.append(record.iteration_s)

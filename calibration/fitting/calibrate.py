@@ -12,36 +12,29 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ...runtime.data.byte_text import head_batches, python_reference
 from ...runtime.devices.device import TrainingDevice
 from ...runtime.devices.machine import name_of_ranks
 from ...runtime.devices.process_settings import leave_a_core_for_lanes
 from ...runtime.model.batches import Batch, Loss, loss_of
-from ...runtime.model.configurations import build_model, training_dtype
 from ...runtime.model.identity import software_versions
-from ...runtime.model.snapshot import left_as_found
 from ...runtime.optimizers.chunk_optimizer import MakeOptimizer, default_optimizer
 from ...runtime.ranks.agreement import agreed
 from ...runtime.ranks.own_device import device_of_rank
 from ...runtime.ranks.world import join_world
-from ...runtime.tracing.tracing import trace
 from ...runtime.training.carry_out import carry_out
 from ...runtime.training.training import Training
-from ...shared.basics.errors import CalibrationError, PlanError
-from ...shared.catalogue.models import published_dtype
+from ...shared.basics.errors import CalibrationError
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import DeviceKind, Hardware
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
 from ...shared.schema.workload import Workload
-from ...shared.students.student import Student
-from ...shared.workloads.dtypes import choose_dtype
+from .configured import configured_subject
 from .fit import Pair, fit_calibration, pairs_of
-from .measurement_plans import bootstrap_plans
 from .optimizer_costs import optimizer_costs
-from .pair_subject import PairSubject
 from .slowdowns import measure_slowdowns
 from .subject import Subject, check_disk_described
+from .trained_as import TRAINED_WHOLE, TrainedAs
 
 _WARM_UP: Final = 3
 _RANK_TIMEOUT_S: Final = 600.0
@@ -63,11 +56,12 @@ def calibrate(
     all of them are to call this: they run plans of all modes together, and factors are fitted to what all measured.
     ``slowdown_seconds`` are for the lanes; the optimizers' steps have four seconds, or as many if these are fewer.
 
-    The model, its gradients and the random state stay as they are.  Devices of ``subject`` must have no budget: what is
-    measured are times.  Raises CalibrationError if the hardware has no disk for the folder, and FileError if the folder
-    cannot be used.
+    The model, its gradients and the random state stay as they are, also if a measurement fails.  A ``BudgetedSubject``
+    is trained itself, by plans within its budget, which its devices enforce; it is then put back.  Devices of any other
+    subject must have no budget: what is measured are times.  Raises CalibrationError if the hardware has no disk for
+    the folder, and FileError if the folder cannot be used.
     """
-    chosen = bootstrap_plans(subject.workload, has_disk=subject.measures_disk, num_ranks=subject.num_ranks)
+    chosen = subject.plans()
     total = 100 + len(chosen) * (steps + _WARM_UP + 1)
 
     def report(done: int) -> None:
@@ -82,13 +76,20 @@ def calibrate(
         on_progress=lambda done, of: report(100 * done // of),
     )
     pairs: list[Pair] = []
-    with left_as_found(subject.model):
+    with subject.left_as_found():
         for number, plan in enumerate(chosen, start=1):
             pairs += pairs_of(subject.workload, _measured(subject, plan, steps + _WARM_UP + 1))
             report(100 + number * (steps + _WARM_UP + 1))
     on_host, on_device = optimizer_costs(
         subject.make_device(), subject.hardware_of_rank, seconds=min(_OPTIMIZER_SECONDS, slowdown_seconds)
     )
+    on_host, on_device = subject.of_first(lambda: (on_host, on_device))
+    optimizers = {
+        "host_optimizer_factors": on_host.factors,
+        "device_optimizer_factors": on_device.factors,
+        "host_optimizer_tensor_s": on_host.tensor_s,
+        "device_optimizer_tensor_s": on_device.tensor_s,
+    }
     found = subject.of_first(
         lambda: fit_calibration(
             pairs,
@@ -96,18 +97,10 @@ def calibrate(
             contention=contention,
             machine=subject.make_device().description,
             software=software_versions(),
+            optimizers=optimizers,
         )
     )
-    on_host, on_device = subject.of_first(lambda: (on_host, on_device))
-    return found.model_copy(
-        update={
-            "num_runs": len(chosen),
-            "host_optimizer_factors": on_host.factors,
-            "device_optimizer_factors": on_device.factors,
-            "host_optimizer_tensor_s": on_host.tensor_s,
-            "device_optimizer_tensor_s": on_device.tensor_s,
-        }
-    )
+    return found.model_copy(update={"num_runs": len(chosen)})
 
 
 def run_plan(
@@ -157,31 +150,31 @@ def calibrate_configuration(
     seed: int = 0,
     disk_folder: Path | None = None,
     num_ranks: int = 1,
-    student: Student | None = None,
+    trained_as: TrainedAs = TRAINED_WHOLE,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Workload, Calibration]:
     """Build the model of a ``config.json`` with random weights, trace and time it here, and calibrate.
 
-    ``student``: what learns from the model, block by block: plans of bypass distillation are measured, on one rank.
+    ``trained_as``: with which options and optimizer, within which budget of device memory, and by which method: with a
+    student, plans of bypass distillation are measured, on one rank.
     ``disk_folder`` is on the disk of ``hardware``, which is measured with it.  ``num_ranks``: as many processes, of
     which this is one, all call this and get the same; they trace side by side, and the workload is that of rank 0.
     Raises CalibrationError if ``hardware`` was not probed on this machine with as many ranks or has no disk for a
     folder, FileError if the folder cannot be used, WorkloadError if the model is too large for the machine or no such
-    student can be made of it, PlanError if several ranks have one, RanksError if ranks do not find each other.
+    student can be made of it, PlanError if ``trained_as`` contradicts itself or is not for several ranks,
+    InfeasibleError if a budget is too small, which says what the least is, RanksError if ranks do not find each other.
     """
-    if student is not None and num_ranks > 1:
-        raise PlanError(
-            f"a student is measured on one rank alone, and {num_ranks} are asked for. Leave out --ranks, or --student."
-        )
+    trained_as.check(num_ranks)
     kind = "cuda" if hardware.device.kind is DeviceKind.CUDA and torch.cuda.is_available() else "cpu"
     world = join_world(num_ranks, timeout_s=_RANK_TIMEOUT_S)
-    make_device = partial(device_of_rank, kind, 0 if world is None else world.local_rank)
+    local_rank = 0 if world is None else world.local_rank
+    make_device = partial(device_of_rank, kind, local_rank, budget_bytes=trained_as.device_budget_bytes)
     try:
         agreed(world, lambda: _prepare(hardware, make_device(), num_ranks, disk_folder))
         subject = agreed(
             world,
-            lambda: _subject(
-                configuration, name, hardware, make_device, (batch_size, sequence_length), dtype, seed, student
+            lambda: configured_subject(
+                configuration, name, hardware, make_device, (batch_size, sequence_length), dtype, seed, trained_as
             ),
         )
         if world is not None:
@@ -212,33 +205,3 @@ def _prepare(hardware: Hardware, device: TrainingDevice, num_ranks: int, disk_fo
         check_disk_described(hardware, disk_folder)
     if not device.runs_behind:
         leave_a_core_for_lanes(num_ranks)
-
-
-def _subject(
-    configuration: Mapping[str, Any],
-    name: str,
-    hardware: Hardware,
-    make_device: Callable[[], TrainingDevice],
-    shape: tuple[int, int],
-    dtype: str | None,
-    seed: int,
-    student: Student | None,
-) -> Subject:
-    """The model with random weights, its student if it has one, one batch of text, and its timed workload.
-
-    ``shape``: samples, and tokens of each.
-    """
-    device, (batch_size, sequence_length) = make_device(), shape
-    torch.manual_seed(seed)
-    chosen = choose_dtype(published_dtype(configuration), dtype, hardware.device)
-    model = build_model(configuration, name, training_dtype(configuration, chosen.dtype), device="cpu")
-    model = model.to(device.torch_device)
-    batches = head_batches(
-        model, python_reference(), batch_size=batch_size, sequence_length=sequence_length, num_batches=1, seed=seed
-    )
-    batch = {key: tensor.to(device.torch_device) for key, tensor in next(batches).items()}
-    if student is not None:
-        pair = PairSubject.of(model, student, batch, name=name, hardware=hardware, make_device=make_device)
-        return replace(pair, workload=chosen.note_in(pair.workload))
-    workload = chosen.note_in(trace(model, batch, name=name))
-    return Subject(model, batch, workload, hardware, make_device)

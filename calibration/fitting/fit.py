@@ -11,7 +11,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from types import MappingProxyType
+from typing import Any, Final
 
 import numpy as np
 from scipy.optimize import nnls
@@ -76,8 +77,12 @@ def fit_calibration(
     contention: Sequence[Contention] = (),
     machine: str,
     software: Mapping[str, str],
+    optimizers: Mapping[str, Any] = MappingProxyType({}),
 ) -> Calibration:
     """The calibration that makes the simulator agree best with ``pairs``, task by task.
+
+    ``optimizers``: what steps of each take, measured by themselves, as fields of the calibration; factors are fitted on
+    top of them.
 
     Raises CalibrationError without pairs, for records that were not measured, or if tasks of a kind are far faster
     than the hardware's description allows, which means that it describes another machine.
@@ -98,14 +103,20 @@ def fit_calibration(
         iteration_noise_frac=statistics.median(pair.measured.iteration_noise_frac for pair in pairs),
         fitted_to=tuple(dict.fromkeys(pair.workload.model_name for pair in pairs)),
         num_runs=len(pairs),
+        **optimizers,
     )
+    bare = calibration.model_copy(update={"contention": ()})
     for _ in range(_ROUNDS):
-        calibration = _refit(calibration, pairs, schedules, hardware)
+        calibration = _refit(calibration, bare, pairs, schedules, hardware)
     return _with_gap(calibration, pairs)
 
 
 def _refit(
-    calibration: Calibration, pairs: Sequence[Pair], schedules: Sequence[Schedule], hardware: Hardware
+    calibration: Calibration,
+    without_factors: Calibration,
+    pairs: Sequence[Pair],
+    schedules: Sequence[Schedule],
+    hardware: Hardware,
 ) -> Calibration:
     """One round: slowdowns under the present factors, then factors under these slowdowns."""
     modelled: dict[TaskKind, list[float]] = {}
@@ -114,7 +125,7 @@ def _refit(
         plan = pair.measured.plan
         bare, current = (
             CostModel.of(pair.workload, hardware, known, num_ranks=plan.num_ranks).durations_s(schedule)
-            for known in (None, calibration)
+            for known in (without_factors, calibration)
         )
         timing = simulate_timing(schedule, current, ContentionModel.for_plan(plan, hardware, calibration))
         taken = timing.ends_s[timing.window] - timing.starts_s[timing.window]

@@ -26,7 +26,10 @@ from ...sim.costs.task_costs import CostModel
 
 _SHAPE: Final = (1024, 4096)
 """A matrix, of which Adafactor keeps factors."""
-_CUDA_SHAPE: Final = (8192, 8192)
+_CUDA_SIDE: Final = 8192
+"""Of the same on an accelerator, or less where a budget is smaller."""
+_SCALAR_BYTES: Final = 64
+"""On the device: weight, gradient, moments, and as much room beside them."""
 MEASURED: Final[tuple[Optimizer, ...]] = tuple(
     optimizer for optimizer in Optimizer if optimizer not in (Optimizer.ADAMW, Optimizer.PAGED_ADAMW_8BIT)
 )
@@ -64,11 +67,19 @@ def optimizer_costs(
                 small_s = timed(_step(optimizer, place, [_SMALL_SHAPE] * _NUM_SMALL), share_s)
                 _note(on_host, optimizer, hardware, TaskKind.CPU_ADAM, _SHAPE, large_s, small_s)
     for optimizer in on_host.factors if is_cuda else ():
-        place = device.torch_device
-        large_s = seconds_on(_step(optimizer, place, [_CUDA_SHAPE]), place, share_s)
+        place, shape = device.torch_device, _cuda_shape(device)
+        large_s = seconds_on(_step(optimizer, place, [shape]), place, share_s)
         small_s = seconds_on(_step(optimizer, place, [_SMALL_SHAPE] * _NUM_SMALL), place, share_s)
-        _note(on_device, optimizer, hardware, TaskKind.DEVICE_ADAM, _CUDA_SHAPE, large_s, small_s)
+        _note(on_device, optimizer, hardware, TaskKind.DEVICE_ADAM, shape, large_s, small_s)
     return on_host, on_device
+
+
+def _cuda_shape(device: TrainingDevice) -> tuple[int, int]:
+    """A matrix whose step is long, and within the device's budget."""
+    side = _CUDA_SIDE
+    while device.limit_bytes is not None and _SCALAR_BYTES * side * side > device.limit_bytes and side > _SHAPE[0]:
+        side //= 2
+    return side, side
 
 
 def _note(

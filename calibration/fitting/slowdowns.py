@@ -20,6 +20,7 @@ Slowdowns are means over ranks.
 from __future__ import annotations
 
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +48,8 @@ _CUDA_COPY_BYTES: Final = 2**26
 _CUDA_ADAM_SCALARS: Final = 2**22
 """On an accelerator every piece must take milliseconds: threads that launch short ones wait for each other, which is
 no slowdown of the device."""
+_LEAST_SHARE: Final = 8
+"""Parts of a device's memory, of which what is copied takes one at most."""
 _LEAST_DISK_BYTES: Final = 2**16
 _MOST_DISK_BYTES: Final = 2**26
 _DISK_PIECES: Final = 4
@@ -85,7 +88,7 @@ def measure_slowdowns(
     perceptron.  Raises FileError if the folder cannot be used.
     """
     is_cuda = device.torch_device.type == "cuda"
-    copy_bytes = _CUDA_COPY_BYTES if is_cuda else _COPY_BYTES
+    copy_bytes = min(_CUDA_COPY_BYTES if is_cuda else _COPY_BYTES, (device.limit_bytes or sys.maxsize) // _LEAST_SHARE)
     work = {
         Lane.COMPUTE: compute or compute_work(device.torch_device),
         Lane.H2D: copy_work(device, copy_bytes, to_device=True),

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from ...runtime.devices.chunk_file import check_folder
 from ...runtime.devices.cpu_device import CpuDevice
 from ...runtime.devices.device import TrainingDevice
 from ...runtime.model.batches import Batch, Loss, loss_of
+from ...runtime.model.snapshot import left_as_found
 from ...runtime.optimizers.chunk_optimizer import MakeOptimizer, default_optimizer
 from ...runtime.ranks.agreement import agreed
 from ...runtime.ranks.world import World, exchanged
@@ -22,8 +25,10 @@ from ...runtime.training.training import Training
 from ...shared.basics.errors import CalibrationError
 from ...shared.catalogue.rank_share import machine_of_rank
 from ...shared.schema.hardware import Hardware
+from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.plan import Plan
-from ...shared.schema.workload import Workload
+from ...shared.schema.workload import DType, Workload
+from .measurement_plans import bootstrap_plans
 
 T = TypeVar("T")
 
@@ -49,6 +54,19 @@ class Subject:
 
     Its collective lane is open.  Plans are for one workload: ``on_workload_of_first`` gives all ranks that of rank 0.
     """
+    optimizer: Optimizer = Optimizer.ADAMW
+    """What plans step with; ``make_optimizer`` makes it."""
+    autocast: DType | None = None
+    """The element type that forward computes in; None: that of the parameters."""
+
+    def plans(self) -> tuple[Plan, ...]:
+        """Those that a calibration is fitted to (``bootstrap_plans``)."""
+        chosen = bootstrap_plans(self.workload, has_disk=self.measures_disk, num_ranks=self.num_ranks)
+        return tuple(Plan.model_validate(plan.model_dump() | {"optimizer": self.optimizer}) for plan in chosen)
+
+    def left_as_found(self) -> AbstractContextManager[Any]:
+        """Within the block plans are run; the model is afterwards what it was."""
+        return left_as_found(self.model)
 
     def begin(self, plan: Plan, *, disk_folder: Path | None = None) -> Training:
         """A training of a copy of the model by ``plan``, on a device of its own; a context manager."""
@@ -63,8 +81,11 @@ class Subject:
 
     def run_step(self, training: Training) -> None:
         """One step of ``training`` on as many micro-batches as its plan has, each the subject's batch."""
+        device_type, dtype = training.device.torch_device.type, self.autocast
         for _ in range(training.plan.micro_batches):
-            loss_of(training.model, self.batch, self.loss).backward()  # type: ignore[no-untyped-call]
+            with nullcontext() if dtype is None else torch.autocast(device_type, dtype=getattr(torch, dtype)):
+                loss = loss_of(training.model, self.batch, self.loss)
+            loss.backward()  # type: ignore[no-untyped-call]
         training.step()
 
     def plain_step(self) -> Callable[[], None] | None:

@@ -1,0 +1,84 @@
+"""A model of a configuration, with random weights, ready to be measured on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...runtime.commands.random_model import check_host_memory
+from ...runtime.data.byte_text import head_batches, python_reference
+from ...runtime.devices.device import TrainingDevice
+from ...runtime.model.configurations import build_model, training_dtype
+from ...runtime.optimizers.chunk_optimizer import default_optimizer
+from ...runtime.optimizers.named import check_runs_on, named_optimizer
+from ...runtime.timing.within_budget import autocast_on
+from ...runtime.tracing.configurations import apply_options, configured_model
+from ...runtime.tracing.tracing import trace
+from ...shared.catalogue.models import published_dtype
+from ...shared.schema.hardware import Hardware
+from ...shared.schema.optimizer import Optimizer
+from ...shared.workloads.dtypes import choose_dtype
+from .budgeted import BudgetedSubject
+from .pair_subject import PairSubject
+from .subject import Subject
+from .trained_as import TrainedAs
+
+
+def configured_subject(
+    configuration: Mapping[str, Any],
+    name: str,
+    hardware: Hardware,
+    make_device: Callable[[], TrainingDevice],
+    shape: tuple[int, int],
+    dtype: str | None,
+    seed: int,
+    trained_as: TrainedAs,
+) -> Subject:
+    """The model with random weights, its student if it has one, one batch of text, and its timed workload.
+
+    ``shape``: samples, and tokens of each.  ``make_device`` gives devices with the budget, if there is one: the model
+    is on the host then, else on the device.  Raises ProtwinError.
+    """
+    device, (batch_size, sequence_length) = make_device(), shape
+    check_runs_on(trained_as.optimizer, device.torch_device)
+    chosen = choose_dtype(published_dtype(configuration), dtype, hardware.device)
+    is_within = trained_as.device_budget_bytes is not None
+    if is_within:
+        twin = configured_model(configuration, name, chosen.dtype, trained_as.options)
+        check_host_memory(twin, name, "Use a machine with more memory.", trained_as.optimizer)
+    torch.manual_seed(seed)
+    model: nn.Module = build_model(configuration, name, training_dtype(configuration, chosen.dtype), device="cpu")
+    apply_options(model, trained_as.options)
+    batches = head_batches(
+        model, python_reference(), batch_size=batch_size, sequence_length=sequence_length, num_batches=1, seed=seed
+    )
+    batch = {key: tensor.to(device.torch_device) for key, tensor in next(batches).items()}
+    autocast, optimizer = trained_as.options.autocast, trained_as.optimizer
+    if trained_as.device_budget_bytes is not None:
+        # Nobody wants random weights back.
+        within = BudgetedSubject.of(
+            model,
+            batch,
+            hardware,
+            trained_as.device_budget_bytes,
+            optimizer=optimizer,
+            autocast=autocast,
+            name=name,
+            make_device=make_device,
+            is_kept=False,
+        )
+        return replace(within, workload=chosen.note_in(within.workload))
+    model = model.to(device.torch_device)
+    if trained_as.student is not None:
+        pair = PairSubject.of(model, trained_as.student, batch, name=name, hardware=hardware, make_device=make_device)
+        return replace(pair, workload=chosen.note_in(pair.workload))
+    with autocast_on(device.torch_device.type, autocast):
+        workload = chosen.note_in(trace(model, batch, name=name))
+    make_optimizer = default_optimizer if optimizer is Optimizer.ADAMW else named_optimizer(optimizer)
+    return Subject(
+        model, batch, workload, hardware, make_device, make_optimizer, optimizer=optimizer, autocast=autocast
+    )

@@ -1,0 +1,68 @@
+"""``protwin calibrate``: budgets, and what does not go together."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from protwin.calibration import calibrate
+from protwin.shared.catalogue.machines import hardware_to_toml
+from protwin.shared.schema.calibration import Calibration
+from protwin.shared.schema.schedule import TaskKind
+from protwin.shared.schema.workload import Workload
+from tests.calibration.fitting.test_budgeted import HERE
+from tests.cli.conftest import Protwin
+from tests.cli.refusals import refusal
+from tests.cli.test_whole_chain import MODEL
+
+SMALL = MODEL | {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
+HERE_WITH = ("calibrate", "--model", "config.json", "--batch-size=1", "--sequence-length=16", "--hardware=machine.toml")
+
+
+@pytest.fixture
+def here(work: Path) -> Path:
+    """The folder that commands run in, with a small model and this machine."""
+    (work / "config.json").write_text(json.dumps(SMALL))
+    (work / "machine.toml").write_text(hardware_to_toml(HERE))
+    return work
+
+
+def test_the_least_budget_is_said_and_is_enough(
+    protwin_here: Protwin, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(calibrate.__kwdefaults__, "slowdown_seconds", 0.1)
+    options = (*HERE_WITH, "--lora-rank=2", "--optimizer=sgd", "--steps=2")
+    message = refusal(protwin_here, here, (*options, "--device-budget", "10KiB"))
+    found = re.search(r"Raise it to ([\d.]+ [KM]iB)", message)
+    assert found is not None, message
+    least = found.group(1).replace(" ", "")
+    outputs = ("--output", "calibration.json", "--workload-output", "workload.json")
+    result = protwin_here(*options, "--device-budget", least, *outputs)
+    assert result.returncode == 0, result.stderr
+    calibration, workload = Calibration.load(here / "calibration.json"), Workload.load(here / "workload.json")
+    assert {TaskKind.GATHER, TaskKind.RECOMPUTE, TaskKind.CPU_ADAM} <= calibration.factors.keys()
+    assert workload.is_measured
+    assert workload.measured_on == HERE.name
+    assert {parameter.name for parameter in workload.parameters if parameter.trainable} == {
+        parameter.name for parameter in workload.parameters if "lora_" in parameter.name
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--ranks=2", "--device-budget=1GiB"), "--device-budget"),
+        (("--lora-targets=q_proj",), "--lora-rank is missing"),
+        (("--autocast=int8",), "--autocast int8 is not known"),
+        (("--optimizer=sdg",), "sdg"),
+        (("--device-budget=0",), "budget"),
+        (("--device-budget=much",), "--device-budget"),
+        (("--freeze=*",), "no trainable parameter"),
+    ],
+    ids=" ".join,
+)
+def test_what_makes_no_sense_is_refused(protwin_here: Protwin, here: Path, options: tuple[str, ...], said: str) -> None:
+    assert said in refusal(protwin_here, here, (*HERE_WITH, *options))
