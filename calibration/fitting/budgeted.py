@@ -23,6 +23,7 @@ from ...runtime.timing.within_budget import check_enough, trace_within
 from ...runtime.training.carry_out import carry_out
 from ...runtime.training.training import Training
 from ...shared.basics.errors import CalibrationError
+from ...shared.basics.units import format_bytes
 from ...shared.schema.hardware import DeviceKind, Hardware
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.plan import Plan
@@ -80,8 +81,8 @@ class BudgetedSubject(Subject):
         device = made()
         if device.limit_bytes is None or device.limit_bytes > device_budget_bytes:
             raise CalibrationError(
-                f"make_device gives a device that does not keep to the budget of {device_budget_bytes} bytes. Pass "
-                f"lambda: CpuDevice(budget_bytes), or CudaDevice(budget_bytes=...)."
+                f"make_device gives a device that does not keep to the budget of {format_bytes(device_budget_bytes)}. "
+                f"Let it give CpuDevice(budget_bytes), or CudaDevice(budget_bytes=...), or leave it out."
             )
         saved = None if weights is None else SavedWeights(Path(weights))
         given = on_device(batch, device.torch_device)

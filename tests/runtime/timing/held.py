@@ -59,10 +59,10 @@ class Held:
             }
         )
 
-    def check(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Raise AssertionError, which says what, if anything differs."""
+    def changed(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[str]:
+        """What is no longer what it was."""
         now = Held.of(model, optimizer).facts
-        assert [name for name, fact in self.facts.items() if now[name] != fact] == []
+        return [name for name, fact in self.facts.items() if now[name] != fact]
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> Any:

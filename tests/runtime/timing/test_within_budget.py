@@ -18,18 +18,19 @@ from torch import nn
 
 from protwin.runtime import CpuDevice, CpuOutOfMemoryError, carry_out, parameters_on_meta, trace
 from protwin.runtime.model.adapters import add_lora
+from protwin.runtime.timing import within_budget
 from protwin.runtime.timing.visits import VisitingModel
-from protwin.runtime.timing.within_budget import least_plan, mode_rows, trace_within
+from protwin.runtime.timing.within_budget import least_plan, meta_twin, mode_rows, trace_within
 from protwin.shared.basics.errors import FileError, InfeasibleError
 from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.plan import ActivationMode
 from protwin.shared.schema.schedule import TaskKind
 from protwin.shared.schema.workload import DType, Workload
-from tests.runtime.models import gpt2, llama, token_batches
+from tests.runtime.models import gpt2, token_batches
 from tests.runtime.timing.held import Held
 
 _WIDTH = 64
-_PAUSE_S = 0.01
+_PAUSE_S = 0.004
 
 
 class Block(nn.Module):
@@ -70,9 +71,7 @@ def made(num_blocks: int = 4, **settings: Any) -> tuple[Model, dict[str, torch.T
 
 def seen(model: nn.Module, batch: Any) -> Workload:
     """What a trace without memory sees."""
-    with torch.device("meta"):
-        empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in batch.items()}
-    return trace(copy.deepcopy(model).to("meta"), empty, device_kind=DeviceKind.CPU)
+    return trace(meta_twin(model), batch, device_kind=DeviceKind.CPU)
 
 
 # -- what is measured ------------------------------------------------------------------------------------------------
@@ -99,15 +98,14 @@ def test_a_section_takes_what_it_computes_and_not_what_its_parameters_way_costs(
     model, batch = made(2, pause_s=_PAUSE_S)
     block_bytes = sum(p.numel() * 4 for p in model.layers[0].parameters())
 
-    def measured() -> Workload:
-        return trace_within(
-            model, batch, CpuDevice(host_to_device_bytes_per_s=block_bytes / (10 * _PAUSE_S)), repeats=1
-        )
+    def measured(repeats: int) -> Workload:
+        device = CpuDevice(host_to_device_bytes_per_s=block_bytes / (10 * _PAUSE_S))
+        return trace_within(model, batch, device, repeats=repeats)
 
     def longest_s(workload: Workload) -> float:
         return max(phase.measured_s or 0.0 for phase in workload.profiles[0].phases)
 
-    found = measured()
+    found = measured(3)
     profile = found.profiles[0]
     assert (
         min(p.measured_s or 0.0 for p in (profile.forward, profile.checkpoint_forward, profile.recompute)) >= _PAUSE_S
@@ -115,7 +113,7 @@ def test_a_section_takes_what_it_computes_and_not_what_its_parameters_way_costs(
     assert longest_s(found) < 5 * _PAUSE_S
     bring = VisitingModel.bring
     with patch("protwin.runtime.timing.visits._Visits.begin", _with_the_clock_running(bring)):
-        assert longest_s(measured()) > 9 * _PAUSE_S
+        assert longest_s(measured(1)) > 9 * _PAUSE_S
 
 
 def _with_the_clock_running(bring: Any) -> Any:
@@ -131,24 +129,26 @@ def _with_the_clock_running(bring: Any) -> Any:
 
 
 def test_blocks_are_kept_as_far_as_the_budget_allows() -> None:
-    """In a budget for all of them once, in less in turns, and in the least of all not at all."""
-    workload = seen(*made(5))
+    """All of them at once, in less by turns, and in the least the last one alone, which is recomputed right away."""
+    model, _ = made(5)
+    workload = seen(model, {"x": torch.randn(512, _WIDTH)})
     _, least_bytes = least_plan(workload)
     keep, again = ActivationMode.KEEP, ActivationMode.CHECKPOINT
-    assert tuple(mode_rows(workload, least_bytes)) == ((again,) * 5,)
+    assert tuple(mode_rows(workload, least_bytes)) == ((again,) * 5, (*(again,) * 4, keep))
     in_plenty = list(mode_rows(workload, None))
     assert in_plenty[0] == (again,) * 5
     kept = {place for row in in_plenty for place, mode in enumerate(row) if mode is keep}
     assert {workload.blocks[place].profile for place in kept} == set(range(len(workload.profiles)))
-    numbers = [len(list(mode_rows(workload, least_bytes + more))) for more in range(0, 100_000, 2000)]
+    with patch.object(within_budget, "_examples", lambda _: list(range(5))):
+        numbers = [len(list(mode_rows(workload, least_bytes + more))) for more in range(0, 2**23, 2**20)]
     assert max(numbers) > len(in_plenty) == 2
     assert numbers[-1] == 2
 
 
 def test_a_block_that_is_never_kept_takes_what_its_recomputation_takes() -> None:
     model, batch = made()
-    _, least_bytes = least_plan(seen(model, batch))
-    workload = trace_within(model, batch, CpuDevice(least_bytes), repeats=1)
+    with patch.object(within_budget, "mode_rows", lambda workload, _: [(ActivationMode.CHECKPOINT,) * 4]):
+        workload = trace_within(model, batch, CpuDevice("10MiB"), repeats=1)
     for profile in workload.profiles:
         again = (profile.checkpoint_forward.measured_s, profile.recompute.measured_s)
         assert profile.forward.measured_s == max(seconds for seconds in again if seconds is not None)
@@ -165,25 +165,34 @@ def _bring_everything(self: VisitingModel, kind: TaskKind, section: Any) -> None
         chunk.gather()
 
 
-@pytest.mark.parametrize("family", ["linear", "gpt2", "llama", "lora", "autocast"])
-def test_the_least_budget_is_enough_and_is_enforced(family: str) -> None:
-    """Tied heads, dropout, low-rank matrices and casts included; the whole model on the device is refused."""
-    model, batch = made() if family == "linear" else (gpt2() if family == "gpt2" else llama(), token_batches()[0])
-    if family == "lora":
+@pytest.mark.parametrize("way", ["plain", "lora", "autocast"])
+def test_the_least_budget_is_enough_and_is_enforced(way: str) -> None:
+    """Low-rank matrices and casts included; the whole model on the device is refused."""
+    model, batch = made()
+    if way == "lora":
         add_lora(model, rank=2)
-    autocast = DType.BFLOAT16 if family == "autocast" else None
+    autocast = DType.BFLOAT16 if way == "autocast" else None
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast is not None):
         _, least_bytes = least_plan(seen(model, batch))
-    model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    assert least_bytes < model_bytes
     device = CpuDevice(least_bytes)
     trace_within(model, batch, device, repeats=1, autocast=autocast)
-    assert device.ledger.peak_bytes <= least_bytes
+    assert least_bytes // 3 < device.ledger.peak_bytes <= least_bytes
     assert device.ledger.named_bytes == 0
     with pytest.raises(InfeasibleError, match=r"too small to measure.*Raise it to"):
         trace_within(model, batch, CpuDevice(least_bytes - 1), repeats=1, autocast=autocast)
-    with patch.object(VisitingModel, "bring", _bring_everything), pytest.raises(CpuOutOfMemoryError):
-        trace_within(model, batch, CpuDevice(least_bytes), repeats=1, autocast=autocast)
+    if sum(p.numel() * 4 for p in model.parameters()) > least_bytes:
+        with patch.object(VisitingModel, "bring", _bring_everything), pytest.raises(CpuOutOfMemoryError):
+            trace_within(model, batch, CpuDevice(least_bytes), repeats=1, autocast=autocast)
+    else:
+        assert way == "autocast", "casts of weights are larger than they save"
+
+
+def test_a_tied_head_comes_where_it_is_used() -> None:
+    """Its gradient stays until the prologue has completed it."""
+    model, batch = gpt2(num_layers=1), token_batches()[0]
+    found = trace_within(model, batch, CpuDevice("10MiB"), repeats=1)
+    assert found.is_measured
+    assert found.identity == trace(model, batch, repeats=0).identity
 
 
 @contextmanager
@@ -243,17 +252,17 @@ def test_everything_is_as_found_whatever_fails() -> None:
     assert begun[0] > 10
     held = Held.of(model)
     for step in range(1, begun[0] + 2):
-        held.check(model)
+        assert held.changed(model) == []
         with failing_at(model, step):
             if step <= begun[0]:
                 with pytest.raises(_Stop):
                     trace_within(model, batch, CpuDevice("10MiB"), repeats=1)
             else:
                 trace_within(model, batch, CpuDevice("10MiB"), repeats=1)
-    held.check(model)
+    assert held.changed(model) == []
 
 
-@pytest.mark.parametrize("step", [1, 9, 30, None])
+@pytest.mark.parametrize("step", [1, 5, 9, None])
 def test_weights_in_a_folder_stay_there(tmp_path: Path, step: int | None) -> None:
     torch.manual_seed(0)
     save_file({name: tensor.clone() for name, tensor in Model(2).state_dict().items()}, tmp_path / "model.safetensors")
