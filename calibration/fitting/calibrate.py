@@ -68,21 +68,22 @@ def calibrate(
         if on_progress is not None:
             on_progress(done, total)
 
-    contention = measure_slowdowns(
-        subject.make_device(),
-        seconds=slowdown_seconds,
-        disk_folder=subject.disk_folder,
-        world=subject.world,
-        on_progress=lambda done, of: report(100 * done // of),
-    )
-    pairs: list[Pair] = []
+    # What lanes run while they are measured draws random numbers too.
     with subject.left_as_found():
+        contention = measure_slowdowns(
+            subject.make_device(),
+            seconds=slowdown_seconds,
+            disk_folder=subject.disk_folder,
+            world=subject.world,
+            on_progress=lambda done, of: report(100 * done // of),
+        )
+        pairs: list[Pair] = []
         for number, plan in enumerate(chosen, start=1):
             pairs += pairs_of(subject.workload, _measured(subject, plan, steps + _WARM_UP + 1))
             report(100 + number * (steps + _WARM_UP + 1))
-    on_host, on_device = optimizer_costs(
-        subject.make_device(), subject.hardware_of_rank, seconds=min(_OPTIMIZER_SECONDS, slowdown_seconds)
-    )
+        on_host, on_device = optimizer_costs(
+            subject.make_device(), subject.hardware_of_rank, seconds=min(_OPTIMIZER_SECONDS, slowdown_seconds)
+        )
     on_host, on_device = subject.of_first(lambda: (on_host, on_device))
     optimizers = {
         "host_optimizer_factors": on_host.factors,
