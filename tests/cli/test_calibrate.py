@@ -60,7 +60,7 @@ def test_the_least_budget_is_said_and_is_enough(
         (("--optimizer=sdg",), "sdg"),
         (("--device-budget=0",), "budget"),
         (("--device-budget=much",), "--device-budget"),
-        (("--freeze=*",), "no trainable parameter"),
+        (("--freeze=*",), "no parameter to train"),
     ],
     ids=" ".join,
 )

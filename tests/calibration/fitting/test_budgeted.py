@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -116,9 +117,9 @@ def subject_of(model: nn.Module, budget_bytes: int = 2**20, **fields: Any) -> Bu
     return BudgetedSubject.of(model, BATCH, HERE, budget_bytes, repeats=0, **fields)
 
 
-def measured(subject: BudgetedSubject) -> Calibration:
+def measured(subject: BudgetedSubject, on_progress: Callable[[int, int], None] | None = None) -> Calibration:
     with in_short():
-        return calibrate(subject, steps=2, slowdown_seconds=0.05)
+        return calibrate(subject, steps=2, slowdown_seconds=0.05, on_progress=on_progress)
 
 
 def _refusing_copies(copied: Any) -> Any:
@@ -231,19 +232,36 @@ def _begun() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def test_everything_is_as_found_whatever_fails() -> None:
-    """A failure is injected at steps from the first to the last, and where progress is told."""
+    """A failure is injected at steps of every plan, between them, and while lanes are measured."""
     model, optimizer = _begun()
     held = Held.of(model, optimizer)
     subject = subject_of(model)
     assert held.changed(model, optimizer) == []
-    with failing_at(-1) as begun:
-        measured(subject)
-    assert held.changed(model, optimizer) == []
-    assert begun[0] > 200
-    for step in (1, 2, begun[0] - 1, *random.Random(0).sample(range(3, begun[0] - 1), 7)):
-        with failing_at(step), pytest.raises(_Stop):
+    # As many steps each time: lanes that are measured take as many as there is time for.
+    with patch.object(slowdowns, "measure_slowdowns", lambda *_, **__: ()):
+        with failing_at(-1) as begun:
             measured(subject)
         assert held.changed(model, optimizer) == []
+        assert begun[0] > 200
+        # The last copies are ahead of an iteration that never comes.
+        for step in (1, 2, *random.Random(0).sample(range(3, begun[0] * 9 // 10), 8)):
+            with failing_at(step), pytest.raises(_Stop):
+                measured(subject)
+            assert held.changed(model, optimizer) == []
+    for report in (1, 13):
+        with pytest.raises(_Stop):
+            measured(subject, _failing_report(report))
+        assert held.changed(model, optimizer) == []
+
+
+def _failing_report(number: int) -> Callable[[int, int], None]:
+    told = count(1)
+
+    def report(done: int, total: int) -> None:
+        if next(told) == number:
+            raise _Stop
+
+    return report
 
 
 def test_what_is_not_put_back_is_seen() -> None:
