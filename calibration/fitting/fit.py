@@ -1,9 +1,16 @@
 """Fitting a calibration: the factor of every task kind from pairs of predicted and measured tasks.
 
-For each kind the measured seconds of its tasks are regressed on the modelled ones, without an intercept where the
-tasks are too alike to tell one, by least squares with both coefficients kept from being negative.  Slowdown by other
-lanes is part of a measured duration, so the modelled seconds are what the simulator predicts under contention, and the
-fit is repeated with the factors found until they settle.
+For each kind the measured seconds of its tasks are regressed on the modelled ones, by least squares with both
+coefficients kept from being negative.  What a task costs is counted from when it could begin (``since_ready.py``), so
+that hand-over, hooks and launches are in it.  Slowdown by other lanes is part of a measured duration, so the modelled
+seconds are what the simulator predicts under contention, and the fit is repeated with the factors found until they
+settle.
+
+[Note: Slope or intercept]
+Tasks that are alike cannot tell what grows with a task's work from what every task costs alike.  Taken for the one, it
+is carried to models with other tasks as the other.  So an intercept is held to be about as small as starting a task is
+known to be (``_STARTING_S``) until tasks of different sizes tell more: the estimate that is most probable if errors
+grow with the root of a task's work, and intercepts scatter by so much.
 """
 
 from __future__ import annotations
@@ -27,13 +34,16 @@ from ...shared.schema.workload import Workload
 from ...sim.costs.contention import ContentionModel
 from ...sim.costs.task_costs import CostModel
 from ...sim.engine.simulator import simulate_timing
+from .since_ready import seconds_since_ready
 
 _ROUNDS: Final = 4
-_SPREAD: Final = 4.0
-"""Largest over smallest modelled seconds from which an intercept can be told from a slope."""
-_FEWEST_FOR_INTERCEPT: Final = 4
+_STARTING_S: Final = 3e-4
+"""Hooks, launches and a thread's wake-up, as far as one knows before measuring ([Note: Slope or intercept])."""
+_LEAST_ERROR_FRAC: Final = 1e-3
+"""Of a task: no measurement is truer."""
+_TIMES: Final = 4
+"""The errors are as large as the last estimate leaves them: so often."""
 _LOWEST: Final = 0.02
-_HIGHEST: Final = 20.0
 
 
 @dataclass(frozen=True)
@@ -129,10 +139,11 @@ def _refit(
         )
         timing = simulate_timing(schedule, current, ContentionModel.for_plan(plan, hardware, calibration))
         taken = timing.ends_s[timing.window] - timing.starts_s[timing.window]
-        for task, timed in zip(schedule.tasks, pair.measured.tasks, strict=True):
+        seconds = seconds_since_ready(pair.measured, schedule)
+        for task in schedule.tasks:
             slowdown = float(taken[task.id]) / current[task.id] if current[task.id] > 0 else 1.0
             modelled.setdefault(task.kind, []).append(bare[task.id])
-            measured.setdefault(task.kind, []).append(timed.duration_s / max(1.0, slowdown))
+            measured.setdefault(task.kind, []).append(seconds[task.id] / max(1.0, slowdown))
     factors, overheads = dict(calibration.factors), {}
     for kind in modelled:
         factors[kind], overheads[kind] = _regress(kind, np.array(modelled[kind]), np.array(measured[kind]))
@@ -140,31 +151,35 @@ def _refit(
 
 
 def _regress(kind: TaskKind, modelled: np.ndarray, measured: np.ndarray) -> tuple[Factor, float]:
-    """Slope and intercept (seconds) of measured over modelled, with the slope's relative standard deviation."""
+    """Slope and intercept (seconds) of measured over modelled, by [Note: Slope or intercept].
+
+    With the slope's relative standard deviation.  Raises CalibrationError if the slope is far below what the hardware's
+    description allows.
+    """
     present = modelled > 0
     if not present.any():
         return Factor(), float(np.median(measured))
     x, y = modelled[present], measured[present]
-    # A task's scatter grows with its duration: weighting by 1 / x lets short tasks tell the intercept.
-    weight = 1 / np.sqrt(x)
-    slope, overhead_s = float((x * weight) @ (y * weight) / ((x * weight) @ (x * weight))), 0.0
-    if len(x) >= _FEWEST_FOR_INTERCEPT and x.max() > _SPREAD * x.min():
-        (bent, intercept_s), _ = nnls(np.stack([x * weight, weight], axis=1), y * weight)
-        # An intercept explains what a task costs besides its work; one that explains the work itself is noise.
-        if bent > slope / 2:
-            slope, overhead_s = float(bent), float(intercept_s)
-    if slope < _LOWEST:
+    # A task's scatter grows with its duration: so weighted, all that is measured tells alike.
+    root = np.sqrt(x)
+    rows, target = np.stack([root, 1 / root], axis=1), y / root
+    alone = float(root @ target / (root @ root))
+    if alone < _LOWEST:
         raise CalibrationError(
-            f"{kind} took {slope:.3g} times what the hardware's description says. It describes another machine: probe "
+            f"{kind} took {alone:.3g} times what the hardware's description says. It describes another machine: probe "
             f"this one (protwin hardware probe)."
         )
-    if slope > _HIGHEST:
-        # Far beyond the model: tasks so short that they cost what starting them costs.
-        slope, overhead_s = 1.0, max(0.0, float(np.median(y - x)))
-    residual = y - overhead_s - slope * x
-    degrees = max(1, len(x) - 1)
-    relative_std = float(np.sqrt((residual @ residual) / degrees / (x @ x)) / slope)
-    return Factor(value=float(slope), relative_std=relative_std, num_pairs=len(x)), overhead_s
+    known = np.array([[0.0, 1 / _STARTING_S]])
+    found = np.array([alone, 0.0])
+    for _ in range(_TIMES):
+        error = max(float(np.sqrt(np.mean((target - rows @ found) ** 2))), _LEAST_ERROR_FRAC * float(target.mean()))
+        found, _ = nnls(np.concatenate([rows / error, known]), np.append(target / error, 0.0))
+    covariance = np.linalg.inv(rows.T @ rows / error**2 + known.T @ known)
+    slope, overhead_s = float(found[0]), float(found[1])
+    if slope < _LOWEST:
+        # What the tasks cost does not grow with their work: a slope must be something all the same.
+        slope, overhead_s = alone, 0.0
+    return Factor(value=slope, relative_std=float(np.sqrt(covariance[0, 0])) / slope, num_pairs=len(x)), overhead_s
 
 
 def _with_gap(calibration: Calibration, pairs: Sequence[Pair]) -> Calibration:

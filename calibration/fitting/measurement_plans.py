@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ...shared.layout.layout import Layout, aligned, layout_of
 from ...shared.methods.known import method_named
@@ -17,44 +17,45 @@ RANK_MODES: Final = (ParallelMode.DDP, ParallelMode.REPLICATED, ParallelMode.SHA
 
 
 def bootstrap_plans(workload: Workload, *, has_disk: bool = False, num_ranks: int = 1) -> tuple[Plan, ...]:
-    """Three plans that between them run every kind of task: all on the device, half of it, and nothing kept there.
+    """Plans that between them run every kind of task, in chunks of different sizes.
 
-    ``has_disk``: a fourth one has half of the chunks on the disk, and the parameters of half of these.  Of several
-    ranks the three are DDP, replicated and sharded, and a fourth one has all chunks sharded over the devices.
+    Of one rank: all on the device, half of it, nothing kept there; small chunks with half of the blocks swapped, where
+    the method has modes; and two micro-batches under a limit of the norm, with chunks that the host steps and the
+    device keeps.  ``has_disk``: one more has half of the chunks on the disk, and the parameters of half of these.  Of
+    several ranks: DDP, replicated, sharded, and one that has all chunks sharded over the devices.
     """
-    chunk_bytes = largest_block_bytes(workload)
-    layout = layout_of(workload, chunk_bytes)
-    half = len(layout.chunks) // 2
-    blocks = _num_with_modes(workload)
-    ddp, replicated, sharded = RANK_MODES if num_ranks > 1 else (ParallelMode.SINGLE,) * 3
+    layout, blocks = layout_of(workload, largest_block_bytes(workload)), _num_with_modes(workload)
+    half, all_chunks = len(layout.chunks) // 2, len(layout.chunks)
 
-    def plan(n_persist: int, n_buffer: int, n_checkpoint: int, prefetch_depth: int, parallel: ParallelMode) -> Plan:
+    def plan(n_persist: int, more_buffers: int, *, within: Layout = layout, **knobs: Any) -> Plan:
+        fewest = within.min_buffers(n_persist + knobs.get("n_host_stepped", 0))
         return Plan(
             workload_id=workload.identity,
             method=workload.method,
-            chunk_bytes=chunk_bytes,
+            chunk_bytes=within.chunk_bytes,
             n_persist=n_persist,
-            n_buffer=n_buffer,
-            n_checkpoint=n_checkpoint,
-            prefetch_depth=prefetch_depth,
-            parallel=parallel,
+            n_buffer=_buffers(fewest, more_buffers),
             num_ranks=num_ranks,
+            **knobs,
         )
 
-    buffers = _buffers(layout.min_buffers(0), 1)
+    ddp, replicated, sharded = RANK_MODES if num_ranks > 1 else (ParallelMode.SINGLE,) * 3
     plans = (
-        plan(len(layout.chunks), 0, 0, 1, ddp),
-        plan(half, _buffers(layout.min_buffers(half), 1), blocks // 2, 1, replicated),
-        plan(0, buffers, blocks, 2, sharded),
+        plan(all_chunks, 0, parallel=ddp),
+        plan(half, 1, n_checkpoint=blocks // 2, parallel=replicated),
+        plan(0, 1, n_checkpoint=blocks, prefetch_depth=2, parallel=sharded),
     )
     if num_ranks > 1:
-        on_devices = {"n_shard": len(layout.chunks)}
-        return *plans, Plan.model_validate(plan(0, buffers, 0, 1, sharded).model_dump() | on_devices)
+        return *plans, plan(0, 1, n_shard=all_chunks, parallel=sharded)
+    small = layout_of(workload, max(1, round(largest_block_bytes(workload) * _SMALL)))
+    more = (
+        plan(0, 1, within=small, n_swap=blocks // 2),
+        plan(0, 1, n_host_stepped=all_chunks // 3, micro_batches=2, max_gradient_norm=_NORM),
+    )
     if not has_disk:
-        return plans
-    state = len(layout.chunks) - half
-    on_disk = {"n_disk_state": state, "n_disk": state - state // 2, "n_staging": 2}
-    return *plans, Plan.model_validate(plan(0, buffers, blocks // 2, 1, ParallelMode.SINGLE).model_dump() | on_disk)
+        return *plans, *more
+    on_disk = {"n_disk_state": all_chunks - half, "n_disk": all_chunks - half - (all_chunks - half) // 2}
+    return *plans, *more, plan(0, 1, n_checkpoint=blocks // 2, n_staging=2, **on_disk)
 
 
 def _num_with_modes(workload: Workload) -> int:
@@ -131,6 +132,8 @@ class _Knobs(NamedTuple):
 
 _WHOLE: Final = 1.0
 _HALF: Final = 0.55
+_SMALL: Final = 0.4
+_NORM: Final = 1.0
 _DOUBLE: Final = 2.0
 _ALL_BUFFERS: Final = 2**20
 _SPANNING: Final[Mapping[str, _Knobs]] = MappingProxyType(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import ClassVar, Final, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -76,7 +78,8 @@ class Calibration(Document):
     def factor(self, kind: TaskKind) -> float:
         """The factor of a task kind; 1 where none was fitted.
 
-        A teacher's forward and a loss are forwards where no run of distillation was among the fitted ones.
+        Where no fitted run had a kind, one that does the same on the same lane counts: a forward for a teacher's, a
+        gather for a fetch of activations, CPU Adam for a sum of gradients.
         """
         found = self.factors.get(self._fitted(kind))
         return found.value if found is not None else 1.0
@@ -87,5 +90,19 @@ class Calibration(Document):
 
     def _fitted(self, kind: TaskKind) -> TaskKind:
         """The kind whose figures count for ``kind``."""
-        is_forward = kind in (TaskKind.TEACHER_FORWARD, TaskKind.LOSS)
-        return TaskKind.FORWARD if is_forward and kind not in self.factors else kind
+        alike = _ALIKE.get(kind)
+        return alike if alike is not None and kind not in self.factors else kind
+
+
+_ALIKE: Final[Mapping[TaskKind, TaskKind]] = MappingProxyType(
+    {
+        TaskKind.TEACHER_FORWARD: TaskKind.FORWARD,
+        TaskKind.LOSS: TaskKind.FORWARD,
+        TaskKind.RECOMPUTE: TaskKind.FORWARD,
+        TaskKind.ACTIVATION_FETCH: TaskKind.GATHER,
+        TaskKind.ACTIVATION_OFFLOAD: TaskKind.GRADIENT_OFFLOAD,
+        TaskKind.GRADIENT_ACCUMULATE: TaskKind.CPU_ADAM,
+        TaskKind.GRADIENT_NORM: TaskKind.CPU_ADAM,
+    }
+)
+"""What does the same on the same lane."""

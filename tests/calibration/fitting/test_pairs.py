@@ -146,7 +146,7 @@ def test_fidelity_of_a_small_pair(subject: PairSubject, monkeypatch: pytest.Monk
     found, records = fidelity.measure_fidelity(subject, rounds=2, steps=2)
     assert [plan.name for plan in found.plans][-2:] == ["search's pick", "search's pick without a budget"]
     assert len(found.plans) == 3 + 1 + 2
-    assert len(records) == 3 + len(found.plans)
+    assert len(records) == len(bootstrap_plans(subject.workload)) + len(found.plans)
     assert {plan.plan.micro_batches for plan in found.plans} != {1}
     # Which buffers are there at once depends on times, of which nothing is asked: a few kilobytes of a small model.
     assert found.worst_peak_error_frac < 0.1
