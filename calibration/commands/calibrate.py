@@ -93,7 +93,7 @@ def calibrate_command(
 ) -> None:
     """Measure this machine with a model: how long tasks really take, and how lanes slow each other down.
 
-    Runs three short trainings with random weights, and one more with --disk-folder; with --student distillations, so
+    Runs five short trainings with random weights, and one more with --disk-folder; with --student distillations, so
     that teachers' forwards and losses have factors of their own.  With --ranks four, by processes
     that torchrun starts, on a machine that was probed with as many.  With --device-budget up to five that never have
     more on the device, and the model stays on the host: so a model is measured that does not fit.  The factors hold for

@@ -8,9 +8,9 @@ settle.
 
 [Note: Slope or intercept]
 Tasks that are alike cannot tell what grows with a task's work from what every task costs alike.  Taken for the one, it
-is carried to models with other tasks as the other.  So an intercept is held to be about as small as starting a task is
-known to be (``_STARTING_S``) until tasks of different sizes tell more: the estimate that is most probable if errors
-grow with the root of a task's work, and intercepts scatter by so much.
+is carried to models with other tasks as the other.  So an intercept is held to be small until tasks of different sizes
+tell more: the estimate that is most probable if errors grow with the root of a task's work, and intercepts scatter by
+what starting a task takes (``_STARTING_S``) and a share of the task: what it finds cold, or waits for another thread.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ from .since_ready import seconds_since_ready
 _ROUNDS: Final = 4
 _STARTING_S: Final = 3e-4
 """Hooks, launches and a thread's wake-up, as far as one knows before measuring ([Note: Slope or intercept])."""
+_STARTING_FRAC: Final = 0.3
+"""Of a usual task of the kind, on top."""
 _LEAST_ERROR_FRAC: Final = 1e-3
 """Of a task: no measurement is truer."""
 _TIMES: Final = 4
@@ -169,7 +171,7 @@ def _regress(kind: TaskKind, modelled: np.ndarray, measured: np.ndarray) -> tupl
             f"{kind} took {alone:.3g} times what the hardware's description says. It describes another machine: probe "
             f"this one (protwin hardware probe)."
         )
-    known = np.array([[0.0, 1 / _STARTING_S]])
+    known = np.array([[0.0, 1 / (_STARTING_S + _STARTING_FRAC * float(np.median(y)))]])
     found = np.array([alone, 0.0])
     for _ in range(_TIMES):
         error = max(float(np.sqrt(np.mean((target - rows @ found) ** 2))), _LEAST_ERROR_FRAC * float(target.mean()))

@@ -85,7 +85,7 @@ def test_three_plans_for_a_device_that_holds_everything_lack_kinds() -> None:
     def kinds(plan: Plan) -> frozenset[TaskKind]:
         return working_kinds(compile_schedule(plan, workload))
 
-    of_three = frozenset().union(*map(kinds, bootstrap_plans(workload)))
+    of_three = frozenset().union(*map(kinds, bootstrap_plans(workload)[:3]))
     of_all = frozenset().union(*map(kinds, plans_within(workload, 2**40)))
     assert of_all - of_three >= {TaskKind.GRADIENT_NORM, TaskKind.GRADIENT_ACCUMULATE}
     assert max(peak_bytes(plan, workload) for plan in bootstrap_plans(workload)) > least_plan(workload)[1]

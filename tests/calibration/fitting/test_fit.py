@@ -9,12 +9,13 @@ from __future__ import annotations
 import pytest
 
 from protwin.calibration.fitting.fit import Pair, fit_calibration
-from protwin.calibration.fitting.measurement_plans import bootstrap_plans, spanning_plans
+from protwin.calibration.fitting.measurement_plans import bootstrap_plans, random_plans, spanning_plans
 from protwin.shared.basics.errors import CalibrationError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.calibration import Calibration, Contention, Factor
 from protwin.shared.schema.hardware import Device, DeviceKind, Hardware, Host, Link
+from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.record import Origin
 from protwin.shared.schema.schedule import Lane, TaskKind
 from protwin.shared.schema.workload import Block, BlockProfile, DType, Parameter, Phase, Workload
@@ -133,6 +134,41 @@ def test_predictions_under_the_fit_are_the_machine() -> None:
     for plan in plans.values():
         truth_s = simulate(plan, workload, MACHINE, true_calibration()).iteration_s
         assert simulate(plan, workload, MACHINE, found).iteration_s == pytest.approx(truth_s, rel=0.01)
+
+
+def test_every_kind_that_a_plan_can_have_is_fitted() -> None:
+    """Of one rank: plans that checkpoint, swap, add up, limit norms and step what stays."""
+    workload = a_workload()
+
+    def kinds(plan: Plan) -> set[TaskKind]:
+        return {task.kind for task in compile_schedule(plan, workload).tasks}
+
+    knobs = [
+        {"n_checkpoint": 3, "n_swap": 2},
+        {"n_swap": 5, "micro_batches": 3, "max_gradient_norm": 2.0},
+        {"n_host_stepped": 4, "micro_batches": 2},
+    ]
+    found = {kind for more in knobs for plan in random_plans(workload, 4, seed=0) for kind in kinds(_with(plan, more))}
+    fitted_to = [kinds(plan) for plan in bootstrap_plans(workload)]
+    assert found == set().union(*fitted_to)
+    # The wrong variant: these three alone never swap, add up or take a norm.
+    assert found > set().union(*fitted_to[:3])
+
+
+def _with(plan: Plan, knobs: dict[str, object]) -> Plan:
+    return Plan.model_validate(plan.model_dump() | {"n_persist": 0, "n_host_stepped": 0, "n_buffer": 8} | knobs)
+
+
+def test_a_kind_without_runs_has_the_factor_of_its_like() -> None:
+    """What the same lane does in the same way; other lanes' kinds keep 1."""
+    known = {TaskKind.GATHER: Factor(value=2.0), TaskKind.CPU_ADAM: Factor(value=3.0)}
+    found = Calibration(hardware_name="x", machine="x", factors=known, overhead_s={TaskKind.GATHER: 0.5})
+    assert found.factor(TaskKind.ACTIVATION_FETCH) == 2.0
+    assert found.overhead(TaskKind.ACTIVATION_FETCH) == 0.5
+    assert found.factor(TaskKind.GRADIENT_NORM) == found.factor(TaskKind.GRADIENT_ACCUMULATE) == 3.0
+    assert found.factor(TaskKind.ACTIVATION_OFFLOAD) == found.factor(TaskKind.FORWARD) == 1.0
+    own = found.model_copy(update={"factors": known | {TaskKind.ACTIVATION_FETCH: Factor(value=4.0)}})
+    assert own.factor(TaskKind.ACTIVATION_FETCH) == 4.0
 
 
 def test_no_plan_is_fitted_to_and_judged_by() -> None:

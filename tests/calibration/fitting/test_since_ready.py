@@ -46,9 +46,7 @@ def own_spans(measured: Record, schedule: object) -> dict[int, float]:
 
 def worst_error(workload: Workload) -> float:
     """Of iterations that are predicted by what the hidden runs tell."""
-    pairs = [
-        Pair(workload, hidden(simulate(plan, workload, MACHINE, SECRET))) for plan in bootstrap_plans(workload)
-    ]
+    pairs = [Pair(workload, hidden(simulate(plan, workload, MACHINE, SECRET))) for plan in bootstrap_plans(workload)]
     found = fitted(pairs, ())
     errors = []
     for plan in spanning_plans(workload).values():
