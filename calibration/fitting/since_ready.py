@@ -22,7 +22,7 @@ def seconds_since_ready(measured: Record, schedule: Schedule) -> dict[TaskId, fl
     """
     ends_s = {timing.task: timing.start_s + timing.duration_s for timing in measured.tasks}
     before = dict(_before_on_lane(schedule))
-    found = {}
+    found: dict[TaskId, float] = {}
     for timing in measured.tasks:
         task = schedule.tasks[timing.task]
         ready_s = [ends_s[other] for other in task.after]
@@ -33,7 +33,7 @@ def seconds_since_ready(measured: Record, schedule: Schedule) -> dict[TaskId, fl
             ready_s.append(ends_s[schedule.lanes[task.lane][-1]] - measured.iteration_s)
         is_first = task.lane is Lane.COMPUTE and task.id not in before
         begun_s = timing.start_s if is_first else min(timing.start_s, max(ready_s, default=timing.start_s))
-        found[timing.task] = ends_s[timing.task] - begun_s
+        found[task.id] = ends_s[timing.task] - begun_s
     return found
 
 
