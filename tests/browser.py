@@ -75,7 +75,7 @@ class Browser:
         with suppress(EOFError, BrokenPipeError):
             self._session = ""
             self.ask("Browser.close")
-        self._process.wait(timeout=20)
+        self._process.wait(timeout=600)
         os.close(self._out)
         os.close(self._in)
 

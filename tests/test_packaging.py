@@ -23,7 +23,7 @@ RUNTIME_MODULES = ("torch", "transformers", "psutil", "safetensors")
 
 
 def python(code: str, *, executable: Path = Path(sys.executable), cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run([executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=600, check=False)
 
 
 def modules_of(folder: str) -> list[str]:
@@ -85,7 +85,7 @@ def test_runtime_and_sim_do_not_meet(tmp_path: Path) -> None:
 
 def test_spawned_workers_find_the_package() -> None:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        assert pool.submit(parse_bytes, "3KiB").result(timeout=60) == 3 * 1024
+        assert pool.submit(parse_bytes, "3KiB").result(timeout=600) == 3 * 1024
 
 
 def test_modules_start_by_name(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, copy)
     built = copy.parent / "wheels"
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", built, copy]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     (path,) = built.glob("protwin-*.whl")
     return path
@@ -135,12 +135,12 @@ def test_a_wheel_holds_every_file_of_the_folders_and_nothing_else(wheel: Path) -
 @pytest.mark.slow
 def test_a_wheel_works_in_an_environment_of_its_own(wheel: Path, tmp_path: Path) -> None:
     environment = tmp_path / "environment"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True, timeout=600)
     own = environment / "bin" / "python"
     subprocess.run(
         [sys.executable, "-m", "pip", "--python", own, "install", "--quiet", "--no-deps", "--no-index", wheel],
         check=True,
-        timeout=120,
+        timeout=600,
     )
     (site,) = (environment / "lib").glob("python*/site-packages")
     dependencies = Path(pytest.__file__).parents[1]

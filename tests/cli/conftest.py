@@ -71,7 +71,7 @@ def protwin(work: Path, environment: dict[str, str]) -> Protwin:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=600,
             check=False,
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tomllib
@@ -18,6 +17,7 @@ from protwin.shared.schema.workload import Workload
 from tests.cli.conftest import Protwin
 from tests.cli.refusals import CALIBRATE, RUN, SEARCH, SIMULATE, contents, refusal, replaced
 from tests.cli.saved import decoder
+from tests.interrupting import interrupt
 
 
 def test_output_that_cannot_be_written_is_refused(protwin_here: Protwin, folder: Path) -> None:
@@ -170,8 +170,7 @@ def test_an_interruption_leaves_nothing_behind(
         text=True,
     )
     with (folder / "pipe.json").open("wb"):
-        process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=60)
+        output, errors = interrupt(process)
     assert (process.returncode, output, errors) == (130, "", "interrupted\n")
     assert contents(folder) == before
 

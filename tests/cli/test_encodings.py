@@ -73,7 +73,7 @@ def test_every_command_in_every_encoding(folder: Path, environment: dict[str, st
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

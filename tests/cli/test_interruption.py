@@ -2,8 +2,9 @@
 
 Only a search, which has a plan from early on, writes it and says that nothing is proven about it.
 
-The signal is a real one.  It is sent while the command reports its progress, or a moment later from a thread, so that
-it strikes within the work whatever the speed of the machine.
+The signal is a real one.  It is sent while the command reports its progress, or a moment later, from a thread and until
+it has been taken ([Note: Signals that nobody hears]), so that it strikes within the work whatever the speed of the
+machine.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from protwin.shared.catalogue.machines import machine
 from protwin.shared.schema.plan import Plan
 from tests.cli.saved import decoder
 
-WATCHDOG_S = 60
+WATCHDOG_S = 600
 """No command takes so long to end, on any machine that runs these tests."""
 MODEL = {
     "model_type": "llama",
@@ -36,32 +37,43 @@ SHAPE = ("--batch-size=2", "--sequence-length=16")
 BLOCK_BYTES = 4 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64)
 
 INTERRUPTED = """
-    import os, signal, sys, threading
+    import os, signal, sys, threading, time
     from contextlib import contextmanager
 
     import {module} as commands
     from protwin.shared.cli.main import main
 
-    timers = []
+    striking, taken = [], []
+
+    def take(number, frame):
+        taken.append(number)
+        raise KeyboardInterrupt
+
+    def strike():
+        time.sleep({delay_s})
+        while not taken:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
 
     @contextmanager
     def interrupting(description):
         def report(done, total):
-            if done >= {after} and not timers:
-                timers.append(threading.Timer({delay_s}, os.kill, (os.getpid(), signal.SIGINT)))
-                timers[0].start()
+            if done >= {after} and not striking:
+                striking.append(threading.Thread(target=strike))
+                striking[0].start()
                 if {delay_s} == 0:
-                    timers[0].join()
+                    striking[0].join()
         if {after} < 0:
             report(0, 0)
         yield report
 
     assert callable(commands.progress_bar)
     commands.progress_bar = interrupting
+    signal.signal(signal.SIGINT, take)
     try:
         main()
     finally:
-        timers[0].join()
+        striking[0].join()
         left = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
         if left:
             print("threads left:", left, file=sys.stderr)

@@ -29,7 +29,7 @@ def python(code: str, environment: dict[str, str], *arguments: str) -> subproces
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
 
@@ -190,7 +190,7 @@ def test_a_reader_that_leaves_causes_no_noise(environment: dict[str, str]) -> No
     process.stdout.close()
     errors = process.stderr.read()
     process.stderr.close()
-    assert process.wait(60) == 1
+    assert process.wait(600) == 1
     assert errors == b""
 
 
@@ -246,7 +246,7 @@ def test_errors_are_red_on_a_terminal_alone(environment: dict[str, str]) -> None
     def errors_on_a_terminal(variables: dict[str, str]) -> bytes:
         ours, theirs = pty.openpty()
         try:
-            subprocess.run([sys.executable, "-c", code], env=variables, stderr=theirs, timeout=60, check=False)
+            subprocess.run([sys.executable, "-c", code], env=variables, stderr=theirs, timeout=600, check=False)
             return os.read(ours, 1000)
         finally:
             os.close(ours)
@@ -270,7 +270,7 @@ def test_every_command_is_named_after_its_app() -> None:
 def test_standard_output_that_is_full() -> None:
     command = [sys.executable, "-c", "from protwin.shared.cli.main import main; main()", "hardware", "list"]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=600, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: standard output takes no more")
     assert "Traceback" not in done.stderr

@@ -12,6 +12,8 @@ from benchmarks.commands import cost_of, lines_of_documents
 from tests.docs.documents import ROOT
 
 MIB = 2**20
+LIMIT_S = 600
+"""No command of these takes so long on any machine."""
 
 
 def test_every_line_of_readme_and_docs_is_there() -> None:
@@ -32,25 +34,25 @@ def python(code: str) -> list[str | Path]:
 
 def test_time_and_memory_are_the_command_s_own(tmp_path: Path) -> None:
     """And those of the processes that it waits for, whatever ran before."""
-    large = cost_of(python(f"data = b'1' * {200 * MIB}"), tmp_path, os.environ, 30)
+    large = cost_of(python(f"data = b'1' * {200 * MIB}"), tmp_path, os.environ, LIMIT_S)
     assert 200 * MIB < large.peak_rss_bytes < 300 * MIB
     nested = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', 'data = b\"1\" * {200 * MIB}'])"
-    assert cost_of(python(nested), tmp_path, os.environ, 30).peak_rss_bytes > 200 * MIB
-    small = cost_of(python("import time; time.sleep(0.3)"), tmp_path, os.environ, 30)
+    assert cost_of(python(nested), tmp_path, os.environ, LIMIT_S).peak_rss_bytes > 200 * MIB
+    small = cost_of(python("import time; time.sleep(0.3)"), tmp_path, os.environ, LIMIT_S)
     assert small.peak_rss_bytes < 100 * MIB
     assert small.wall_s >= 0.3 > small.cpu_s
     busy = "import time\nwhile time.process_time() < 0.2: pass"
-    assert cost_of(python(busy), tmp_path, os.environ, 30).cpu_s >= 0.2
+    assert cost_of(python(busy), tmp_path, os.environ, LIMIT_S).cpu_s >= 0.2
     assert small.exit_code == large.exit_code == 0
 
 
 def test_a_command_that_fails_says_why(tmp_path: Path) -> None:
-    failed = cost_of(python("import sys; sys.exit('no such plan')"), tmp_path, os.environ, 30)
+    failed = cost_of(python("import sys; sys.exit('no such plan')"), tmp_path, os.environ, LIMIT_S)
     assert (failed.exit_code, failed.message) == (1, "no such plan")
 
 
 def test_a_command_ends_at_the_limit(tmp_path: Path) -> None:
     began_s = time.monotonic()
-    ended = cost_of(python("import time; time.sleep(60)"), tmp_path, os.environ, 0.2)
+    ended = cost_of(python("import time; time.sleep(900)"), tmp_path, os.environ, 0.2)
     assert ended.exit_code == -9
-    assert time.monotonic() - began_s < 30
+    assert time.monotonic() - began_s < LIMIT_S

@@ -23,6 +23,7 @@ from protwin.runtime.training.lane_work import LaneWork
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.schedule import Section, Task, TaskKind
+from tests.interrupting import AGAIN_S, interruption
 from tests.runtime.ranks.beside_ddp import STEPS, all_cases, in_default_group, prepare, run
 from tests.runtime.ranks.processes import Ranks, without_a_word
 from tests.runtime.ranks.test_beside_ddp import MODES, plan_for
@@ -40,13 +41,15 @@ class Trouble(ValueError):
     """Of one rank."""
 
 
-def cause(how: str, begun: Path) -> None:
+def cause(how: str, begun: Path, interrupt: Callable[[float], None]) -> None:
     """Fail on this rank now, and note when."""
     begun.write_text(str(time.monotonic()))
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "interrupt":
-        # As a terminal does it, whichever thread this is: Python raises it on the main one, the compute thread.
+        # As a terminal does it, whichever thread this is: Python raises it on the main one, the compute thread, which
+        # may be about to wait: [Note: Signals that nobody hears].
+        interrupt(AGAIN_S)
         os.kill(os.getpid(), signal.SIGINT)
         return
     raise Trouble("trouble") if how == "error" else CpuOutOfMemoryError("no room")
@@ -61,7 +64,7 @@ def fail(rank: int, plan: Plan, victim: int, how: str, moment: int, begun: Path)
 
     def look() -> None:
         if next(number) == moment and rank == victim:
-            cause(how, begun)
+            cause(how, begun, interrupt)
 
     def looking(self: LaneWork, task: Task, iteration: int) -> Callable[[], None]:
         work = of(self, task, iteration)
@@ -83,6 +86,7 @@ def fail(rank: int, plan: Plan, victim: int, how: str, moment: int, begun: Path)
 
     told = "nothing"
     with (
+        interruption() as interrupt,
         mock.patch.object(LaneWork, "of", looking),
         mock.patch.object(ComputeLane, "_run_on", looking_on),
         mock.patch.object(sys, "unraisablehook", press_again),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -22,6 +20,7 @@ from protwin.runtime.optimizers.step_undo import _Kept
 from protwin.runtime.training.compute_lane import ComputeLane
 from protwin.shared.schema.plan import ActivationMode, Plan
 from protwin.shared.schema.schedule import Content, Task, TaskKind
+from tests.interrupting import interruption
 from tests.runtime.eager_lanes import settle
 from tests.runtime.equality import offloaded_chunks, random_plans
 from tests.runtime.life_cycle import plan_for
@@ -242,21 +241,6 @@ def test_a_lack_of_memory_at_any_task_is_survived(kind: TaskKind) -> None:
     assert differences(model, case.plain_with(plan.micro_batches, plan.max_gradient_norm).weights[-1]) == []
 
 
-@contextmanager
-def interrupted_soon() -> Iterator[None]:
-    """Ctrl-C within the block, whether or not this process would listen to it."""
-    main = threading.main_thread().ident
-    assert main is not None
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    timer = threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT))
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.join()
-        signal.signal(signal.SIGINT, before)
-
-
 def test_ctrl_c_in_a_slow_copy_is_survived(case: Case) -> None:
     """As at every other point, the thread that waits is interrupted; the copy is cut short."""
     model = case.build()
@@ -265,7 +249,8 @@ def test_ctrl_c_in_a_slow_copy_is_survived(case: Case) -> None:
         run_step(case, model, training, case.batches[:1])
         training.synchronize()
         device._rates[True] = 10.0
-        with interrupted_soon(), pytest.raises(KeyboardInterrupt):
+        with interruption() as interrupt, pytest.raises(KeyboardInterrupt):
+            interrupt(0.5)
             case.loss(model, case.batches[1])
         device._rates[True] = None
         training.skip_step()

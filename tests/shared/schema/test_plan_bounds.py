@@ -77,5 +77,6 @@ def test_compiling_takes_as_long_per_micro_batch_however_many_there_are() -> Non
         return time.process_time() - begin_s
 
     seconds(10)
-    few_s = min(seconds(60) for _ in range(3))
-    assert seconds(600) < 20 * few_s
+    # Whatever else the machine does makes some of these longer, and none shorter.
+    few_s = min(seconds(60) for _ in range(5))
+    assert any(seconds(600) < 20 * few_s for _ in range(5))

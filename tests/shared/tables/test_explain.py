@@ -195,4 +195,4 @@ def test_the_account_adds_up_to_the_schedule(case: PlannedWorkload) -> None:
 
 def test_no_torch_is_needed() -> None:
     program = "import sys, protwin.shared.tables.explain; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=600).returncode == 0

@@ -145,4 +145,4 @@ def test_no_torch_is_needed() -> None:
         "found = resolve_workload('llama-3-8b', batch_size=5, sequence_length=333, dtype=None, cache=None, warn=exit)\n"
         "sys.exit(found.num_tokens != 5 * 333)"
     )
-    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=120).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=600).returncode == 0
