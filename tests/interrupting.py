@@ -19,7 +19,7 @@ from types import FrameType
 
 AGAIN_S = 0.2
 PATIENCE_S = 300.0
-"""Nothing that these tests start takes so long to end, on any machine; it is waited for only where something is wrong."""
+"""Nothing that these tests start takes so long to end on any machine."""
 
 
 def is_asleep(process: int) -> bool:

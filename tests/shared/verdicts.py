@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from protwin.shared.basics.errors import ScheduleError
 from protwin.shared.compile.compile import compile_schedule
@@ -31,20 +31,25 @@ def is_accepted(schedule: Schedule, case: PlannedWorkload) -> bool:
     return True
 
 
-def only_rejections(faults: Iterable[Fault], case: PlannedWorkload) -> Iterator[Rule]:
-    """The rule of full training that alone rejects a fault, for every fault where one does.  Its form is sound."""
+def only_rejections(faults: Iterable[Fault], case: PlannedWorkload, waiting: set[str]) -> None:
+    """Strike from ``waiting`` every rule of full training, by its name, that alone rejects one of the faults.
+
+    The form of each fault is sound.  Ends when nothing waits.
+    """
     for fault in faults:
+        if not waiting:
+            return
         claim = Claim(fault.make(), case.plan, case.workload, case.layout)
         if not _holds(COMMON[0], claim):
             continue
-        broken: list[Rule] = []
+        broken: list[str] = []
         for rule in FULL_TRAINING.in_order():
             if not _holds(rule, claim):
-                broken.append(rule)
-                if len(broken) > 1:
+                broken.append(rule.check.__name__)
+                if len(broken) > 1 or broken[0] not in waiting:
                     break
         if len(broken) == 1:
-            yield broken[0]
+            waiting.discard(broken[0])
 
 
 def _holds(rule: Rule, claim: Claim) -> bool:

@@ -15,6 +15,7 @@ from protwin.shared.schema.plan import ActivationMode, Plan
 from protwin.shared.schema.schedule import Content, Lane, Memory, OuterSection, Schedule, Task, TaskKind
 from protwin.shared.schema.workload import DType, Uses, Workload
 from protwin.shared.verify.verify import verify_schedule
+from tests.proof_size import examples
 from tests.shared.abstract_machine import AbstractMachine
 from tests.shared.adversaries import at_random, preferring
 from tests.shared.small_models import OUTPUT_BYTES, SAVED_BYTES, chain, parameter, plan, workload
@@ -247,7 +248,7 @@ def test_tasks_are_as_many_as_the_plan_says(drawn: tuple[int, int, int]) -> None
     )
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(200, 20))
 @given(st.data())
 def test_odd_workloads_compile(data: st.DataObject) -> None:
     """Blocks without parameters, empty parameters, depths beyond the iteration."""

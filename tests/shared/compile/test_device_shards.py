@@ -12,6 +12,7 @@ from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.schedule import Allocation, Content, Lane, Memory, Schedule, Task, TaskKind
 from protwin.shared.tables.explain import account, explain
 from protwin.shared.verify.verify import verify_schedule
+from tests.proof_size import examples
 from tests.shared import faults
 from tests.shared.small_models import chain, parameter, plan, workload
 from tests.shared.verdicts import compiled, is_accepted, violation
@@ -205,7 +206,7 @@ def test_a_plan_explains_its_shards() -> None:
     )
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(120, 15))
 @given(parallel_workloads(max_blocks=4))
 def test_the_account_adds_up_to_the_schedule(case: PlannedWorkload) -> None:
     schedule = compiled(case)

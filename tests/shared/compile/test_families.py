@@ -36,7 +36,7 @@ def compiled(case: PlannedWorkload, depth: int, modes: list[ActivationMode]) -> 
 
 
 @given(planned_workloads() | parallel_workloads(), st.data())
-@settings(max_examples=examples(300, 60))
+@settings(max_examples=examples(300, 24))
 def test_every_plan_of_a_family_is_the_one_that_is_compiled_alone(case: PlannedWorkload, data: st.DataObject) -> None:
     alone = family_of(case.plan, case.workload, case.layout)
     bits = st.lists(st.booleans(), min_size=case.workload.num_blocks, max_size=case.workload.num_blocks)
@@ -55,7 +55,7 @@ def test_every_plan_of_a_family_is_the_one_that_is_compiled_alone(case: PlannedW
 
 
 @given(planned_workloads() | parallel_workloads())
-@settings(max_examples=examples(60, 20))
+@settings(max_examples=examples(60, 10))
 def test_facts_of_a_layout_are_derived_once(case: PlannedWorkload) -> None:
     one, other = (family_of(case.plan, case.workload, case.layout) for _ in range(2))
     assert one.facts is other.facts

@@ -49,7 +49,7 @@ def waits_by_hand(found: Family, draft: Draft, lanes: FamilyLanes, depth: int) -
 
 
 @given(planned_workloads() | parallel_workloads(), st.integers(0, len(DEPTHS) - 1))
-@settings(max_examples=examples(300, 80))
+@settings(max_examples=examples(300, 32))
 def test_lanes_wait_as_tasks_do(case: PlannedWorkload, depth: int) -> None:
     found, draft, lanes = family(case)
     expected, there = waits_by_hand(found, draft, lanes, depth)
@@ -65,7 +65,7 @@ def test_lanes_wait_as_tasks_do(case: PlannedWorkload, depth: int) -> None:
 
 
 @given(planned_workloads() | parallel_workloads())
-@settings(max_examples=examples(200, 50))
+@settings(max_examples=examples(200, 20))
 def test_buffers_of_the_device_are_those_of_the_schedule(case: PlannedWorkload) -> None:
     """All but what sections hand to each other, with the kinds and chunks of the tasks that make and free them."""
     found = family_of(case.plan, case.workload, case.layout)

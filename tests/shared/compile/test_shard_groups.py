@@ -92,7 +92,7 @@ def test_a_group_holds_as_much_as_all_ranks_where_there_are_no_more() -> None:
 # -- what the verifier must see --------------------------------------------------------------------------------------
 
 
-@settings(max_examples=examples(60, 20))
+@settings(max_examples=examples(60, 10))
 @given(parallel_workloads(max_blocks=3))
 def test_no_timing_harms_groups(case: PlannedWorkload) -> None:
     schedule = compiled(case)

@@ -17,6 +17,7 @@ from protwin.shared.optimizers.state import master_bytes
 from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.plan import ParallelMode
 from protwin.shared.schema.workload import DType, Parameter
+from tests.proof_size import examples
 from tests.strategies.plans import PlannedWorkload, planned_workloads
 
 
@@ -41,7 +42,7 @@ def stepped_peak_bytes(
 
 
 @given(planned_workloads(measured=None))
-@settings(max_examples=60)
+@settings(max_examples=examples(240, 24))
 def test_one_gradient_is_widened_at_a_time_and_the_wide_ones_have_gone(planned: PlannedWorkload) -> None:
     layout, parameters = planned.layout, planned.workload.parameters
     for n_persist in range(len(layout.chunks) + 1):

@@ -14,6 +14,7 @@ from protwin.shared.schema.plan import ActivationMode, Plan
 from protwin.shared.schema.schedule import Content, Memory, TaskKind
 from protwin.shared.schema.workload import OuterSection, Uses, Workload
 from protwin.shared.tables.explain import Account, SectionAccount, Stepper, account, explain, explain_plan
+from tests.proof_size import examples
 from tests.shared.small_models import (
     OUTPUT_BYTES,
     SAVED_BYTES,
@@ -155,7 +156,7 @@ def test_what_nobody_steps() -> None:
     assert "on the host" not in text
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(160, 16))
 @given(planned_workloads())
 def test_the_account_adds_up_to_the_schedule(case: PlannedWorkload) -> None:
     schedule = compile_schedule(case.plan, case.workload, case.layout)

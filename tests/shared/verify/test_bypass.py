@@ -35,7 +35,7 @@ from tests.strategies.plans import PlannedWorkload
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-@settings(max_examples=examples(1_000, 60))
+@settings(max_examples=examples(1_000, 24))
 @given(bypass_cases(), SEEDS)
 def test_compiled_schedules_pass_and_faulty_ones_do_not(case: PlannedWorkload, seed: int) -> None:
     schedule = compiled(case)
@@ -46,7 +46,7 @@ def test_compiled_schedules_pass_and_faulty_ones_do_not(case: PlannedWorkload, s
         assert not is_accepted(fault.make(), case), fault
 
 
-@settings(max_examples=examples(100, 10))
+@settings(max_examples=examples(100, 7))
 @given(bypass_cases(max_pairs=3))
 def test_every_dropped_dependency_that_matters_is_rejected(case: PlannedWorkload) -> None:
     schedule = compiled(case)

@@ -43,7 +43,7 @@ def highest(schedule: Schedule, plan: Plan, workload: Workload) -> int:
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(60, 20))
+@settings(max_examples=examples(60, 10))
 @given(planned_workloads(has_disk=True), st.integers(0, 2**32 - 1))
 def test_no_timing_exceeds_it(case: PlannedWorkload, seed: int) -> None:
     schedule = compile_schedule(case.plan, case.workload, case.layout)
@@ -55,7 +55,7 @@ def test_no_timing_exceeds_it(case: PlannedWorkload, seed: int) -> None:
         assert machine.run(at_random(generator.randrange(2**32))).peak_bytes <= bound_bytes
 
 
-@settings(max_examples=examples(60, 20))
+@settings(max_examples=examples(60, 10))
 @given(planned_workloads(has_disk=True))
 def test_some_timing_reaches_it_if_no_gradients_leave(case: PlannedWorkload) -> None:
     """Otherwise a chunk's gradients and its next gather are counted side by side, though the one awaits the other."""

@@ -17,7 +17,7 @@ from protwin.shared.schema.plan_kind import PlanKind
 from protwin.shared.schema.schedule import Content, Memory, Schedule, Task, TaskId, TaskKind
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.verify.verify import verify_schedule
-from tests.proof_size import share
+from tests.proof_size import examples, share
 from tests.shared import faults
 from tests.shared.faults import Fault
 from tests.shared.small_models import chain, parameter, plan, workload
@@ -204,7 +204,7 @@ def test_who_cannot_have_them_is_told_so() -> None:
 # -- beside buffers --------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(160, 16))
 @given(planned_workloads())
 def test_as_many_more_buffers_never_gather_more_often(case: PlannedWorkload) -> None:
     """Offloaded chunks with a buffer for each place: Belady's rule gathers no more than if some chunks kept theirs.

@@ -11,6 +11,7 @@ from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.schedule import AllocationId, Content, Lane, Memory, Schedule, Task, TaskId, TaskKind
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.verify.memory_events import Copying, MemoryEvents, memory_events
+from tests.proof_size import examples
 from tests.shared.small_models import chain, plan
 from tests.strategies.plans import PlannedWorkload, planned_workloads
 
@@ -133,7 +134,7 @@ class Replay:
         self.peak_bytes = max(self.peak_bytes, self._level_bytes + transient_bytes)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(240, 24))
 @given(planned_workloads(has_disk=True))
 def test_it_is_there_when_it_is_needed_and_never_above_the_guarantee(case: PlannedWorkload) -> None:
     schedule = compile_schedule(case.plan, case.workload, case.layout)

@@ -29,7 +29,7 @@ from tests.strategies.pairs import cases_of_ranks
 from tests.strategies.plans import PlannedWorkload
 
 
-@settings(max_examples=examples(1_000, 25), deadline=None)
+@settings(max_examples=examples(1_000, 12), deadline=None)
 @given(cases_of_ranks(), st.integers(0, 2**32 - 1))
 def test_compiled_schedules_pass_and_faulty_ones_do_not(case: PlannedWorkload, seed: int) -> None:
     schedule = compiled(case)

@@ -72,7 +72,7 @@ def test_what_is_not_learnt_has_no_gradients_and_what_learns_nothing_no_backward
     assert not [b for b in schedule.buffers if b.content is Content.INCOMING_GRADIENT]
 
 
-@settings(max_examples=examples(300, 30))
+@settings(max_examples=examples(300, 15))
 @given(workloads())
 def test_any_workload_is_its_own_teacher(model: Workload) -> None:
     users = [p.uses for p in model.parameters if p.uses is not None]

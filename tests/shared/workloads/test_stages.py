@@ -39,7 +39,7 @@ def of_prologue(workload: Workload) -> list[Parameter]:
 
 
 @given(bypass_workloads(max_pairs=5, min_pairs=2, is_even=True), st.data())
-@settings(max_examples=examples(200, 40), deadline=None)
+@settings(max_examples=examples(200, 16), deadline=None)
 def test_stages_are_the_whole_together(workload: Workload, data: st.DataObject) -> None:
     of_pairs = workload.num_blocks // 2
     cuts = data.draw(st.sets(st.integers(1, of_pairs - 1), min_size=1, max_size=of_pairs - 1))

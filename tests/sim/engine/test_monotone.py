@@ -66,7 +66,7 @@ def faster(box: Hardware, part: str, times: float) -> Hardware:
     st.sampled_from(("links", "host", "device")),
     st.floats(1, 8),
 )
-@settings(max_examples=examples(40, 15))
+@settings(max_examples=examples(40, 10))
 def test_a_faster_part_never_makes_a_fixed_plan_slower(
     found: PlannedWorkload, box: Hardware, part: str, times: float
 ) -> None:
@@ -77,7 +77,7 @@ def test_a_faster_part_never_makes_a_fixed_plan_slower(
 
 
 @given(workloads(max_blocks=6))
-@settings(max_examples=examples(60, 20))
+@settings(max_examples=examples(60, 10))
 def test_more_checkpointing_never_raises_the_activation_account(model: Workload) -> None:
     """Saved between the passes, of equal blocks.
 
@@ -96,7 +96,7 @@ def test_more_checkpointing_never_raises_the_activation_account(model: Workload)
 
 
 @given(st.integers(1, 40))
-@settings(max_examples=examples(20, 10))
+@settings(max_examples=examples(20, 7))
 def test_modes_are_placed_as_plans_place_them(num_blocks: int) -> None:
     rows = mode_rows(num_blocks)
     for row, (n_swap, n_checkpoint) in enumerate(zip(rows.n_swap.tolist(), rows.n_checkpoint.tolist(), strict=True)):

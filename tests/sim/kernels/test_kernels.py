@@ -57,7 +57,7 @@ def _family(found: Case) -> PlanFamily:
 
 
 @compiled
-@settings(max_examples=examples(200, 10))
+@settings(max_examples=examples(200, 7))
 @given(st.lists(cases(), min_size=2, max_size=2) | st.lists(ranked_cases(), min_size=2, max_size=2), st.integers(1, 16))
 def test_orders_and_replays_and_bounds_are_those_of_numpy(found: list[Case], events: int) -> None:
     # Few plans take long to draw: one test reads each of them in three ways.
@@ -122,7 +122,7 @@ def _any_programs(random: np.random.Generator) -> LanePrograms:
 
 
 @compiled
-@settings(max_examples=examples(2000, 150))
+@settings(max_examples=examples(2000, 60))
 @given(st.integers(0, 2**32))
 def test_bounds_of_any_programs_are_those_of_numpy(seed: int) -> None:
     random = np.random.default_rng(seed)

@@ -16,6 +16,7 @@ from protwin.sim.questions.what_if import largest_batch, what_if
 from protwin.sim.searching.request import Effort, GlobalBatch, Step, divisors
 from protwin.sim.searching.search import search, search_batches
 from protwin.sim.space.space import SearchSpace
+from tests.proof_size import examples
 from tests.sim.fastest import fastest_request
 from tests.sim.hand_made import machine, workload
 
@@ -63,7 +64,7 @@ def run(global_batch: int, fixed_s: float, budget_bytes: int, tolerance_frac: fl
 
 
 @given(st.sampled_from((1, 2, 3, 4)), st.floats(0, 1), st.integers(4000, 20_000))
-@settings(max_examples=12)
+@settings(max_examples=examples(48, 8))
 def test_it_finds_what_a_search_of_every_size_finds(global_batch: int, fixed_s: float, budget_bytes: int) -> None:
     times_s = {}
     for size in divisors(global_batch):

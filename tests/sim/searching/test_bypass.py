@@ -119,7 +119,7 @@ def cases(draw: DrawFn) -> Case:
 
 
 @given(cases())
-@settings(max_examples=examples(150, 30), deadline=None)
+@settings(max_examples=examples(150, 15), deadline=None)
 def test_bounds_never_exceed_what_they_bound_and_some_are_exact(found: Case) -> None:
     peak_bytes = guaranteed_device_peak(found.schedule).size_bytes
     assert found.activation_bound_bytes() <= found.memory_bound_bytes() <= peak_bytes
@@ -135,7 +135,7 @@ def test_bounds_never_exceed_what_they_bound_and_some_are_exact(found: Case) -> 
 
 
 @given(brute_force.cases(BYPASS, bypass_workloads(max_pairs=2)), st.data())
-@settings(max_examples=examples(100, 10), deadline=None)
+@settings(max_examples=examples(100, 7), deadline=None)
 def test_a_search_finds_what_brute_force_finds(case: brute_force.Case, data: st.DataObject) -> None:
     budget_bytes = data.draw(st.sampled_from(sorted(outcome.device_bytes for outcome in case.outcomes)))
     best_s = min(outcome.iteration_s for outcome in case.feasible(budget_bytes))

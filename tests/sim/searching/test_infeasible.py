@@ -24,6 +24,7 @@ from protwin.sim.searching.request import Effort
 from protwin.sim.searching.search import search
 from protwin.sim.space.space import SearchSpace
 from protwin.sim.space.step_spec import StepSpec
+from tests.proof_size import examples
 from tests.sim.brute_force import Case, brute_force, cases
 from tests.sim.fastest import fastest_request
 from tests.sim.hand_made import machine, workload
@@ -101,14 +102,14 @@ def tight(draw: st.DrawFn) -> tuple[Case, int, int]:
 
 
 @given(tight())
-@settings(max_examples=15)
+@settings(max_examples=examples(60, 10))
 def test_the_changes_named_are_the_smallest(drawn: tuple[Case, int, int]) -> None:
     found, device_bytes, host_bytes = drawn
     check_changes(found, smallest_changes(problem_of(found, device_bytes, host_bytes)), device_bytes, host_bytes)
 
 
 @given(drawn=tight())
-@settings(max_examples=15)
+@settings(max_examples=examples(60, 10))
 def test_the_message_names_them(drawn: tuple[Case, int, int]) -> None:
     found, device_bytes, host_bytes = drawn
     problem = problem_of(found, device_bytes, host_bytes)
@@ -229,7 +230,7 @@ def test_a_host_with_room_is_the_smallest(room_bytes: int, kind: DeviceKind) -> 
 
 
 @given(kind=st.sampled_from(list(DeviceKind)), share=st.floats(0.05, 0.95), data=st.data())
-@settings(max_examples=25)
+@settings(max_examples=examples(100, 12))
 def test_a_host_of_the_memory_named_is_enough(kind: DeviceKind, share: float, data: DataObject) -> None:
     """Where no budget of the host was given; a CPU's device budget is part of the same memory."""
     model = workload(num_blocks=4)

@@ -22,6 +22,7 @@ from protwin.sim.searching.request import Effort, GlobalBatch, Step, divisors
 from protwin.sim.searching.search import search_batches
 from protwin.sim.space.space import SearchSpace
 from protwin.sim.space.step_spec import SEVERAL
+from tests.proof_size import examples
 from tests.sim.fastest import fastest_request
 from tests.sim.hand_made import machine, workload
 from tests.sim.searching.test_batch_search import at_size
@@ -115,7 +116,7 @@ def run(
     st.integers(3000, 16_000),
     st.sampled_from((50.0, 500.0, 1e6)),
 )
-@settings(max_examples=15)
+@settings(max_examples=examples(60, 10))
 def test_it_finds_what_a_simulation_of_every_plan_finds(
     global_batch: int, fixed_s: float, budget_bytes: int, between: float
 ) -> None:

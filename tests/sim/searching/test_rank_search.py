@@ -43,7 +43,7 @@ from tests.strategies.workloads import workloads
 # -- bounds ----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=examples(30, 12))
+@settings(max_examples=examples(30, 8))
 @given(ranked_cases())
 def test_no_bound_of_memory_exceeds_the_peak_and_the_last_one_equals_it(found: Case) -> None:
     peak_bytes = guaranteed_device_peak(found.schedule).size_bytes
@@ -53,7 +53,7 @@ def test_no_bound_of_memory_exceeds_the_peak_and_the_last_one_equals_it(found: C
     assert found.exact_peak_bytes() == peak_bytes
 
 
-@settings(max_examples=examples(30, 12))
+@settings(max_examples=examples(30, 8))
 @given(ranked_cases())
 def test_tables_hold_what_the_schedule_holds(found: Case) -> None:
     schedule, prefix = found.schedule, np.array([found.prefix])
@@ -184,7 +184,7 @@ def small_spaces(draw: DrawFn) -> Small:
     return Small(model, box, space, tuple(outcomes), step)
 
 
-@settings(max_examples=examples(30, 12))
+@settings(max_examples=examples(30, 8))
 @given(small_spaces(), st.floats(0, 1))
 def test_the_search_finds_what_brute_force_finds(found: Small, share: float) -> None:
     peaks = sorted({device for _, _, device, _ in found.outcomes})

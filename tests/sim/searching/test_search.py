@@ -50,7 +50,7 @@ def _is_distinct(plan: Plan, model: Workload) -> bool:
 
 
 @given(cases(), st.floats(0, 1))
-@settings(max_examples=examples(300, 80))
+@settings(max_examples=examples(300, 32))
 def test_without_tolerance_the_search_finds_what_brute_force_finds(found: Case, share: float) -> None:
     peaks = sorted({outcome.device_bytes for outcome in found.outcomes})
     budget_bytes = peaks[round(share * (len(peaks) - 1))]
@@ -75,7 +75,7 @@ def test_without_tolerance_the_search_finds_what_brute_force_finds(found: Case, 
 
 
 @given(cases_with_disk(), st.floats(0, 1))
-@settings(max_examples=examples(60, 12))
+@settings(max_examples=examples(60, 8))
 def test_with_chunks_on_a_disk_the_search_finds_what_brute_force_finds(found: Case, share: float) -> None:
     peaks = sorted({outcome.device_bytes for outcome in found.outcomes})
     budget_bytes = peaks[round(share * (len(peaks) - 1))]
@@ -89,7 +89,7 @@ def test_with_chunks_on_a_disk_the_search_finds_what_brute_force_finds(found: Ca
 
 
 @given(cases(), st.floats(0, 1), st.sampled_from((0.005, 0.05, 0.5)))
-@settings(max_examples=examples(25, 12))
+@settings(max_examples=examples(25, 8))
 def test_the_certificate_is_true(found: Case, share: float, tolerance_frac: float) -> None:
     peaks = sorted({outcome.device_bytes for outcome in found.outcomes})
     budget_bytes = peaks[round(share * (len(peaks) - 1))]
@@ -112,7 +112,7 @@ def test_the_certificate_is_true(found: Case, share: float, tolerance_frac: floa
 
 
 @given(cases())
-@settings(max_examples=15)
+@settings(max_examples=examples(60, 10))
 def test_more_memory_is_never_slower(found: Case) -> None:
     if max(outcome.iteration_s for outcome in found.outcomes) == 0:
         return
@@ -125,7 +125,7 @@ def test_more_memory_is_never_slower(found: Case) -> None:
 
 
 @given(cases(), st.floats(0, 1))
-@settings(max_examples=15)
+@settings(max_examples=examples(60, 10))
 def test_below_the_smallest_peak_nothing_fits_and_the_message_names_what_would(found: Case, share: float) -> None:
     least = min(outcome.device_bytes for outcome in found.outcomes)
     if least == 0 or max(outcome.iteration_s for outcome in found.outcomes) == 0:
@@ -155,7 +155,7 @@ def test_the_result_is_a_document_and_the_same_each_time() -> None:
 
 
 @given(workloads(max_blocks=4), hardware(), st.floats(0.3, 1))
-@settings(max_examples=examples(25, 12))
+@settings(max_examples=examples(25, 8))
 def test_the_plan_is_safe_within_the_budget(model: Workload, box: Hardware, share: float) -> None:
     budget_bytes = max(1, int(box.device.usable_bytes * share))
     try:

@@ -38,7 +38,7 @@ from tests.strategies.pairs import bypass_workloads, stage_workloads
 
 
 @given(staged_cases())
-@settings(max_examples=examples(150, 15), deadline=None)
+@settings(max_examples=examples(150, 10), deadline=None)
 def test_bounds_never_exceed_what_they_bound_and_some_are_exact(found: Case) -> None:
     schedule = found.schedule
     peak_bytes = guaranteed_device_peak(schedule).size_bytes

@@ -18,6 +18,7 @@ from protwin.sim.searching.search import search
 from protwin.sim.space.enumerate import chunk_sizes, enumerate_space
 from protwin.sim.space.space import LayoutGrid, SearchSpace
 from protwin.sim.space.step_spec import StepSpec
+from tests.proof_size import examples
 from tests.sim.fastest import fastest_request
 from tests.sim.hand_made import machine, workload
 from tests.strategies.workloads import workloads
@@ -65,7 +66,7 @@ def _indices(grid: LayoutGrid) -> list[tuple[int, int, int]]:
 
 
 @given(workloads(max_blocks=3))
-@settings(max_examples=20)
+@settings(max_examples=examples(80, 10))
 def test_the_space_holds_every_plan_once_and_each_compiles(model: Workload) -> None:
     space = SearchSpace(prefetch_depth=(1, 3), n_host_stepped=None)
     found = _plans(model, space)
@@ -90,7 +91,7 @@ def test_the_space_holds_every_plan_once_and_each_compiles(model: Workload) -> N
 
 
 @given(workloads(max_blocks=4))
-@settings(max_examples=25)
+@settings(max_examples=examples(100, 12))
 def test_no_two_plans_are_equally_simple(model: Workload) -> None:
     space = SearchSpace(n_host_stepped=None)
     keys = [grid.simplicity(*index) for grid in enumerate_space(model, space) for index in _indices(grid)]
@@ -98,7 +99,7 @@ def test_no_two_plans_are_equally_simple(model: Workload) -> None:
 
 
 @given(workloads(max_blocks=3))
-@settings(max_examples=10)
+@settings(max_examples=examples(40, 7))
 def test_every_choice_of_the_disk_is_there_once_and_compiles(model: Workload) -> None:
     space = SearchSpace(
         prefetch_depth=1, n_checkpoint=0, n_buffer=1000, n_disk_state=(0, 1, 2), n_disk=(0, 1), n_staging=(1, 2)
@@ -182,7 +183,7 @@ def test_named_numbers_of_shards_go_with_every_number_of_persistent_chunks() -> 
 
 
 @given(workloads(max_blocks=3))
-@settings(max_examples=15)
+@settings(max_examples=examples(60, 10))
 def test_every_plan_with_shards_is_there_once_and_compiles(model: Workload) -> None:
     step = StepSpec(parallel=ParallelMode.SHARDED, num_ranks=3)
     grids = enumerate_space(model, SearchSpace(prefetch_depth=(1, 2)), step)
