@@ -62,7 +62,7 @@ INTERRUPTED = """
                 striking.append(threading.Thread(target=strike))
                 striking[0].start()
                 if {delay_s} == 0:
-                    striking[0].join()
+                    time.sleep(3600)
         if {after} < 0:
             report(0, 0)
         yield report
