@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +17,22 @@ from protwin.runtime.checkpoints.random_states import random_states
 OPERATIONS = ("fsync", "mkdir", "open", "rename", "rmdir", "unlink", "listdir")
 
 
+_opening: list[Callable[[Any], None]] = []
+"""What is called before a file is opened, now."""
+
+
+def _audit(event: str, args: tuple[Any, ...]) -> None:
+    if event == "open":
+        for before in tuple(_opening):
+            before(args[0])
+
+
+@cache
+def _hear_of_opened_files() -> None:
+    """Once in a process: Python never takes such a hook back, and calls each at every event, ``id()`` among them."""
+    sys.addaudithook(_audit)
+
+
 @contextmanager
 def before_every_operation(do: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
     """Within the block, ``do(name, arguments)`` runs before every operation; files are opened by ``"open"`` too.
@@ -23,7 +40,6 @@ def before_every_operation(do: Callable[[str, tuple[Any, ...]], None]) -> Iterat
     Those outside folders named "saved" do not count.
     """
     originals = {name: getattr(os, name) for name in OPERATIONS}
-    is_on = True
 
     def is_ours(path: Any) -> bool:
         # A number is an open file, which is synced.
@@ -37,17 +53,18 @@ def before_every_operation(do: Callable[[str, tuple[Any, ...]], None]) -> Iterat
 
         return call
 
-    def audit(event: str, args: tuple[Any, ...]) -> None:
-        if is_on and event == "open" and is_ours(args[0]):
-            do("open", args)
+    def opening(path: Any) -> None:
+        if is_ours(path):
+            do("open", (path,))
 
-    sys.addaudithook(audit)
+    _hear_of_opened_files()
+    _opening.append(opening)
     for name in OPERATIONS:
         setattr(os, name, wrapped(name))
     try:
         yield
     finally:
-        is_on = False
+        _opening.remove(opening)
         for name, original in originals.items():
             setattr(os, name, original)
 

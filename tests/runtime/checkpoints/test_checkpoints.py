@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +24,7 @@ from protwin.runtime.optimizers import device_steps
 from protwin.shared.basics.errors import FileError, ScheduleError
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import Workload
+from tests.runtime.eager_lanes import settle
 from tests.runtime.families import families
 from tests.runtime.models import SEED, STEPS, Case, cases, differences, hand_written, llama, token_batches
 from tests.runtime.resuming import (
@@ -153,11 +153,8 @@ def test_resuming_in_the_middle_goes_back(tmp_path: Path) -> None:
 
 def all_gathered_ahead(training: Training) -> None:
     """Wait until no more chunk is gathered before the next forward."""
-    seen = -1
-    while seen != training.num_gathers:
-        seen = training.num_gathers
-        time.sleep(0.05)
-    assert seen > 0
+    settle(training)
+    assert training.num_gathers > 0
 
 
 def test_saving_takes_no_device_memory(tmp_path: Path) -> None:

@@ -149,6 +149,7 @@ def test_one_tensor_is_in_memory_at_a_time(what: str, large: Path, tmp_path: Pat
 
 
 def test_the_writer_of_torch_holds_all_that_it_writes(large: Path, tmp_path: Path) -> None:
-    """See [Note: One piece at a time]; the wrong variant."""
+    """See [Note: One piece at a time]; the wrong variant.  On a busy machine nobody may look while it holds them."""
     with patch.object(pieces._Writer, "write_data", FileSystemWriter.write_data):
-        assert growth_bytes("2", large / "3", tmp_path / "made") > 1.5 * BOUND_BYTES
+        found = (growth_bytes("2", large / "3", tmp_path / str(number)) for number in range(5))
+        assert any(held_bytes > 1.5 * BOUND_BYTES for held_bytes in found)

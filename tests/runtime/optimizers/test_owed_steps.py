@@ -30,8 +30,8 @@ class Gated(torch.optim.AdamW):
         return super().step(closure)
 
 
-def stopped_after_a_step(case: Case) -> list[str]:
-    """Names of weights that are not at step 1, after an error behind step() and before any CPU Adam."""
+def stopped_after_a_step(case: Case, seconds: float = 0.2) -> list[str]:
+    """Names of weights that are not at step 1, after an error behind step() and ``seconds`` before any CPU Adam."""
     model = case.build()
     Gated.gate.clear()
     with (  # noqa: PT012
@@ -44,7 +44,7 @@ def stopped_after_a_step(case: Case) -> list[str]:
         case.loss(model, case.batches[0]).backward()
         training.step()
         assert training.num_cpu_adam_steps == 0
-        threading.Timer(0.2, Gated.gate.set).start()
+        threading.Timer(seconds, Gated.gate.set).start()
         raise Stop
     return differences(model, case.plain.weights[1])
 
@@ -54,9 +54,9 @@ def test_an_error_after_a_step_does_not_take_it_back() -> None:
 
 
 def test_without_waiting_for_it_the_step_is_lost_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wrong variant."""
+    """The wrong variant; on a busy machine it may not have let go of the step that soon."""
     monkeypatch.setattr(Training, "_finish_last_step", lambda _: None)
-    assert stopped_after_a_step(cases()["llama"]) != []
+    assert any(stopped_after_a_step(cases()["llama"], seconds) for seconds in (0.2, 2.0, 20.0))
 
 
 def fail_to_copy() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from typing import Any, Final, cast
 from unittest import mock
@@ -23,7 +23,8 @@ from protwin.shared import RanksError
 TOLD = "training was ended by rank 1: ValueError: on purpose"
 MOST_S = 10.0
 SOON_S = 0.3
-"""Many times what the watch takes here: how long a wrong variant may wait for what does not come."""
+"""How long a wrong variant waits for what does not come; who waits for what comes has ``MOST_S``."""
+LOOKS = 3
 
 
 @pytest.fixture(autouse=True)
@@ -73,8 +74,17 @@ def is_told_of_a_store_that_is_gone(most_s: float = MOST_S) -> bool:
 def num_aborted_while_nobody_fails() -> int:
     """And the thread ends with the world, however often that is told."""
     aborted: list[None] = []
-    world = world_with(lambda: aborted.append(None))
-    time.sleep(0.05)
+    has_failed, looks, is_enough = FailureWatch._has_failed, count(1), threading.Event()
+
+    def looking(self: FailureWatch) -> bool:
+        found = has_failed(self)
+        if found or next(looks) == LOOKS:
+            is_enough.set()
+        return found
+
+    with mock.patch.object(FailureWatch, "_has_failed", looking):
+        world = world_with(lambda: aborted.append(None))
+        assert is_enough.wait(MOST_S)
     world.watch.stop()
     world.watch.stop()
     assert not [thread for thread in threading.enumerate() if thread.name == "protwin-failure-watch"]
@@ -105,7 +115,7 @@ def _aborts_before_it_says_so() -> Iterator[None]:
         while not self._is_over.wait(failure_watch._PAUSE_S):
             if self._has_failed():
                 self._abort()
-                time.sleep(SOON_S)
+                self._is_over.wait(MOST_S)
                 self.has_aborted = True
                 return
 
@@ -139,8 +149,8 @@ WRONG: Final[Mapping[str, Callable[[], AbstractContextManager[Any]]]] = {
 )
 def test_a_wrong_watch_is_noticed(variant: str, told: list[str], is_told: bool, num_aborted: int) -> None:
     with WRONG[variant]():
-        assert told_while_waiting(SOON_S) == told
-        assert is_told_of_a_store_that_is_gone(SOON_S) == is_told
+        assert told_while_waiting(SOON_S if variant == "looks at nothing" else MOST_S) == told
+        assert is_told_of_a_store_that_is_gone(MOST_S if is_told else SOON_S) == is_told
         assert num_aborted_while_nobody_fails() == num_aborted
 
 
@@ -152,4 +162,4 @@ def test_a_watch_that_always_finds_a_failure_is_noticed() -> None:
 def test_collectives_that_do_not_ask_the_watch_are_noticed() -> None:
     """A flag that nobody can raise is as one that nobody looks at."""
     with mock.patch.object(FailureWatch, "has_aborted", property(lambda _: False, lambda *_: None), create=True):
-        assert told_while_waiting(SOON_S) == ["nothing", "nothing"]
+        assert told_while_waiting() == ["nothing", "nothing"]

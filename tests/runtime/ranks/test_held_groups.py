@@ -12,7 +12,8 @@ from protwin.runtime.ranks import world as worlds
 from protwin.runtime.ranks.failures import let_go_of_groups, tell_failure
 from tests.runtime.ranks.processes import Ranks
 
-TIMEOUT_S = 5.0
+LONG_S, SHORT_S = 60.0, 5.0
+"""What ends a wait for nobody: long where none should be, short where the wrong variant waits in full."""
 KEPT: list[BaseException] = []
 
 
@@ -21,9 +22,9 @@ def press(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 
-def exchange(rank: int) -> tuple[str, float]:
+def exchange(rank: int, timeout_s: float) -> tuple[str, float]:
     """Rank 1 is interrupted within the exchange, and keeps the error as a notebook does; what ends it, and when."""
-    world = worlds.join_world(2, timeout_s=TIMEOUT_S)
+    world = worlds.join_world(2, timeout_s=timeout_s)
     assert world is not None
     begun = time.monotonic()
     try:
@@ -39,18 +40,18 @@ def exchange(rank: int) -> tuple[str, float]:
     return f"{type(KEPT[-1]).__name__}: {KEPT[-1]}", time.monotonic() - begun
 
 
-def exchange_holding(rank: int) -> tuple[str, float]:
+def exchange_holding(rank: int, timeout_s: float) -> tuple[str, float]:
     """The wrong variant: what the error has passed keeps its variables."""
     with mock.patch.object(worlds, "let_go_of_groups", return_value=None):
-        return exchange(rank)
+        return exchange(rank, timeout_s)
 
 
 def test_an_error_that_is_kept_does_not_keep_others_waiting(two_ranks: Ranks) -> None:
-    (told, waited_s), (own, _) = two_ranks.run(exchange)
+    (told, waited_s), (own, _) = two_ranks.run(exchange, LONG_S)
     assert (told, own) == ("RanksError: training was ended by rank 1: KeyboardInterrupt: ", "KeyboardInterrupt: ")
-    assert waited_s < TIMEOUT_S / 2
-    (_, waited_s), _ = two_ranks.run(exchange_holding)
-    assert waited_s >= TIMEOUT_S - 0.1
+    assert waited_s < LONG_S / 2
+    (_, waited_s), _ = two_ranks.run(exchange_holding, SHORT_S)
+    assert waited_s >= SHORT_S - 0.1
 
 
 def test_functions_that_still_run_keep_their_variables() -> None:

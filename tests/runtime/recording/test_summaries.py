@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 from protwin.runtime import StepSummary, carry_out
+from protwin.runtime.recording import summaries
 from protwin.shared.basics.errors import ProtwinError
 from protwin.shared.basics.units import format_seconds
 from protwin.shared.schema.record import Record
@@ -15,34 +19,48 @@ from protwin.shared.schema.schedule import Lane
 from tests.runtime.models import SEED, cases
 from tests.runtime.optimizing import half_offloaded
 
+SLOW_S = 0.005
+"""More than what other lanes do of a block, so that compute is the busiest on a machine that is busy too."""
+
 
 def summaries_of(
     every: int, num_steps: int, predicted: Record | None = None
-) -> tuple[list[StepSummary], float, Record]:
+) -> tuple[list[StepSummary], list[float], Record]:
+    """Summaries of a training, when they looked at the clock, and the record of its fifth iteration."""
     case = cases()["llama"]
     plan = half_offloaded(case.workload).model_copy(update={"micro_batches": 2})
-    model, found = case.build(), list[StepSummary]()
+    model, found, looked_s = case.build(), list[StepSummary](), list[float]()
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        layer.register_forward_pre_hook(lambda *_: time.sleep(SLOW_S))
+
+    def look() -> float:
+        looked_s.append(time.perf_counter())
+        return looked_s[-1]
+
     torch.manual_seed(SEED)
-    with carry_out(model, plan, case.workload, optimizer=case.make_optimizer) as training:
+    with (
+        mock.patch.object(summaries, "time", SimpleNamespace(perf_counter=look)),
+        carry_out(model, plan, case.workload, optimizer=case.make_optimizer) as training,
+    ):
         training.report_every(every, to=found.append, predicted=predicted)
-        start = time.perf_counter()
         for step in range(num_steps):
             for _ in range(2):
                 case.loss(model, case.batches[0]).backward()
+            before_s = time.perf_counter()
             training.step()
-            assert len(found) == (step + 1) // every
-        took_s = time.perf_counter() - start
+            assert len(found) == (step + 1) // every == len(looked_s) - 1
+            assert (before_s <= looked_s[-1]) == ((step + 1) % every == 0), "with the last of its steps"
         peak_bytes = training.peak_device_bytes
         record = training.record(since=4, until=5)
     assert [summary.peak_device_bytes for summary in found][-1] == peak_bytes
-    return found, took_s, record
+    return found, looked_s, record
 
 
 def test_a_summary_follows_every_so_many_steps_and_agrees_with_the_clock() -> None:
-    found, took_s, record = summaries_of(3, 9)
+    found, looked_s, record = summaries_of(3, 9)
     assert [(summary.step, summary.num_steps) for summary in found] == [(3, 3), (6, 3), (9, 3)]
-    assert sum(summary.step_s * summary.num_steps for summary in found) == pytest.approx(took_s, rel=0.05)
-    for summary in found:
+    for summary, (begin_s, end_s) in zip(found, pairwise(looked_s), strict=True):
+        assert summary.step_s * summary.num_steps == pytest.approx(end_s - begin_s)
         assert summary.samples_per_s * summary.step_s == pytest.approx(2 * cases()["llama"].workload.num_samples)
         assert summary.tokens_per_s * summary.step_s == pytest.approx(2 * cases()["llama"].workload.num_tokens)
         assert set(summary.busy_frac) == {Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU_OPTIM}

@@ -340,7 +340,7 @@ def test_a_training_that_is_dropped_with_its_model_says_so_and_ends_its_threads(
     gc.collect()
     with pytest.warns(ResourceWarning, match=r"dropped with its model.*close\(\)"):
         collected()
-    for _ in range(200):
+    for _ in range(1200):
         if not lanes_alive():
             break
         time.sleep(0.05)
