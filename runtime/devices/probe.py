@@ -28,6 +28,7 @@ from .process_settings import leave_a_core_for_lanes
 from .repeated_timing import repeated_s
 
 _MATRIX: Final = 1024
+_LEAST_MATRIX: Final = 128
 _COPY_SIZES: Final = (2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
 _ADAM_SCALARS: Final = 2**23
 ADAM_BYTES_PER_SCALAR: Final = 28
@@ -194,10 +195,27 @@ def _event_timer(work: Callable[[], object], target: torch.device) -> Callable[[
 
 
 def _matmul_flop_per_s(target: torch.device, dtype: torch.dtype, budget_s: float) -> float:
-    size = _MATRIX if target.type == "cpu" else 8 * _MATRIX
+    size = _affordable_matrix(dtype, budget_s) if target.type == "cpu" else 8 * _MATRIX
+    return 2.0 * size**3 / seconds_on(_product(size, target, dtype), target, budget_s)
+
+
+def _product(size: int, target: torch.device, dtype: torch.dtype) -> Callable[[], object]:
     a = torch.randn(size, size, dtype=torch.float32, device=target).to(dtype)
     out = torch.empty_like(a)
-    return 2.0 * size**3 / seconds_on(lambda: torch.mm(a, a, out=out), target, budget_s)
+    return lambda: torch.mm(a, a, out=out)
+
+
+def _affordable_matrix(dtype: torch.dtype, budget_s: float) -> int:
+    """The largest side up to ``_MATRIX`` with which a product fits the time, as a small one tells.
+
+    A processor without instructions for an element type takes seconds for a product that is otherwise one of
+    milliseconds.
+    """
+    once = _host_timer(_product(_LEAST_MATRIX, torch.device("cpu"), dtype))
+    small_s, size = min(once() for _ in range(5)), _MATRIX
+    while size > _LEAST_MATRIX and small_s * (size / _LEAST_MATRIX) ** 3 > budget_s:
+        size //= 2
+    return size
 
 
 def _vector_flop_per_s(target: torch.device, budget_s: float) -> float:

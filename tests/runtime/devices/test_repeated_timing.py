@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from itertools import chain, repeat
+from itertools import chain, cycle, repeat
 from random import Random
 
 import pytest
@@ -101,6 +101,19 @@ def test_there_are_a_few_calls_however_short_the_time(alone_s: float) -> None:
 def test_first_calls_do_not_count() -> None:
     work = Work(chain([9.0], repeat(0.1)))
     assert repeated_s(work.once, 1.0, clock=work.clock) == 0.1
+
+
+@pytest.mark.parametrize(
+    ("flop_per_s", "budget_s", "side"),
+    [(6e10, 0.33, 1024), (1e9, 0.33, 512), (1e9, 3.0, 1024), (1e9, 0.005, 128), (1e6, 0.33, 128)],
+)
+def test_a_product_that_would_take_too_long_is_made_smaller(
+    flop_per_s: float, budget_s: float, side: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand: 2 x 1024^3 operations are 2.1 s at 1 GFLOP/s, with half of the side 0.27 s.  Others disturb most calls."""
+    calls = cycle((9.0, 0.5, 0.0, 7.0, 8.0))
+    monkeypatch.setattr(probe, "_host_timer", lambda _: lambda: 2 * 128**3 / flop_per_s + next(calls))
+    assert probe._affordable_matrix(torch.bfloat16, budget_s) == side
 
 
 def test_a_probe_leaves_a_core_only_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, wraps
+from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -21,6 +21,7 @@ from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.layout.residencies import ChunkResidency, residencies
 from protwin.shared.schema.plan import ParallelMode, Plan
+from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from tests.runtime.families import family_cases
 from tests.runtime.models import (
@@ -95,9 +96,33 @@ def in_default_group(function: Callable[_Parameters, _Result]) -> Callable[_Para
     return within
 
 
-@lru_cache
+_made: dict[int, dict[str, Case]] = {}
+
+
 def all_cases(num_batches: int) -> dict[str, Case]:
     """Those of one rank, those of the families, and one whose ranks use other parameters."""
+    if num_batches not in _made:
+        _made[num_batches] = _all_cases(num_batches)
+    return _made[num_batches]
+
+
+def traced_workloads() -> dict[tuple[int, str], Workload]:
+    """Of all cases that this process has traced, by number of batches and name."""
+    return {
+        (num_batches, name): case.workload
+        for num_batches, made in _made.items()
+        for name, case in made.items()
+        if "workload" in vars(case)
+    }
+
+
+def take_workloads(workloads: Mapping[tuple[int, str], Workload]) -> None:
+    """Those that another process has traced, so that this one need not."""
+    for (num_batches, name), workload in workloads.items():
+        vars(all_cases(num_batches)[name]).setdefault("workload", workload)
+
+
+def _all_cases(num_batches: int) -> dict[str, Case]:
     gated = Case(_gated_model, point_batches(num_batches), has_loss=False)
     # Random numbers would be drawn when a stand-in for a device comes to it.
     steady = replace(gated, build=_gated_model_without_dropout)

@@ -2,7 +2,8 @@
 
 [Note: Processes that need not start]
 torch and transformers take five seconds to import and as long to leave, and tests ask for twenty processes.  So all of
-them are forked from one process that has imported what ranks need, and has run nothing: it has no thread.
+them are forked from one process that has imported what ranks need, and has run nothing: it has no thread.  They get
+the workloads that the tests have traced, so that not every one of them traces every model.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from protwin.runtime.ranks import failures
+from tests.runtime.ranks.beside_ddp import take_workloads, traced_workloads
 
 PATIENCE_S = 240.0
 _IMPORTED = (
@@ -66,6 +68,8 @@ class Ranks:
         self._store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
+        self._traced: set[tuple[int, str]] = set()
+        """The cases whose workloads the processes have; see [Note: Processes that need not start]."""
         self._pipes: list[Connection] = []
         self.processes = []
         for rank in range(num_ranks):
@@ -95,8 +99,10 @@ class Ranks:
 
         ``function`` is a module's own, since its name alone travels.  Processes that do not answer in time are killed.
         """
+        traced = {key: workload for key, workload in traced_workloads().items() if key not in self._traced}
+        self._traced |= traced.keys()
         for pipe in self._pipes:
-            pipe.send((function, arguments))
+            pipe.send((function, arguments, traced))
         found, end = [], time.monotonic() + patience_s
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(max(0.0, end - time.monotonic())):
@@ -164,10 +170,11 @@ def _serve(pipe: Connection, environment: Mapping[str, str]) -> None:
     rank = int(environment["RANK"])
     while True:
         try:
-            function, arguments = pipe.recv()
+            function, arguments, traced = pipe.recv()
         except EOFError:
             return
         try:
+            take_workloads(traced)
             outcome = Outcome(value=function(rank, *arguments))
         except BaseException as error:
             outcome = Outcome(error=error, trace=traceback.format_exc())

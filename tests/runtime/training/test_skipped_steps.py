@@ -29,7 +29,7 @@ from tests.runtime.skipping import Point, Trained, by_plan, plainly, run_step, s
 from tests.runtime.training.test_memory import guaranteed_bytes
 from tests.runtime.training.test_running_out import KINDS_ALONE, small_case
 from tests.runtime.training.test_running_out import everything as everything_small
-from tests.runtime.watchdog import PATIENCE_S, ends_in_time
+from tests.runtime.watchdog import ends_in_time
 
 PHASES = ("forward", "recompute", "backward", "before backward", "after backward")
 STEPS = 6
@@ -244,7 +244,7 @@ def test_a_lack_of_memory_at_any_task_is_survived(kind: TaskKind) -> None:
 def test_ctrl_c_in_a_slow_copy_is_survived(case: Case) -> None:
     """As at every other point, the thread that waits is interrupted; the copy is cut short."""
     model = case.build()
-    device = SlowAtWill()
+    device = CpuDevice()
     with ends_in_time(), start(case, model, device=device) as training:
         run_step(case, model, training, case.batches[:1])
         training.synchronize()
