@@ -83,7 +83,8 @@ class HostPeak(TorchDispatchMode):
 
 
 def _is_mapped(address: int) -> bool:
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    for line in maps.splitlines() if ".safetensors" in maps else ():
         if line.endswith(".safetensors"):
             first, last = (int(part, 16) for part in line.split(maxsplit=1)[0].split("-"))
             if first <= address < last:

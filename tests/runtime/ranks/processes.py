@@ -8,6 +8,7 @@ the workloads that the tests have traced, so that not every one of them traces e
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import os
@@ -173,6 +174,7 @@ def _serve(pipe: Connection, environment: Mapping[str, str]) -> None:
             function, arguments, traced = pipe.recv()
         except EOFError:
             return
+        _set_aside_what_stays()
         try:
             take_workloads(traced)
             outcome = Outcome(value=function(rank, *arguments))
@@ -182,6 +184,12 @@ def _serve(pipe: Connection, environment: Mapping[str, str]) -> None:
             pipe.send(outcome)
         except Exception as error:
             pipe.send(Outcome(error=AssertionError(f"{outcome} cannot be sent: {error}"), trace=outcome.trace))
+
+
+def _set_aside_what_stays() -> None:
+    """See [Note: Collections during tests] in ``tests/conftest.py``."""
+    gc.collect()
+    gc.freeze()
 
 
 def in_a_process(function: Callable[..., Any], *arguments: Any, patience_s: float = PATIENCE_S) -> Any:
@@ -212,6 +220,7 @@ def _print(program: Callable[[], None], arguments: Sequence[str]) -> str:
 
 
 def _answer(pipe: Connection, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    _set_aside_what_stays()
     try:
         outcome = Outcome(value=function(*arguments))
     except BaseException as error:
