@@ -166,8 +166,12 @@ def test_empty_folders_links_and_new_folders_are_taken(tmp_path: Path, monkeypat
 
 @pytest.mark.slow
 def test_trainings_killed_at_random_moments_resume_and_end_equal(tmp_path: Path) -> None:
-    ends = json.loads(printed_by(killed_training.main, str(tmp_path), "6", "0"))
-    assert [end["code"] for end in ends].count(-9) >= 6
-    assert ends[-1]["code"] == 0
-    assert any(end["from"] not in (None, 0) for end in ends), "some were resumed on their way"
-    assert {end["subject"] for end in ends} == {subject.case for subject in SUBJECTS[:2]}
+    for seed in "01234":
+        ends = json.loads(printed_by(killed_training.main, str(tmp_path / seed), "6", seed))
+        assert [end["code"] for end in ends].count(-9) >= 6
+        assert ends[-1]["code"] == 0
+        assert {end["subject"] for end in ends} == {subject.case for subject in SUBJECTS[:2]}
+        # On a machine that has become busier since the first run, all may be killed before their first step.
+        if any(end["from"] not in (None, 0) for end in ends):
+            return
+    raise AssertionError("none were resumed on their way")

@@ -110,7 +110,7 @@ def test_first_calls_do_not_count() -> None:
 def test_a_product_that_would_take_too_long_is_made_smaller(
     flop_per_s: float, budget_s: float, side: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By hand: 2 x 1024^3 operations are 2.1 s at 1 GFLOP/s, with half of the side 0.27 s.  Others disturb most calls."""
+    """By hand: 2 x 1024^3 operations are 2.1 s at 1 GFLOP/s, with half of the side 0.27 s; most calls are disturbed."""
     calls = cycle((9.0, 0.5, 0.0, 7.0, 8.0))
     monkeypatch.setattr(probe, "_host_timer", lambda _: lambda: 2 * 128**3 / flop_per_s + next(calls))
     assert probe._affordable_matrix(torch.bfloat16, budget_s) == side
