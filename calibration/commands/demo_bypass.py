@@ -52,16 +52,20 @@ from ...shared.records.comparison import compare_records
 from ...shared.report.losses import block_losses_chart
 from ...shared.report.page import PageTable, Section
 from ...shared.report.report import Facts, report
+from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.record import Record
 from ...shared.schema.search_result import SearchResult
 from ...shared.schema.workload import DType, Workload
+from ...shared.students.families import family_of
 from ...shared.students.student import Student
 from ...shared.tables.comparison import comparison_tables
 from ...shared.tables.table import Table
 from ...shared.tables.terminal import Printed
 from ...sim.searching.request import SearchRequest, Step
 from ...sim.searching.search import search
+from ..fitting.calibrate import calibrate
+from ..fitting.pair_subject import PairSubject
 from .demo import stage
 
 CONFIGURATION: Final[dict[str, Any]] = {
@@ -101,6 +105,10 @@ class BypassDemo:
     probe_seconds: float = 3.0
     repeats: int = 3
     """Timed iterations of the trace."""
+    calibration_steps: int = 7
+    """Timed iterations of every plan that the calibration is fitted to."""
+    slowdown_seconds: float = 6.0
+    """To measure how lanes slow each other."""
 
     @property
     def student(self) -> Student:
@@ -140,15 +148,18 @@ def run_bypass_demo(folder: Path, console: Console, size: BypassDemo = STANDARD)
         f"  the weights of both models are {format_bytes(weights_bytes)}, without gradients and optimizer; the device "
         f"has {format_bytes(budget_bytes)}"
     )
-    with stage(console, "measure the machine, search a plan on the simulator"):
+    with stage(console, "measure the machine and calibrate"):
         hardware = probe_hardware(seconds=size.probe_seconds, device=CpuDevice())
-        found = _searched(workload, hardware, budget_bytes, subject.settings(workload))
+        calibration = subject.calibrated(untrained, workload, hardware)
+    with stage(console, "search a plan on the simulator"):
+        found = _searched(workload, hardware, calibration, budget_bytes, subject.settings(workload))
     measured, model = _trained(subject, workload, found, budget_bytes, folder, console)
     batches = subject.data.batches_to_validate(subject.settings(workload))
     losses = dict(zip(LOSSES, (_loss(one, batches) for one in (teacher, untrained, load_student(model))), strict=True))
     history = BypassHistory.load(folder / "run" / HISTORY)
     comparison = {**losses, **_held(found.prediction, measured), "device_budget_bytes": budget_bytes}
     comparison |= {"weights_bytes": weights_bytes}
+    calibration.save(folder / "calibration.json")
     write_atomically(folder / "hardware.toml", hardware_to_toml(hardware))
     workload.save(folder / "workload.json")
     write_atomically(folder / "comparison.json", json.dumps(comparison, indent=1) + "\n")
@@ -221,20 +232,50 @@ class _Subject:
         statistics = activation_statistics(self.teacher, islice(stream.batches(0), 8))
         return make_student(self.teacher, self.size.student, statistics=statistics, seed=_SEED)
 
+    def batch(self) -> Batch:
+        """One batch of the run."""
+        return next(TokenStream(self.data.training, self.size.batch_size, self.size.sequence_length, _SEED).batches(0))
+
     def workload(self, student: Any) -> Workload:
         """Timed on this machine."""
-        stream = TokenStream(self.data.training, self.size.batch_size, self.size.sequence_length, _SEED)
         keys = tuple(KeyToLearn(key.value) for key in self.size.student.keys_to_learn)
         loss = block_loss(self.size.student.loss)
-        batch = next(stream.batches(0))
         return trace_distillation(
-            self.teacher, student, batch, loss, keys_to_learn=keys, repeats=self.size.repeats
+            self.teacher, student, self.batch(), loss, keys_to_learn=keys, repeats=self.size.repeats
         ).model_copy(update={"model_name": "demo-student"})
 
+    def calibrated(self, student: Any, workload: Workload, hardware: Hardware) -> Calibration:
+        """Factors of this machine, fitted to a few plans that train copies of both models."""
+        pair = PairSubject(
+            self.teacher,
+            self.batch(),
+            workload,
+            hardware,
+            student=student,
+            pair_loss=block_loss(self.size.student.loss),
+            blocks=family_of(self.size.configuration, "demo-teacher").blocks,
+        )
+        with progress_bar("calibrating") as on_progress:
+            return calibrate(
+                pair,
+                steps=self.size.calibration_steps,
+                slowdown_seconds=self.size.slowdown_seconds,
+                on_progress=on_progress,
+            )
 
-def _searched(workload: Workload, hardware: Hardware, budget_bytes: int, settings: RunSettings) -> SearchResult:
-    step = Step(max_gradient_norm=settings.max_gradient_norm)
-    return search(SearchRequest(workload=workload, hardware=hardware, device_budget_bytes=budget_bytes, step=step))
+
+def _searched(
+    workload: Workload, hardware: Hardware, calibration: Calibration, budget_bytes: int, settings: RunSettings
+) -> SearchResult:
+    return search(
+        SearchRequest(
+            workload=workload,
+            hardware=hardware,
+            calibration=calibration,
+            device_budget_bytes=budget_bytes,
+            step=Step(max_gradient_norm=settings.max_gradient_norm),
+        )
+    )
 
 
 def _trained(
@@ -278,6 +319,8 @@ def _held(predicted: Record, measured: Record) -> dict[str, float]:
     return {
         "predicted_iteration_s": predicted.iteration_s,
         "measured_iteration_s": measured.iteration_s,
+        "iteration_error_frac": predicted.iteration_s / measured.iteration_s - 1,
+        "iteration_noise_frac": measured.iteration_noise_frac,
         "predicted_peak_device_bytes": predicted.peak_device_bytes,
         "measured_peak_device_bytes": measured.peak_device_bytes,
     }
@@ -329,7 +372,8 @@ def _print_summary(console: Console, comparison: Mapping[str, Any]) -> None:
     won = (c["untrained_loss"] - c["trained_loss"]) / (c["untrained_loss"] - c["teacher_loss"])
     console.print(
         f"iteration: predicted {format_seconds(c['predicted_iteration_s'])}, measured "
-        f"{format_seconds(c['measured_iteration_s'])}\n"
+        f"{format_seconds(c['measured_iteration_s'])} ({c['iteration_error_frac']:+.1%}, noise "
+        f"± {c['iteration_noise_frac']:.1%})\n"
         f"peak: predicted {format_bytes(c['predicted_peak_device_bytes'])}, measured "
         f"{format_bytes(c['measured_peak_device_bytes'])} of a budget of {format_bytes(c['device_budget_bytes'])}\n"
         f"loss: teacher {c['teacher_loss']:.4f}, student {c['untrained_loss']:.4f} -> {c['trained_loss']:.4f}, which "

@@ -14,6 +14,7 @@ from protwin.runtime.bypass.loop import HISTORY
 from protwin.runtime.bypass.losses import BypassHistory
 from protwin.runtime.runs.run_folder import read_state
 from protwin.shared.catalogue.machines import load_hardware
+from protwin.shared.schema.calibration import Calibration
 from protwin.shared.schema.plan import Plan, TrainingMethod
 from protwin.shared.schema.record import Record
 from protwin.shared.schema.workload import Workload
@@ -28,6 +29,8 @@ SMALL = BypassDemo(
     validate_every=6,
     probe_seconds=0.5,
     repeats=1,
+    calibration_steps=3,
+    slowdown_seconds=0.5,
 )
 
 
@@ -48,7 +51,11 @@ def test_the_demo_of_a_distillation(tmp_path: Path) -> None:
     assert plan.method is TrainingMethod.BYPASS
     assert measured.num_cpu_adam_steps > 0, "weights were offloaded"
     workload, machine = Workload.load(tmp_path / "workload.json"), load_hardware(str(tmp_path / "hardware.toml"))
-    assert simulate(plan, workload, machine).iteration_s == found["predicted_iteration_s"], "the files are the inputs"
+    calibration = Calibration.load(tmp_path / "calibration.json")
+    assert calibration.num_runs == 3
+    assert simulate(plan, workload, machine, calibration).iteration_s == found["predicted_iteration_s"], (
+        "the files are the inputs"
+    )
     state = read_state(tmp_path / "run")
     assert state is not None
     assert state.model is not None
