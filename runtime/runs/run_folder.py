@@ -14,7 +14,7 @@ that was finished once goes on from its later periodic ones.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import ClassVar, Final
@@ -23,7 +23,7 @@ from ...shared.basics.documents import Document
 from ...shared.basics.errors import FileError
 from ..checkpoints.folder import find_folder, remove_folder
 from ..checkpoints.manifest import CONFIGURATION, MANIFEST
-from .run_settings import RunSettings
+from .run_settings import EarlierBudget, RunSettings
 
 STATE: Final = "run.json"
 """Name of what a run's folder says of itself."""
@@ -54,7 +54,12 @@ class RunState(Document):
     settings: RunSettings
     """As the run was last begun or continued."""
     fingerprint: str
-    """Of ``settings``."""
+    """Of ``settings`` after ``earlier``."""
+    earlier: tuple[EarlierBudget, ...] = ()
+    """Budgets that the run was continued from, the first one first (Note: Continued runs)."""
+    inputs: str | None = None
+    """Hash of all files and options that the finished model was asked for with, which tells that nothing has changed
+    without reading the models; None: nobody has said."""
     model: str | None = None
     """Name of the finished model's folder; None: it is not finished."""
 
@@ -79,37 +84,48 @@ class RunFolder:
 
     path: Path
     settings: RunSettings
+    earlier: tuple[EarlierBudget, ...] = ()
+    """Budgets that it is continued from."""
+    inputs: str | None = None
+    """Hash of what it is asked for with (``RunState.inputs``)."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the settings after the budgets before them."""
+        return self.settings.fingerprint_after(self.earlier)
 
     @classmethod
-    def begin(cls, path: str | Path, settings: RunSettings) -> RunFolder:
+    def begin(cls, path: str | Path, settings: RunSettings, *, inputs: str | None = None) -> RunFolder:
         """The folder at ``path`` for a run with ``settings``: a new one, or the one of this run, to go on with.
 
         A run may go on with another budget.  Raises FileError, and nothing is written, if ``path`` holds another run,
         anything else, or more steps than the budget has; also if it cannot be written.
         """
-        folder = cls.checked(path, settings)
+        folder = cls.checked(path, settings, inputs=inputs)
         found = read_state(path)
-        if found is None or found.fingerprint != settings.fingerprint:
+        if found is None or (found.fingerprint, found.earlier) != (folder.fingerprint, folder.earlier):
             folder._write(None)
         return folder
 
     @classmethod
-    def checked(cls, path: str | Path, settings: RunSettings) -> RunFolder:
+    def checked(cls, path: str | Path, settings: RunSettings, *, inputs: str | None = None) -> RunFolder:
         """The folder at ``path``, of which nothing is written.  Raises what ``begin`` does."""
-        found, folder = read_state(path), cls(Path(path), settings)
+        found, folder = read_state(path), cls(Path(path), settings, inputs=inputs)
         if found is None:
             folder._check_is_free()
             return folder
         if found.settings.series != settings.series:
             raise FileError(f"{path} holds another run: {_told(settings, found.settings)}. Name another folder.")
-        if found.fingerprint != settings.fingerprint:
-            newest, steps = folder.newest, settings.budget.num_steps
-            if newest is not None and newest.step > steps:
-                raise FileError(
-                    f"{path} has completed {newest.step:,} steps, and num_tokens = {settings.num_tokens:,} are "
-                    f"{steps:,}. Give more tokens, or name another folder."
-                )
-        return folder
+        if found.settings.num_tokens == settings.num_tokens and found.model is not None:
+            return replace(folder, earlier=found.earlier)
+        newest, steps = folder.newest, settings.budget.num_steps
+        num_completed = 0 if newest is None else newest.step
+        if num_completed > steps:
+            raise FileError(
+                f"{path} has completed {num_completed:,} steps, and num_tokens = {settings.num_tokens:,} are "
+                f"{steps:,}. Give more tokens, or name another folder."
+            )
+        return replace(folder, earlier=settings.continued(found.settings, found.earlier, num_completed))
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -152,7 +168,7 @@ class RunFolder:
     @property
     def model_path(self) -> Path:
         """Where the finished model belongs; with another budget it is another one."""
-        return self.path / f"model-{self.settings.fingerprint[:8]}"
+        return self.path / f"model-{self.fingerprint[:8]}"
 
     def finish(self) -> None:
         """Note that the model is there.  Raises FileError if it is not, or if that cannot be written."""
@@ -164,14 +180,20 @@ class RunFolder:
     def is_complete(self) -> bool:
         """Whether a run with these settings has finished here, and its model is still there."""
         found = read_state(self.path)
-        if found is None or found.model is None or found.fingerprint != self.settings.fingerprint:
+        if found is None or found.model is None or found.fingerprint != self.fingerprint:
             return False
         return _is_model(self.path / found.model)
 
     # -- the state ----------------------------------------------------------------------------------------------------
 
     def _write(self, model: str | None) -> None:
-        state = RunState(settings=self.settings, fingerprint=self.settings.fingerprint, model=model)
+        state = RunState(
+            settings=self.settings,
+            fingerprint=self.fingerprint,
+            earlier=self.earlier,
+            inputs=None if model is None else self.inputs,
+            model=model,
+        )
         state.save(self.path / STATE)
 
     def _names(self) -> list[str]:
@@ -191,9 +213,26 @@ def read_state(path: str | Path) -> RunState | None:
     if not place.exists():
         return None
     found = RunState.load(place)
-    if found.fingerprint != found.settings.fingerprint:
+    if found.fingerprint != found.settings.fingerprint_after(found.earlier):
         raise FileError(f"{place} is damaged or was changed: its fingerprint is of other settings. Name a new folder.")
     return found
+
+
+def finished_model(path: str | Path, inputs: str) -> Path | None:
+    """The finished model of the run in ``path`` if it was asked for with these ``inputs``; None if it was not.
+
+    None says nothing: the same run may have been asked for otherwise.  Raises FileError if its state is damaged.
+    """
+    found = read_state(path)
+    if found is None or found.model is None or found.inputs != inputs:
+        return None
+    model = Path(path) / found.model
+    return model if _is_model(model) else None
+
+
+def told_complete(path: Path, model: Path) -> str:
+    """What is said of a run that is not run again."""
+    return f"{path} is complete: the student is in {model}"
 
 
 def _is_model(path: Path) -> bool:

@@ -5,6 +5,12 @@ Runs of equal fingerprints give equal weights, so that a finished one need not b
 plan gives the same weights as any other with these micro-batches and this limit of gradients.  Two ways to write down
 the same student are one student, and a choice that nothing depends on does not count: how key-value heads are
 initialised where none are left out, or how often a run is validated whose last weights are kept.
+
+[Note: Continued runs]
+The learning rate of a step follows from all steps of the budget.  So a run that is continued with more tokens has had
+other rates than one that was given as many at once, and it was validated when the first budget was used up: it gives
+other weights, and has another fingerprint.  That covers the schedule of every earlier budget, and until which step it
+was followed.  A budget that no step was trained under, or one of as many steps, leaves no trace in either.
 """
 
 from __future__ import annotations
@@ -12,7 +18,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Final
 
@@ -39,6 +46,14 @@ class KeptWeights(StrEnum):
     """Those of the last step."""
 
 
+class EarlierBudget(FrozenModel):
+    """A budget under which some steps were trained before the run was continued with another one."""
+
+    num_tokens: PositiveInt
+    until_step: PositiveInt
+    """Completed steps when another budget took its place."""
+
+
 class RunSettings(FrozenModel):
     """All that a bypass run is asked for."""
 
@@ -51,6 +66,8 @@ class RunSettings(FrozenModel):
     """Fingerprint of the teacher's weights (``SavedWeights.fingerprint``)."""
     teacher_configuration: dict[str, Any]
     """Its ``config.json``, with all of its sizes."""
+    teacher_code: str | None = None
+    """Fingerprint of the files that it is made by (``OwnCode.fingerprint``); None: transformers' own code makes it."""
     student: Student
     dtype: DType
     """Element type of the weights."""
@@ -107,6 +124,35 @@ class RunSettings(FrozenModel):
         """SHA-256 of all that the result depends on (Note: Nothing else).  Raises WorkloadError as shapes do."""
         return _hash(self._identity())
 
+    def fingerprint_after(self, earlier: Sequence[EarlierBudget]) -> str:
+        """``fingerprint``, of a run that had these budgets before (Note: Continued runs)."""
+        if not earlier:
+            return self.fingerprint
+        parts = [[*self._schedule(one.num_tokens), one.until_step] for one in earlier]
+        return _hash({**self._identity(), "earlier": parts})
+
+    def continued(self, before: RunSettings, earlier: Sequence[EarlierBudget], step: int) -> tuple[EarlierBudget, ...]:
+        """The budgets before these settings of a run that is continued from ``before`` after ``step`` steps.
+
+        ``earlier``: those before ``before``.  Only budgets that the result depends on are left.
+        """
+        parts = [(one.num_tokens, min(one.until_step, step)) for one in earlier] + [(before.num_tokens, step)]
+        made: list[EarlierBudget] = []
+        for num_tokens, until in parts:
+            if until <= (made[-1].until_step if made else 0):
+                continue
+            if made and self._schedule(made[-1].num_tokens) == self._schedule(num_tokens):
+                made.pop()
+            made.append(EarlierBudget(num_tokens=num_tokens, until_step=until))
+        if made and self._schedule(made[-1].num_tokens) == self._schedule(self.num_tokens):
+            made.pop()
+        return tuple(made)
+
+    def _schedule(self, num_tokens: int) -> tuple[int, int]:
+        """Steps, and those of the warm-up: what rates and the last validation of a budget follow from."""
+        budget = replace(self.budget, num_tokens=num_tokens)
+        return budget.num_steps, budget.warmup_steps(self.warmup_frac)
+
     @property
     def series(self) -> str:
         """The same without the budget: runs that one can be continued to."""
@@ -132,6 +178,8 @@ class RunSettings(FrozenModel):
             name: value for name, value in self.teacher_configuration.items() if name not in _PROVENANCE
         }
         fields["student"] = student_identity(self.student, self.teacher_configuration)
+        if self.teacher_code is None:
+            del fields["teacher_code"]
         if not fields["student"]["is_measured"]:
             del fields["statistics_batches"]
         if self.kept_weights is KeptWeights.FINAL:

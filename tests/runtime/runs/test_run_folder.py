@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from protwin.runtime.checkpoints.manifest import MANIFEST
-from protwin.runtime.runs.run_folder import CheckpointRole, RunFolder, read_state
+from protwin.runtime.runs.run_folder import CheckpointRole, RunFolder, finished_model, read_state
 from protwin.shared.basics.errors import FileError
 
 from .settings import LLAMA, settings, student
@@ -144,6 +144,43 @@ def test_a_longer_budget_goes_on_with_the_same_run(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="has completed 14 steps, and num_tokens = 480 are 10"):
         RunFolder.begin(tmp_path, settings())
     assert content(tmp_path) == before
+
+
+def test_a_folder_knows_the_budgets_that_its_run_was_continued_from(tmp_path: Path) -> None:
+    """Ten steps of the first budget, four of twenty, and then twenty-five."""
+    begun = RunFolder.begin(tmp_path, settings())
+    save(begun, 10, FINAL)
+    for num_tokens in (9600, 480, 960):  # no step is trained under the first two
+        longer = RunFolder.begin(tmp_path, settings(num_tokens=num_tokens))
+        assert (longer.fingerprint == settings(num_tokens=num_tokens).fingerprint) is (num_tokens == 480)
+    save(longer, 14, PERIODIC)
+    again = RunFolder.begin(tmp_path, settings(num_tokens=960, log_every=1))
+    assert again.fingerprint == longer.fingerprint
+    last = RunFolder.begin(tmp_path, settings(num_tokens=1200))
+    assert [(one.num_tokens, one.until_step) for one in last.earlier] == [(480, 10), (960, 14)]
+    save_model(last)
+    last.finish()
+    assert RunFolder.begin(tmp_path, settings(num_tokens=1200)).is_complete
+    # Without its checkpoints a finished run is what it was; but one that goes on begins anew.
+    for one in last.checkpoints:
+        shutil.rmtree(one.path)
+    assert RunFolder.begin(tmp_path, settings(num_tokens=1200)).is_complete
+    assert RunFolder.begin(tmp_path, settings(num_tokens=2400)).earlier == ()
+
+
+def test_a_run_that_was_finished_is_known_by_what_it_was_asked_for_with(tmp_path: Path) -> None:
+    folder = RunFolder.begin(tmp_path, settings(), inputs="same files")
+    assert finished_model(tmp_path, "same files") is None, "it is not finished"
+    save_model(folder)
+    folder.finish()
+    assert finished_model(tmp_path, "same files") == folder.model_path
+    assert finished_model(tmp_path, "other files") is None
+    assert finished_model(tmp_path / "nowhere", "same files") is None
+    RunFolder.begin(tmp_path, settings(num_tokens=960), inputs="other files")
+    assert finished_model(tmp_path, "same files") is None, "it goes on"
+    shutil.rmtree(folder.model_path)
+    RunFolder.begin(tmp_path, settings(), inputs="same files")
+    assert finished_model(tmp_path, "same files") is None
 
 
 def test_what_is_not_this_run_is_refused_and_left_as_it_is(tmp_path: Path) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from protwin.runtime.distillation.learning_rate import CosineRate
 from protwin.runtime.runs.run_settings import RunSettings
 from protwin.runtime.runs.sweeps import sweep
 from protwin.shared.basics.errors import FileError, WorkloadError
@@ -18,6 +19,7 @@ from .settings import LLAMA, MIXTRAL, settings, student
 OTHER: dict[str, Any] = {
     "teacher_weights": "40",
     "teacher_configuration": MIXTRAL | {"rope_theta": 5e5},
+    "teacher_code": "4c",
     "student": student(all={"num_key_value_heads": 1}),
     "dtype": "bfloat16",
     "autocast": "bfloat16",
@@ -69,6 +71,60 @@ def test_equal_fingerprints_are_of_equal_runs(first: set[str], second: set[str])
     if "student" in first & second:  # it needs no statistics
         differing -= {"statistics_batches"}
     assert (one.fingerprint == two.fingerprint) is (not differing)
+
+
+BUDGETS = (47, 480, 490, 528, 530, 960, 1440)
+"""Tokens, of 48 a step: some have as many steps as others, and some as short a warm-up."""
+Visits = list[tuple[int, int]]
+"""Budgets that a run is given in turn, and how many more steps it is let train under each."""
+visits = st.lists(st.tuples(st.sampled_from(BUDGETS), st.integers(0, 12)), min_size=1, max_size=5)
+
+
+def continued(given: Visits) -> tuple[RunSettings, str, list[tuple[float, bool]]]:
+    """The last settings, the run's fingerprint, and what it has seen: rates of steps, and where it was validated."""
+    step, earlier, before, seen = 0, (), None, []
+    for num_tokens, more in given:
+        asked = settings(num_tokens=num_tokens, warmup_frac=0.2)
+        steps = asked.budget.num_steps
+        if step > steps:
+            continue  # refused
+        earlier = () if before is None else asked.continued(before, earlier, step)
+        before = asked
+        rate = CosineRate(asked.learning_rate, asked.budget.warmup_steps(0.2), steps, asked.least_rate_frac)
+        for _ in range(min(more, steps - step)):
+            step += 1
+            seen.append((rate.at(step), step == steps))
+    assert before is not None
+    return before, before.fingerprint_after(earlier), seen
+
+
+@given(visits, visits)
+@example([(480, 10), (960, 12)], [(960, 12), (960, 10)])
+def test_runs_of_equal_fingerprints_have_had_equal_rates_whatever_they_were_continued_from(
+    one: Visits, two: Visits
+) -> None:
+    """Compared where both go on to the end of the last budget."""
+    (last, own, seen), (other, others, also) = (continued([*given, (1440, 30)]) for given in (one, two))
+    assert last == other
+    if seen != also:
+        assert own != others
+        assert last.fingerprint == other.fingerprint, "the budget at the end tells nothing"
+    if all(num_tokens == 1440 or not more for num_tokens, more in one):
+        assert own == last.fingerprint
+
+
+@given(visits, st.data())
+def test_budgets_under_which_nothing_was_trained_and_pauses_change_nothing(given_: Visits, data: st.DataObject) -> None:
+    _, own, seen = continued(given_)
+    noisy: Visits = []
+    step = 0
+    for num_tokens, more in given_:
+        steps = settings(num_tokens=num_tokens).budget.num_steps
+        pause = data.draw(st.integers(0, more))
+        noisy += [(data.draw(st.sampled_from(BUDGETS)), 0)] if steps >= step else []
+        noisy += [(num_tokens, pause), (num_tokens, more - pause)]
+        step += min(more, max(0, steps - step))
+    assert continued(noisy)[1:] == (own, seen)
 
 
 STUDENTS = {
