@@ -40,7 +40,8 @@ def load_tokenizer(folder: Path) -> Any:
 
     try:
         with quiet():
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            # No code of its own runs: without a word on that, transformers would ask the terminal.
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # what tokenizers raise has no common base
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise FileError(

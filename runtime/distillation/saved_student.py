@@ -12,7 +12,7 @@ from ..checkpoints.manifest import LeftOut
 from ..checkpoints.saved_part import SavedPart
 from ..checkpoints.state import configuration_text
 from ..chunks.saved_weights import SavedWeights, names_of
-from ..model.configurations import quiet
+from ..model.configurations import is_of_own_code, quiet
 from ..model.strides import in_memory_order
 from .pair_weights import PairWeights
 from .pairs import STUDENT, TEACHER, Pairs
@@ -66,9 +66,10 @@ def _configuration(student: nn.Module) -> str | None:
     """The student's, if a model that is made of it is like the student; None otherwise.
 
     Where blocks have shapes of their own, no configuration of transformers says so: beside one that does not,
-    ``from_pretrained`` would take the weights with parts that are random.
+    ``from_pretrained`` would take the weights with parts that are random.  Nor is there one of a class that comes from
+    files beside its configuration: these are not there, and a model of transformers may have the same names.
     """
-    text = configuration_text(student)
+    text = None if is_of_own_code(student) else configuration_text(student)
     if text is None:
         return None
     kind: Any = type(student)

@@ -17,7 +17,9 @@ from ...shared.basics.errors import ProtwinError, WorkloadError, shortened
 from ...shared.basics.extras import install_command
 from ...shared.basics.suggestions import did_you_mean
 from ...shared.catalogue.model_check import quantization_complaint
+from ...shared.catalogue.own_code import AUTO_MAP, OwnCode
 from ...shared.schema.workload import DType
+from ...shared.students.families import FAMILIES, STUDENT_FAMILY
 from .heads import own_class, published_class
 
 _LOUD: Final = {"transformers": logging.ERROR, "torch._subclasses.fake_tensor": logging.CRITICAL}
@@ -36,13 +38,22 @@ def training_dtype(configuration: Mapping[str, Any], override: str | None) -> to
     return getattr(torch, dtype)  # type: ignore[no-any-return]
 
 
-def build_model(configuration: Mapping[str, Any], name: str, dtype: torch.dtype, *, device: str = "meta") -> Any:
+def build_model(
+    configuration: Mapping[str, Any],
+    name: str,
+    dtype: torch.dtype,
+    *,
+    device: str = "meta",
+    code: OwnCode | None = None,
+) -> Any:
     """The model that a Hugging Face ``config.json`` describes, with random weights on ``device``.
 
-    Raises WorkloadError if transformers is missing or refuses the configuration.
+    ``code``: files that the model is made by, which run; without, the model is one of transformers, whatever files the
+    configuration names.  Raises WorkloadError if transformers is missing or refuses the configuration, or if the code
+    fails.
     """
     try:
-        from transformers import CONFIG_MAPPING, AutoConfig
+        from transformers import CONFIG_MAPPING
     except ImportError as error:
         raise WorkloadError(
             f"tracing a configuration needs transformers. Install what training needs: {install_command('runtime')}"
@@ -54,13 +65,18 @@ def build_model(configuration: Mapping[str, Any], name: str, dtype: torch.dtype,
     quantization = quantization_complaint(fields)
     if quantization is not None:
         raise WorkloadError(f"the configuration of {name} {quantization}")
-    if model_type not in CONFIG_MAPPING:
+    if model_type not in CONFIG_MAPPING and (code is None or code.class_for("AutoConfig") is None):
+        if fields.get(AUTO_MAP):
+            raise WorkloadError(
+                f"transformers knows no model_type {model_type!r}, which {name} names; code of its own does "
+                f"({AUTO_MAP}), of which nothing ran. protwin bypass distils such models (--trust-remote-code). For "
+                f"anything else, load the model yourself, and call protwin.runtime.trace and carry_out."
+            )
         families = did_you_mean(model_type, [family for family in CONFIG_MAPPING if isinstance(family, str)])
         raise WorkloadError(f"transformers knows no model_type {model_type!r}, which {name} names. {families:.300}")
     try:
         with quiet():
-            config = AutoConfig.for_model(model_type, **fields)
-            made = published_class(config, name) or own_class(config, name)
+            config, made = _classes(model_type, fields, name, code)
         with quiet(), torch.device(device):
             model = made._from_config(config, dtype=dtype)
     except ProtwinError:
@@ -69,10 +85,48 @@ def build_model(configuration: Mapping[str, Any], name: str, dtype: torch.dtype,
         raise WorkloadError(f"{name} needs a package that is not installed: {first_line(error)}") from error
     except Exception as error:
         # Configurations are validated, and models built, by every family in its own way.
-        raise WorkloadError(f"transformers refuses the configuration of {name}: {first_line(error)}") from error
+        fault = "transformers refuses the configuration of" if code is None else "code of its own fails in"
+        raise WorkloadError(f"{fault} {name}: {first_line(error)}") from error
     _check_decoder_start(model, name)
     _check_padding(model, name)
     return model
+
+
+def is_of_own_code(model: Any) -> bool:
+    """Whether a model's class comes from files beside its configuration, and not from a package."""
+    return type(model).__module__.startswith("transformers_modules.")
+
+
+def _classes(model_type: str, fields: Mapping[str, Any], name: str, code: OwnCode | None) -> tuple[Any, Any]:
+    """The configuration that ``fields`` are of, and the class of its model.
+
+    Classes of ``code`` are loaded from its folder alone, and registered nowhere: elsewhere transformers' own count.
+    """
+    from transformers import AutoConfig
+
+    made: Any = _own(code, "AutoConfig")
+    config = AutoConfig.for_model(model_type, **fields) if made is None else made(**fields)
+    if made is not None and made.model_type not in FAMILIES and not hasattr(config, STUDENT_FAMILY):
+        for base in made.__mro__[1:]:
+            if getattr(base, "model_type", None) in FAMILIES:
+                setattr(config, STUDENT_FAMILY, base.model_type)
+                break
+    return config, _own(code, "AutoModelForCausalLM") or published_class(config, name) or own_class(config, name)
+
+
+def _own(code: OwnCode | None, auto_class: str) -> Any | None:
+    """The class that ``code`` has for ``auto_class``; None if it has none."""
+    reference = None if code is None else code.class_for(auto_class)
+    if code is None or reference is None:
+        return None
+    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    found = get_class_from_dynamic_module(reference, str(code.folder), local_files_only=True)
+    wanted = PreTrainedConfig if auto_class == "AutoConfig" else PreTrainedModel
+    if not (isinstance(found, type) and issubclass(found, wanted)):
+        raise WorkloadError(f"{reference} in {code.folder} is no {wanted.__name__} of transformers.")
+    return found
 
 
 def _check_padding(model: Any, name: str) -> None:

@@ -12,6 +12,7 @@ import safetensors
 import torch
 
 from ...shared.basics.errors import FileError
+from ...shared.catalogue.own_code import OwnCode
 from .configurations import build_model, quiet
 
 _WHOLE: Final = "model.safetensors"
@@ -23,16 +24,22 @@ SAVED_DTYPES: Final = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "
 
 
 def load_pretrained(
-    folder: Path, configuration: Mapping[str, Any], name: str, dtype: torch.dtype, *, is_converting: bool
+    folder: Path,
+    configuration: Mapping[str, Any],
+    name: str,
+    dtype: torch.dtype,
+    *,
+    is_converting: bool,
+    code: OwnCode | None = None,
 ) -> Any:
     """The model of transformers whose weights lie in ``folder``, in ``dtype``, on the host and in training mode.
 
     It is made without memory and then filled tensor by tensor, so that no weight is there twice.  ``is_converting``:
-    weights of another element type are converted.  Raises FileError if files are missing or damaged, if they hold the
-    weights of another model than ``configuration``'s or of another element type, and WorkloadError if transformers
-    refuses the configuration.
+    weights of another element type are converted; ``code``: files that the model is made by.  Raises FileError if files
+    are missing or damaged, if they hold the weights of another model than ``configuration``'s or of another element
+    type, and WorkloadError if transformers refuses the configuration.
     """
-    twin = build_model(configuration, name, dtype)
+    twin = build_model(configuration, name, dtype, code=code)
     files = weight_files(folder)
     if not is_converting:
         check_dtypes(folder, files, twin, dtype)

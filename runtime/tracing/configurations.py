@@ -11,6 +11,7 @@ from torch import nn
 
 from ...shared.basics.errors import ProtwinError, WorkloadError
 from ...shared.basics.gc_pause import gc_paused
+from ...shared.catalogue.own_code import OwnCode
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.training_options import FULL_TRAINING, TrainingOptions
 from ...shared.schema.workload import DType, Workload
@@ -69,10 +70,15 @@ def workload_of_configuration(
 
 
 def configured_model(
-    configuration: Mapping[str, Any], name: str, dtype: str | None, options: TrainingOptions
+    configuration: Mapping[str, Any],
+    name: str,
+    dtype: str | None,
+    options: TrainingOptions,
+    *,
+    code: OwnCode | None = None,
 ) -> nn.Module:
-    """The model on the meta device, with what ``options`` add and freeze.  Raises WorkloadError."""
-    model: nn.Module = build_model(configuration, name, training_dtype(configuration, dtype))
+    """The model on the meta device, with what ``options`` add and freeze.  Raises WorkloadError as ``build_model``."""
+    model: nn.Module = build_model(configuration, name, training_dtype(configuration, dtype), code=code)
     apply_options(model, options)
     return model
 

@@ -87,11 +87,13 @@ FAMILIES: Final[Mapping[str, Family]] = {
     ),
 }
 """By ``model_type``."""
+STUDENT_FAMILY: Final = "student_family"
+"""Field of configurations whose ``model_type`` is none of these: the family whose names of modules the model has."""
 
 
 def family_of(configuration: Mapping[str, Any], name: str) -> Family:
     """The family of a configuration; ``name`` is the model's in messages.  Raises WorkloadError if there is none."""
-    model_type = configuration.get("model_type")
+    model_type = configuration.get(STUDENT_FAMILY, configuration.get("model_type"))
     if model_type not in FAMILIES:
         raise WorkloadError(
             f"{name} is of family {model_type!r}, which protwin makes no students of. "

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Final
 
 from ..basics.documents import Document
 from ..basics.errors import FileError
+from ..catalogue.own_code import OwnCode
 from ..schema.hardware import DeviceKind
 from ..schema.training_options import FULL_TRAINING, TrainingOptions
 from ..schema.workload import Workload
@@ -55,14 +56,17 @@ class TraceRequest:
     """What it is to train on, where that decides which kernels run."""
     student: Student | None = None
     """What learns from the model, block by block; None: the model itself is trained."""
+    code: OwnCode | None = None
+    """Files that the model is made by, if these may run; None: transformers' own code makes it."""
 
 
 def cache_key(request: TraceRequest) -> str:
     """Hash of everything that decides what a trace gives: the model, the shape, the software that traces."""
     facts = [
-        asdict(replace(request, options=FULL_TRAINING, student=None))
+        asdict(replace(request, options=FULL_TRAINING, student=None, code=None))
         | {"options": request.options.model_dump(mode="json")}
-        | ({} if request.student is None else {"student": request.student.model_dump(mode="json")}),
+        | ({} if request.student is None else {"student": request.student.model_dump(mode="json")})
+        | ({} if request.code is None else {"code": request.code.fingerprint}),
         Workload.SCHEMA_VERSION,
         {package: _version(package) for package in _SOFTWARE},
         _tracer_fingerprint(),

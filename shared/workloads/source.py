@@ -17,6 +17,7 @@ from ..basics.errors import FileError, WorkloadError
 from ..basics.plugins import plugin
 from ..basics.progress import progress_bar
 from ..catalogue.models import ModelConfiguration, known_model, load_model_configuration, published_dtype
+from ..catalogue.own_code import OwnCode
 from ..schema.hardware import Device, DeviceKind, Hardware
 from ..schema.training_options import FULL_TRAINING, TrainingOptions
 from ..schema.workload import DType, DTypeOrigin, Workload
@@ -79,11 +80,13 @@ def resolve_workload(
     device: Device | None = None,
     device_kind: DeviceKind = DeviceKind.CUDA,
     student: Student | None = None,
+    code: OwnCode | None = None,
 ) -> Workload:
     """The workload that ``model`` names: a saved workload's path, a configuration's path, or a catalogue name.
 
     With ``student``, of every block of the student learning beside its block; without a trace where the model is one
-    of the catalogue and its student's blocks have its sizes (``catalogue_pairs.py``).
+    of the catalogue and its student's blocks have its sizes (``catalogue_pairs.py``).  ``code``: files that such a
+    teacher is made by, if these may run.
 
     ``cache`` is the folder of traced workloads; None: trace anew and keep nothing.  ``options`` say what of the model
     is trained, ``device`` on what, where that decides which kernels run and, without ``dtype``, in which element type;
@@ -98,10 +101,10 @@ def resolve_workload(
         _check_saved(saved, model, options, student)
         _check_shape(saved, model, batch_size=batch_size, sequence_length=sequence_length, dtype=dtype)
         return saved
-    if student is not None and not options.is_full:
+    if student is not None and not options.model_copy(update={"autocast": None}).is_full:
         raise WorkloadError(
-            "a student's file says what of it is learnt. Leave out --lora-rank, --lora-targets, --freeze and "
-            "--autocast, or --student."
+            "a student's file says what of it is learnt. Leave out --lora-rank, --lora-targets and --freeze, or "
+            "--student."
         )
     if dtype is not None:
         choose_dtype(None, dtype, device)  # refused before any file is read
@@ -122,6 +125,7 @@ def resolve_workload(
         options,
         device_kind if device is None else device.kind,
         student,
+        code,
     )
     found = _shipped(described, request) if known_model(model) is not None else None
     return chosen.note_in(found if found is not None else _traced(request, cache, warn))
@@ -279,7 +283,8 @@ def _trace(request: TraceRequest) -> Workload:
             dtype=request.dtype,
             device_kind=request.device_kind,
             on_progress=on_progress,
-            **({"options": request.options} if is_full else {"student": request.student}),
+            options=request.options,
+            **({} if is_full else {"student": request.student, "code": request.code}),
         )
     assert isinstance(traced, Workload)
     return traced
