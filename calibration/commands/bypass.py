@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
 
 import typer
 
 from ...runtime.commands.run_options import DeviceToHost, DiskFolder, HostToDevice
 from ...runtime.devices.process_settings import prefer_expandable_segments
+from ...runtime.runs.run_folder import STATE, RunState, finished_model, told_complete
 from ...shared.basics.errors import ProtwinError
 from ...shared.catalogue.machines import load_hardware
 from ...shared.cli.exits import report_interruption
@@ -27,8 +29,10 @@ from ...shared.cli.options import (
 from ...shared.cli.streams import say
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.optimizer import Optimizer
+from .bypass_inputs import BypassInputs
 from .bypass_options import (
     BlockNorm,
+    BypassAutocast,
     BypassBatchSize,
     BypassData,
     BypassLength,
@@ -50,11 +54,13 @@ from .bypass_options import (
     Teacher,
     TokenBudgetSize,
     TokenizerPath,
+    TrustRemoteCode,
     ValidateEvery,
     ValidationBatches,
     ValidationData,
     Warmup,
     WeightDecay,
+    autocast_of,
     check_parts,
     limit_of,
 )
@@ -62,6 +68,7 @@ from .bypass_options import (
 __all__ = ["bypass"]
 
 bypass = command_app()
+Tell = Callable[[str], None]
 
 
 @bypass.command(
@@ -85,10 +92,12 @@ def bypass_command(
     validation: ValidationData = None,
     tokenizer: TokenizerPath = None,
     is_bytes: ByteTokens = False,
+    trust_remote_code: TrustRemoteCode = False,
     batch_size: BypassBatchSize = 1,
     sequence_length: BypassLength = 2048,
     micro_batches: BypassMicroBatches = None,
     dtype: DTypeName = None,
+    autocast: BypassAutocast = None,
     optimizer: OptimizerName = None,
     max_gradient_norm: BlockNorm = None,
     learning_rate: PeakRate = 1e-4,
@@ -115,6 +124,55 @@ def bypass_command(
     Face form in the run's folder.  The same command goes on with a run that was interrupted, at any moment; with more
     --tokens it continues one that was complete.  A run that is complete is not run again.
     """
+    _check_choices(plan, hardware, learning_rate, weight_decay)
+    check_parts(least_rate=least_rate, warmup=warmup)
+    if as_json and sweep is not None:
+        raise ProtwinError("--json prints what the folder of one run says of itself. Leave it out, or --sweep.")
+    chosen = None if plan is None else load_plan(plan)
+    inputs = BypassInputs(
+        teacher=teacher,
+        trust_remote_code=trust_remote_code,
+        student=student,
+        training=tuple(data),
+        validation=tuple(validation or ()),
+        tokenizer=tokenizer,
+        is_bytes=is_bytes,
+        fields={
+            "sequence_length": sequence_length,
+            "micro_batch_size": batch_size,
+            "micro_batches": micro_batches or (chosen.micro_batches if chosen is not None else 1),
+            "num_tokens": tokens,
+            "autocast": autocast_of(autocast),
+            "seed": seed,
+            "data_seed": data_seed,
+            "optimizer": optimizer or (chosen.optimizer if chosen is not None else Optimizer.ADAMW),
+            "learning_rate": learning_rate,
+            "least_rate_frac": least_rate,
+            "warmup_frac": warmup,
+            "weight_decay": weight_decay,
+            "max_gradient_norm": limit_of(max_gradient_norm, chosen.max_gradient_norm if chosen is not None else 1.0),
+            "kept_weights": keep.value,
+            "validate_every": validate_every,
+            "validation_batches": validation_batches,
+            "statistics_batches": statistics_batches,
+            "save_every": save_every,
+            "log_every": log_every,
+        },
+        dtype=dtype,
+        plan=chosen,
+        hardware=None if hardware is None else load_hardware(hardware),
+    )
+    factors = None if calibration is None else Calibration.load(calibration)
+    tell = _tell_nobody if as_json else say
+    if not _is_complete(inputs, output, sweep, tell):
+        places = (device_budget_bytes, host_to_device, device_to_host)
+        _carry_out(inputs, factors, places, output, sweep, disk_folder, tell)
+    if as_json:
+        say(RunState.load(output / STATE).to_json().rstrip())
+
+
+def _check_choices(plan: Path | None, hardware: str | None, learning_rate: float, weight_decay: float) -> None:
+    """Raise ProtwinError if options contradict each other, or numbers are no rates."""
     if (plan is None) == (hardware is None):
         given = "both are given" if plan is not None else "neither is given"
         raise ProtwinError(f"--plan FILE is what to carry out, --hardware NAME searches a plan, and {given}. Give one.")
@@ -122,58 +180,51 @@ def bypass_command(
         raise ProtwinError(
             f"--learning-rate {learning_rate} and --weight-decay {weight_decay} must be finite, and the rate positive."
         )
-    check_parts(least_rate=least_rate, warmup=warmup)
-    if as_json and sweep is not None:
-        raise ProtwinError("--json prints what the folder of one run says of itself. Leave it out, or --sweep.")
-    chosen = None if plan is None else load_plan(plan)
-    fields: dict[str, Any] = {
-        "sequence_length": sequence_length,
-        "micro_batch_size": batch_size,
-        "micro_batches": micro_batches or (chosen.micro_batches if chosen is not None else 1),
-        "num_tokens": tokens,
-        "seed": seed,
-        "data_seed": data_seed,
-        "optimizer": optimizer or (chosen.optimizer if chosen is not None else Optimizer.ADAMW),
-        "learning_rate": learning_rate,
-        "least_rate_frac": least_rate,
-        "warmup_frac": warmup,
-        "weight_decay": weight_decay,
-        "max_gradient_norm": limit_of(max_gradient_norm, chosen.max_gradient_norm if chosen is not None else 1.0),
-        "kept_weights": keep.value,
-        "validate_every": validate_every,
-        "validation_batches": validation_batches,
-        "statistics_batches": statistics_batches,
-        "save_every": save_every,
-        "log_every": log_every,
-    }
-    machine = None if hardware is None else load_hardware(hardware)
-    factors = None if calibration is None else Calibration.load(calibration)
+
+
+def _is_complete(inputs: BypassInputs, output: Path, sweep: Path | None, tell: Tell) -> bool:
+    """Whether the files alone say that there is nothing to do, which is then told.
+
+    Raises FileError if the teacher has no configuration, or comes with code that is not trusted.
+    """
+    inputs.code()
+    if sweep is not None or inputs.fingerprint is None:
+        return False
+    model = finished_model(output, inputs.fingerprint)
+    if model is not None:
+        tell(told_complete(output, model))
+    return model is not None
+
+
+def _carry_out(
+    inputs: BypassInputs,
+    calibration: Calibration | None,
+    places: tuple[int | None, float | None, float | None],
+    output: Path,
+    sweep: Path | None,
+    disk_folder: Path | None,
+    tell: Tell,
+) -> None:
+    """Train what is asked for.  ``places``: the device's budget, and the bytes per second of its links."""
     prefer_expandable_segments(os.environ)
     # This imports torch, which reads the settings of its allocator.
     from ...runtime.bypass.interruption import RunInterruptedError
     from ...runtime.commands.run_request import DeviceChoice
-    from ...runtime.runs.run_folder import STATE, RunState
-    from .bypass_runs import BypassRequest, DataFiles, Planning, carry_out
+    from .bypass_runs import BypassRequest, carry_out
 
     request = BypassRequest(
-        teacher=teacher,
-        student=student,
-        files=DataFiles(tuple(data), tuple(validation or ()), tokenizer, is_bytes),
-        fields=fields,
-        dtype=dtype,
-        planning=Planning(chosen, machine, factors, device_budget_bytes),
-        device=DeviceChoice(device_budget_bytes, host_to_device, device_to_host),
+        inputs=inputs,
+        calibration=calibration,
+        device=DeviceChoice(*places),
         output=output,
         sweep=sweep,
         disk_folder=disk_folder,
     )
     try:
-        carry_out(request.runs(), _tell_nobody if as_json else say)
+        carry_out(request.runs(), tell)
     except RunInterruptedError as stopped:
         holding = f"the run after step {stopped.step}, with which the same command goes on,"
         raise typer.Exit(report_interruption(stopped.path, holding=holding)) from stopped
-    if as_json:
-        say(RunState.load(output / STATE).to_json().rstrip())
 
 
 def _tell_nobody(line: str) -> None:

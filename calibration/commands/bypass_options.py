@@ -10,6 +10,7 @@ import typer
 
 from ...shared.basics.errors import ProtwinError
 from ...shared.cli.options import count_option
+from ...shared.schema.workload import DType
 
 NO_LIMIT = "none"
 
@@ -39,6 +40,16 @@ def limit_of(norm: float | None, otherwise: float | None) -> float | None:
     if norm is None:
         return otherwise
     return None if norm == float("inf") else norm
+
+
+def autocast_of(name: str | None) -> DType | None:
+    """The element type that forwards compute in; None: that of the weights.  Raises ProtwinError unless it is known."""
+    if name is None or name == DType.BFLOAT16:
+        return None if name is None else DType.BFLOAT16
+    raise ProtwinError(
+        f"--autocast {name} is no element type that a bypass run computes in. Give bfloat16; float16 needs losses that "
+        f"are scaled, as protwin.runtime.distil(..., loss_scaling=LossScaling()) does."
+    )
 
 
 def check_parts(**fracs: float) -> None:
@@ -109,6 +120,13 @@ TokenizerPath = Annotated[
 ]
 ByteTokens = Annotated[
     bool, typer.Option("--byte-tokens", help="Take bytes for tokens: the teacher has no tokenizer, and reads bytes.")
+]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run the code files that the teacher's config.json names (auto_map)."),
+]
+BypassAutocast = Annotated[
+    str | None, typer.Option("--autocast", metavar="NAME", help="Compute in this element type, by autocast (bfloat16).")
 ]
 BypassBatchSize = Annotated[int, typer.Option("--batch-size", metavar="N", min=1, help="Samples per micro-batch.")]
 BypassLength = Annotated[int, typer.Option("--sequence-length", metavar="N", min=1, help="Tokens per sample.")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,14 +21,16 @@ from ...shared.basics.progress import progress_bar
 from ...shared.basics.suggestions import did_you_mean
 from ...shared.cli.options import cache_folder, warn
 from ...shared.schema.calibration import Calibration
-from ...shared.schema.hardware import DeviceKind, Hardware
+from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import Plan
+from ...shared.schema.training_options import TrainingOptions
 from ...shared.schema.workload import Workload
 from ...shared.students.student import Student
 from ...shared.workloads.dtypes import TRAINABLE
 from ...shared.workloads.source import resolve_workload
 from ...sim.searching.request import SearchRequest, Step
 from ...sim.searching.search import search
+from .bypass_inputs import BypassInputs
 
 _RUNS: Final = "run"
 """Name of the tables of a sweep's file."""
@@ -55,52 +57,68 @@ _SWEPT: Final = frozenset(
 """Fields that runs of a sweep may differ in: neither the data, nor how batches are made of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class DataFiles:
-    """What the options say of data."""
+@dataclass(frozen=True, kw_only=True)
+class BypassRequest:
+    """One run, or several."""
 
-    training: tuple[Path, ...]
-    validation: tuple[Path, ...]
-    """Empty: the end of the training data."""
-    tokenizer: Path | None
-    is_bytes: bool
-
-    def read(self, teacher: TeacherFolder, num_held_out: int) -> tuple[BypassData, Any]:
-        """The tokens, of which so many are held out where nothing else is named, and the tokenizer, if there is one.
-
-        Raises FileError.
-        """
-        tokenizer = None if self.is_bytes else teacher.tokenizer(self.tokenizer)
-        files = TokenFiles(tokenizer, self.tokenizer or teacher.path)
-        tokens = files.read(self.training)
-        if not self.validation:
-            return BypassData.held_out(tokens, num_held_out), tokenizer
-        return BypassData(tokens, files.read(self.validation)), tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class Planning:
-    """Where plans come from."""
-
-    plan: Plan | None
-    """None: each run's is searched."""
-    hardware: Hardware | None
-    """What they are searched for."""
+    inputs: BypassInputs
     calibration: Calibration | None
-    device_budget_bytes: int | None
+    """Of the machine that plans are searched for."""
+    device: DeviceChoice
+    output: Path
+    sweep: Path | None
+    disk_folder: Path | None
 
-    def plan_for(self, settings: RunSettings, workload: Workload) -> Plan:
+    def runs(self) -> list[BypassRun]:
+        """All that is asked for, checked but for plans.  Raises ProtwinError."""
+        inputs = self.inputs
+        teacher = TeacherFolder.opened(inputs.teacher, trust_remote_code=inputs.trust_remote_code)
+        student, fields = Student.load(inputs.student), inputs.fields
+        size, length = fields["micro_batch_size"], fields["sequence_length"]
+        entries = [] if self.sweep is None else _entries(self.sweep, is_planned=inputs.plan is not None)
+        most = max(int(entry.get("validation_batches", fields["validation_batches"])) for entry in (*entries, {}))
+        data, tokenizer = _read_data(inputs, teacher, size * length * most)
+        workload = self._workload(teacher, student)
+        base = RunSettings(
+            teacher_weights=teacher.fingerprint(),
+            teacher_configuration=dict(teacher.configuration),
+            teacher_code=None if teacher.code is None else teacher.code.fingerprint,
+            student=student,
+            dtype=workload.compute_dtype,
+            data=data.fingerprint(length),
+            **fields,
+        )
+        wanted = [base] if self.sweep is None else list(sweep(base, entries))
+
+        def made(settings: RunSettings) -> BypassRun:
+            own = workload if settings.student == student else self._workload(teacher, settings.student)
+            return BypassRun(
+                path=self.output if self.sweep is None else self.output / settings.label,
+                settings=settings,
+                teacher=teacher,
+                data=data,
+                workload=own,
+                plan=lambda: self._plan_for(settings, own),
+                device=self.device.at_hand,
+                tokenizer=tokenizer,
+                inputs=None if self.sweep is not None else inputs.fingerprint,
+                disk_folder=self.disk_folder,
+            )
+
+        return [made(settings) for settings in wanted]
+
+    def _plan_for(self, settings: RunSettings, workload: Workload) -> Plan:
         """The plan of one run.  Raises InfeasibleError if none fits."""
-        if self.plan is not None:
-            return self.plan
-        assert self.hardware is not None, "the command has seen to it"
+        if self.inputs.plan is not None:
+            return self.inputs.plan
+        assert self.inputs.hardware is not None, "the command has seen to it"
         with progress_bar("searching") as on_progress:
             found = search(
                 SearchRequest(
                     workload=workload,
-                    hardware=self.hardware,
+                    hardware=self.inputs.hardware,
                     calibration=self.calibration,
-                    device_budget_bytes=self.device_budget_bytes,
+                    device_budget_bytes=self.device.budget_bytes,
                     step=Step(
                         micro_batches=settings.micro_batches,
                         max_gradient_norm=settings.max_gradient_norm,
@@ -111,83 +129,44 @@ class Planning:
             )
         return found.certificate.noted(found.plan)
 
-
-@dataclass(frozen=True, kw_only=True)
-class BypassRequest:
-    """One run, or several."""
-
-    teacher: Path
-    student: Path
-    files: DataFiles
-    fields: Mapping[str, Any]
-    """Of ``RunSettings``, as the options state them."""
-    dtype: str | None
-    planning: Planning
-    device: DeviceChoice
-    output: Path
-    sweep: Path | None
-    disk_folder: Path | None
-
-    def runs(self) -> list[BypassRun]:
-        """All that is asked for, checked but for plans.  Raises ProtwinError."""
-        teacher = TeacherFolder.opened(self.teacher)
-        student = Student.load(self.student)
-        size, length = self.fields["micro_batch_size"], self.fields["sequence_length"]
-        entries = [] if self.sweep is None else _entries(self.sweep, is_planned=self.planning.plan is not None)
-        most = max(int(entry.get("validation_batches", self.fields["validation_batches"])) for entry in (*entries, {}))
-        data, tokenizer = self.files.read(teacher, size * length * most)
-        workload = self._workload(student, size, length)
-        base = RunSettings(
-            teacher_weights=teacher.fingerprint(),
-            teacher_configuration=dict(teacher.configuration),
-            student=student,
-            dtype=workload.compute_dtype,
-            data=data.fingerprint(length),
-            **self.fields,
-        )
-        wanted = [base] if self.sweep is None else list(sweep(base, entries))
-
-        def made(settings: RunSettings) -> BypassRun:
-            is_base = settings.student == student
-            own = workload if is_base else self._workload(settings.student, size, length)
-            return BypassRun(
-                path=self.output if self.sweep is None else self.output / settings.label,
-                settings=settings,
-                teacher=teacher,
-                data=data,
-                workload=own,
-                plan=lambda: self.planning.plan_for(settings, own),
-                device=self.device.at_hand,
-                tokenizer=tokenizer,
-                disk_folder=self.disk_folder,
-            )
-
-        return [made(settings) for settings in wanted]
-
-    def _workload(self, student: Student, batch_size: int, sequence_length: int) -> Workload:
+    def _workload(self, teacher: TeacherFolder, student: Student) -> Workload:
         """Of the student, in the element type that the plan is for.
 
         A search may have chosen another one than the published, for its machine; the plan's identity tells which.
         """
-        plan, hardware = self.planning.plan, self.planning.hardware
-        found = None
-        for dtype in (self.dtype,) if self.dtype is not None or plan is None else (None, *TRAINABLE):
+        inputs, plan, found = self.inputs, self.inputs.plan, None
+        for dtype in (inputs.dtype,) if inputs.dtype is not None or plan is None else (None, *TRAINABLE):
             workload = resolve_workload(
-                str(self.teacher / "config.json"),
-                batch_size=batch_size,
-                sequence_length=sequence_length,
+                str(inputs.teacher / "config.json"),
+                batch_size=inputs.fields["micro_batch_size"],
+                sequence_length=inputs.fields["sequence_length"],
                 dtype=dtype,
                 cache=cache_folder(),
                 warn=warn,
-                device=None if hardware is None else hardware.device,
+                device=None if inputs.hardware is None else inputs.hardware.device,
                 device_kind=DeviceKind.CUDA if torch.cuda.is_available() else DeviceKind.CPU,
+                options=TrainingOptions(autocast=inputs.fields["autocast"]),
                 student=student,
+                code=teacher.code,
             )
             found = found or workload
             if plan is None or workload.identity == plan.workload_id:
                 return workload
         assert found is not None
         return found
+
+
+def _read_data(inputs: BypassInputs, teacher: TeacherFolder, num_held_out: int) -> tuple[BypassData, Any]:
+    """The tokens, of which so many are held out where nothing else is named, and the tokenizer, if there is one.
+
+    Raises FileError.
+    """
+    tokenizer = None if inputs.is_bytes else teacher.tokenizer(inputs.tokenizer)
+    files = TokenFiles(tokenizer, inputs.tokenizer or teacher.path)
+    tokens = files.read(inputs.training)
+    if not inputs.validation:
+        return BypassData.held_out(tokens, num_held_out), tokenizer
+    return BypassData(tokens, files.read(inputs.validation)), tokenizer
 
 
 def _entries(path: Path, *, is_planned: bool) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -59,6 +60,8 @@ class BypassLoop:
     interruption: Interruption
     look: Callable[[Distilling], None] | None = None
     """Sees the training when all steps are done."""
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """What forwards run within: autocast, or nothing."""
     at: Position = field(default_factory=Position)
 
     def __post_init__(self) -> None:
@@ -98,7 +101,9 @@ class BypassLoop:
             self.training.set_learning_rate(self._rate.at(step))
             for _ in range(settings.micro_batches):
                 tokens = next(batches)["input_ids"].to(self.training.device.torch_device)
-                self._meter.add(self.training(input_ids=tokens))
+                with self.around():
+                    losses = self.training(input_ids=tokens)
+                self._meter.add(losses)
             self.training.step()
             self._held.update(self.training.held_blocks)
             self.at.step = step
@@ -134,7 +139,8 @@ class BypassLoop:
         """Validate; whether the weights are the best so far, and these are what the run is to end with."""
         knows_teacher = self.at.teacher_loss is not None
         models = [self.student] if knows_teacher else [self.student, self.teacher]
-        losses = language_model_losses(self.training, models, self.validation)
+        with self.around():
+            losses = language_model_losses(self.training, models, self.validation)
         if not knows_teacher:
             self.at.teacher_loss = losses[1]
         loss, of_teacher = losses[0], self.at.teacher_loss

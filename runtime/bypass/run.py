@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -17,11 +18,12 @@ from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.plan import Plan
 from ...shared.schema.workload import Workload, check_plan
 from ..checkpoints.manifest import CONFIGURATION
+from ..chunks.saved_weights import SavedWeights
 from ..devices.device import TrainingDevice
 from ..distillation.block_losses import block_loss
 from ..distillation.distil import Distilling, distil
 from ..optimizers.named import check_runs_on, named_optimizer
-from ..runs.run_folder import RunFolder
+from ..runs.run_folder import RunFolder, told_complete
 from ..runs.run_settings import RunSettings, student_identity
 from ..students.activation_statistics import activation_statistics
 from ..students.saving import save_student
@@ -54,6 +56,8 @@ class BypassRun:
     """Finds the device."""
     tokenizer: Any | None = None
     """Saved beside the model."""
+    inputs: str | None = None
+    """Hash of the files and options that all of this was made of (``RunState.inputs``)."""
     disk_folder: Path | None = None
     """Where the plan's chunks on a disk lie."""
     look: Callable[[Distilling], None] | None = None
@@ -65,19 +69,19 @@ class BypassRun:
         A run that is complete already is told of, and left as it is.  Everything is checked before anything is
         written.  Raises ProtwinError, and RunInterruptedError, once all is saved, after Ctrl-C.
         """
-        folder = RunFolder.checked(self.path, self.settings)
+        folder = RunFolder.checked(self.path, self.settings, inputs=self.inputs)
         if folder.is_complete:
-            tell(f"{self.path} is complete: the student is in {folder.model_path}")
+            tell(told_complete(self.path, folder.model_path))
             return folder.model_path
         plan = self.plan()
         device = self._checked_device(plan)
-        teacher = self.teacher.load(str(self.settings.dtype))
-        student = self._student(teacher)
-        folder = RunFolder.begin(self.path, self.settings)
+        teacher, weights = self.teacher.built(str(self.settings.dtype))
+        student = self._student(teacher, weights)
+        folder = RunFolder.begin(self.path, self.settings, inputs=self.inputs)
         if not (folder.model_path / CONFIGURATION).is_file():
             # The same numbers wherever the run began; those of a checkpoint take their place.
             torch.manual_seed(self.settings.seed)
-            with Interruption() as interruption, self._begun(teacher, student, plan, device) as training:
+            with Interruption() as interruption, self._begun(teacher, weights, student, plan, device) as training:
                 BypassLoop(
                     folder=folder,
                     training=training,
@@ -88,12 +92,26 @@ class BypassRun:
                     tell=tell,
                     on_progress=on_progress,
                     interruption=interruption,
+                    around=self._around(device),
                     look=self.look,
                 ).run()
-            save_student(folder.model_path, student, self.settings.student, teacher.config, tokenizer=self.tokenizer)
+            save_student(
+                folder.model_path,
+                student,
+                self.settings.student,
+                teacher.config,
+                tokenizer=self.tokenizer,
+                code_folder=None if self.teacher.code is None else self.teacher.path,
+            )
         folder.finish()
         tell(f"saved in {folder.model_path}")
         return folder.model_path
+
+    def _around(self, device: TrainingDevice) -> Callable[[], AbstractContextManager[Any]]:
+        """What forwards run within."""
+        if self.settings.autocast is None:
+            return nullcontext
+        return partial(torch.autocast, device.torch_device.type, dtype=getattr(torch, self.settings.autocast))
 
     def _checked_device(self, plan: Plan) -> TrainingDevice:
         """The device, which can carry ``plan`` out.  Raises ProtwinError unless plan, workload and settings agree."""
@@ -119,21 +137,25 @@ class BypassRun:
         check_devices(compile_schedule(plan, self.workload), [device.limit_bytes])
         return device
 
-    def _student(self, teacher: Any) -> Any:
+    def _student(self, teacher: Any, weights: SavedWeights | None) -> Any:
         """Made of the teacher, in training mode."""
         settings = self.settings
         statistics = None
         if student_identity(settings.student, settings.teacher_configuration)["is_measured"]:
             batches = islice(self.data.source(settings).batches(0), settings.statistics_batches)
-            statistics = activation_statistics(teacher, batches)
-        made = make_student(teacher, settings.student, statistics=statistics, seed=settings.seed)
+            # Whatever lies in files: all of it runs.
+            whole = teacher if weights is None else self.teacher.load(str(settings.dtype))
+            statistics = activation_statistics(whole, batches)
+        made = make_student(teacher, settings.student, statistics=statistics, weights=weights, seed=settings.seed)
         return made.train()
 
-    def _begun(self, teacher: Any, student: Any, plan: Plan, device: TrainingDevice) -> Distilling:
+    def _begun(
+        self, teacher: Any, weights: SavedWeights | None, student: Any, plan: Plan, device: TrainingDevice
+    ) -> Distilling:
         settings = self.settings
         options: dict[str, Any] = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
         if settings.optimizer in _WITH_BETAS:
             options["betas"] = settings.betas
         loss = block_loss(settings.student.loss)
-        made = partial(distil, teacher, student, plan, self.workload, loss, device=device)
+        made = partial(distil, teacher, student, plan, self.workload, loss, device=device, teacher_weights=weights)
         return made(optimizer=named_optimizer(settings.optimizer, **options), disk_folder=self.disk_folder)

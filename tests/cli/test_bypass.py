@@ -95,6 +95,16 @@ def with_large_tokenizer(work: Path) -> None:
     made.save_pretrained(work / "words")
 
 
+def with_code(work: Path, named: str = "modeling_mine.Mine") -> None:
+    path = work / "teacher" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": {"AutoModelForCausalLM": named}}))
+    (work / "teacher" / "modeling_mine.py").write_text("open('it-ran', 'w').close()\n")
+
+
+def with_code_elsewhere(work: Path) -> None:
+    with_code(work, "../modeling_mine.Mine")
+
+
 def student(old: str, new: str) -> Callable[[Path], None]:
     return lambda work: edit(work / "student.toml", old, new)
 
@@ -136,6 +146,9 @@ BAD: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
     "a folder of something else": (with_notes, (), "holds notes and no run"),
     "a sweep of the data": (lambda work: sweep(work, "sequence_length = 4"), ("--sweep", "sweep.toml"), "sequence_l"),
     "no sweep": (lambda work: write_sweep(work, "a = 1"), ("--sweep", "sweep.toml"), "is no sweep"),
+    "a narrow autocast": (nothing, ("--autocast", "float16"), "Give bfloat16"),
+    "code of the teacher's own": (with_code, (), "code of its own: modeling_mine.py. It did not run"),
+    "code of somebody else": (with_code_elsewhere, ("--trust-remote-code",), "is no class of a file in that folder"),
     "a sweep's student": (
         lambda work: sweep(work, "student.all.intermediate_size = 96"),
         ("--sweep", "sweep.toml"),
@@ -189,6 +202,23 @@ def test_a_run_is_trained_saved_and_not_run_again(run: Callable[..., Any], work:
     assert "goes on after step 6" in longer.stdout
     state = json.loads((work / "run" / "run.json").read_text())
     assert (work / "run" / state["model"] / "config.json").is_file()
+
+
+def test_a_complete_run_is_told_of_by_its_files_alone(run: Callable[..., Any], protwin: Protwin, work: Path) -> None:
+    """Where torch and transformers cannot even be imported."""
+    first = run()
+    assert first.returncode == 0, first.stderr
+    for package in ("torch", "transformers", "safetensors"):
+        (work / "broken" / package).mkdir(parents=True)
+        (work / "broken" / package / "__init__.py").write_text(f"raise SystemExit('{package} is imported')\n")
+    before = content(work / "run")
+    again = protwin("bypass", *OPTIONS, PYTHONPATH=str(work / "broken"))
+    assert (again.returncode, again.stderr) == (0, "")
+    assert again.stdout.startswith("run is complete: the student is in run/model-")
+    assert json.loads(protwin("bypass", *OPTIONS, "--json", PYTHONPATH=str(work / "broken")).stdout)["model"]
+    assert content(work / "run") == before
+    other_weights(work)
+    assert "is imported" in protwin("bypass", *OPTIONS, PYTHONPATH=str(work / "broken")).stderr
 
 
 def test_runs_of_a_sweep_do_not_touch_each_other(run: Callable[..., Any], work: Path) -> None:

@@ -69,9 +69,9 @@ def workload_of(student_json: str, teacher: Path) -> Workload:
         )
 
 
-def settings_of(teacher: Path, **changed: Any) -> RunSettings:
+def settings_of(teacher: Path | TeacherFolder, **changed: Any) -> RunSettings:
     """Twelve steps of three micro-batches, validated and saved every few of them."""
-    opened = TeacherFolder.opened(teacher)
+    opened = TeacherFolder.opened(teacher) if isinstance(teacher, Path) else teacher
     fields: dict[str, Any] = {
         "teacher_weights": opened.fingerprint(),
         "teacher_configuration": opened.configuration,
@@ -106,13 +106,16 @@ def plan_of(workload: Workload, settings: RunSettings, **changed: Any) -> Plan:
     return Plan(**(fields | changed))
 
 
-def run_of(path: Path, teacher: Path, settings: RunSettings | None = None, **changed: Any) -> BypassRun:
+def run_of(path: Path, teacher: Path | TeacherFolder, settings: RunSettings | None = None, **changed: Any) -> BypassRun:
     asked = settings or settings_of(teacher)
-    workload = workload_of(asked.student.to_json(), teacher)
+    workload = changed.get("workload")
+    if isinstance(teacher, Path):
+        workload, teacher = workload_of(asked.student.to_json(), teacher), TeacherFolder.opened(teacher)
+    assert workload is not None
     fields: dict[str, Any] = {
         "path": path,
         "settings": asked,
-        "teacher": TeacherFolder.opened(teacher),
+        "teacher": teacher,
         "data": data(),
         "workload": workload,
         "plan": lambda: plan_of(workload, asked),

@@ -19,7 +19,7 @@ from protwin.runtime.bypass.interruption import Interruption, RunInterruptedErro
 from protwin.runtime.bypass.loop import HISTORY, BypassLoop
 from protwin.runtime.data.token_stream import TokenStream
 from protwin.runtime.distillation.distil import Distilling
-from protwin.runtime.runs.run_folder import CheckpointRole, RunFolder
+from protwin.runtime.runs.run_folder import CheckpointRole, RunFolder, read_state
 from protwin.runtime.runs.run_settings import KeptWeights
 from protwin.shared.basics.errors import FileError
 from tests.runtime.bypass import killed_runs
@@ -168,8 +168,15 @@ def test_what_a_run_forgets_shows(tmp_path: Path, teacher: Path, expected: Ended
     assert {"batches": "batches", "best": "model.layers.0.mlp.up_proj.weight", "history": "history"}[wrong] in found
 
 
-def test_a_longer_budget_goes_on_with_the_same_run_and_can_be_stopped(tmp_path: Path, teacher: Path) -> None:
-    expected = whole(tmp_path / "whole", teacher, 7, STEPS)
+def test_a_longer_budget_goes_on_with_the_same_run_and_can_be_stopped(
+    tmp_path: Path, teacher: Path, expected: Ended
+) -> None:
+    fresh, expected = expected, whole(tmp_path / "whole", teacher, 7, STEPS)
+    assert len(different(fresh, expected)) > 5, "it has had the rates of both budgets"
+    state = read_state(tmp_path / "whole")
+    assert state is not None
+    assert state.fingerprint != asked(teacher).fingerprint, "so it is no run of the longer budget alone"
+    assert RunFolder.begin(tmp_path / "whole", asked(teacher)).is_complete
     folder, watch = tmp_path / "run", Watch()
     with watched(watch):
         carry_out(run_of(folder, teacher, asked(teacher, 7)))
@@ -240,18 +247,6 @@ def test_runs_that_are_killed_at_random_moments_go_on_and_end_equal(tmp_path: Pa
     ends = json.loads(printed_by(killed_runs.main, str(tmp_path), "1", "1"))
     assert sum(end["code"] == -9 for end in ends) >= 1
     assert ends[-1]["code"] == 0
-
-
-def test_no_code_of_a_teacher_runs_or_is_copied(tmp_path: Path) -> None:
-    folder = tmp_path / "teacher"
-    save_teacher(folder)
-    stored = json.loads((folder / "config.json").read_text())
-    code = {"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"}
-    (folder / "config.json").write_text(json.dumps(stored | {"auto_map": code}))
-    (folder / "evil.py").write_text("raise SystemExit('it ran')\n")
-    model = carry_out(run_of(tmp_path / "run", folder, asked(folder, 1)))
-    assert list(model.rglob("*.py")) == []
-    assert "auto_map" not in (model / "config.json").read_text()
 
 
 def test_streams_go_on_where_they_were() -> None:
