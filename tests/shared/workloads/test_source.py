@@ -11,10 +11,12 @@ import pytest
 
 from protwin.shared.basics.errors import CatalogueError, FileError, ProtwinError, WorkloadError
 from protwin.shared.catalogue.machines import machine
+from protwin.shared.catalogue.own_code import own_code
 from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.training_options import FULL_TRAINING, LoraOptions, TrainingOptions
 from protwin.shared.schema.workload import DType, Workload
+from protwin.shared.students.student import Student
 from protwin.shared.workloads import source as workload_source
 from protwin.shared.workloads.source import resolve_family, resolve_workload
 from tests.shared.laid_out import decoder_workload
@@ -35,7 +37,7 @@ class Tracer:
     ) -> Workload:
         on_progress(1, 1)
         self.asked.append({"configuration": configuration} | shape)
-        return decoder_workload(configuration["n_layer"], model_name=shape["name"])
+        return decoder_workload(configuration.get("n_layer", 2), model_name=shape["name"])
 
 
 @pytest.fixture
@@ -198,6 +200,31 @@ def test_other_options_are_other_entries_of_the_cache(ask: Ask, configuration: P
         for options in several:
             ask(configuration, options=options)
     assert [asked["options"] for asked in tracer.asked] == several
+
+
+def test_students_are_traced_under_autocast_and_with_the_code_that_may_run(
+    ask: Ask, configuration: Path, tracer: Tracer
+) -> None:
+    student, narrow = Student(), TrainingOptions(autocast=DType.BFLOAT16)
+    codes = []
+    for text in ("one = 1", "two = 2"):
+        (configuration.parent / "mine.py").write_text(text)
+        codes.append(own_code(configuration.parent, {"auto_map": {"AutoConfig": "mine.Config"}}))
+    asked = [
+        {"options": FULL_TRAINING, "code": None},
+        {"options": narrow, "code": None},
+        *({"options": narrow, "code": code} for code in codes),
+    ]
+    for one in asked * 2:
+        ask(configuration, student=student, **one)
+    assert [{name: found[name] for name in ("options", "code")} for found in tracer.asked] == asked
+    # What comes with the package knows nothing of autocast.
+    for options, num_traced in ((FULL_TRAINING, 0), (narrow, 1)):
+        tracer.asked.clear()
+        ask("llama-3-8b", student=student, options=options)
+        assert len(tracer.asked) == num_traced
+    with pytest.raises(WorkloadError, match="a student's file says what of it is learnt"):
+        ask(configuration, student=student, options=TrainingOptions(frozen=("a",), autocast=DType.BFLOAT16))
 
 
 def test_a_name_of_the_catalogue_goes_before_a_file(
