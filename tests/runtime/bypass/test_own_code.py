@@ -89,6 +89,8 @@ def test_a_student_of_trusted_code_has_the_files_that_are_named_and_no_others(
         name: (teacher / name).read_bytes() for name in CODE
     }
     assert not any((model / name).exists() for name in OTHERS)
+    (checkpoint,) = (tmp_path / "run").glob("step-*")
+    assert not (checkpoint / "config.json").exists(), "beside no code it would be of another model"
     trace.unlink()
     with pytest.raises(FileError, match="trust_remote_code=True"):
         load_student(model)

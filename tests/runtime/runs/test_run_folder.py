@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -166,6 +167,19 @@ def test_a_folder_knows_the_budgets_that_its_run_was_continued_from(tmp_path: Pa
         shutil.rmtree(one.path)
     assert RunFolder.begin(tmp_path, settings(num_tokens=1200)).is_complete
     assert RunFolder.begin(tmp_path, settings(num_tokens=2400)).earlier == ()
+
+
+def test_folders_of_earlier_releases_are_read_and_their_runs_are_the_same(tmp_path: Path) -> None:
+    """They know neither of budgets before, nor of code, nor of what was asked for."""
+    RunFolder.begin(tmp_path, settings())
+    state = json.loads((tmp_path / "run.json").read_text())
+    del state["earlier"], state["inputs"], state["settings"]["teacher_code"]
+    assert state["fingerprint"] == "3b01800d12e874fa816f89ef56b3647e4753ec4bd84f3b8406018aeab9b4b3f4", "as it was then"
+    (tmp_path / "run.json").write_text(json.dumps(state))
+    found = read_state(tmp_path)
+    assert found is not None
+    assert found.settings == settings()
+    assert RunFolder.begin(tmp_path, settings()).fingerprint == state["fingerprint"]
 
 
 def test_a_run_that_was_finished_is_known_by_what_it_was_asked_for_with(tmp_path: Path) -> None:
