@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from protwin.runtime.data.documents import Document, RowTokenizer, check_lengths, load_tokenizer
 from protwin.runtime.data.json_lines import Form, Row, read_rows
@@ -113,3 +114,21 @@ def test_folders_without_a_tokenizer_are_refused(tmp_path: Path) -> None:
     endless.save_pretrained(tmp_path)
     with pytest.raises(FileError, match="no eos_token"):
         load_tokenizer(tmp_path)
+
+
+def test_code_of_a_tokenizer_does_not_run_and_nobody_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left to itself, transformers asks the terminal, here somebody who says yes to everything."""
+    folder, trace = tmp_path / "tokens", tmp_path / "it-ran"
+    folder.mkdir()
+    named = {"AutoTokenizer": ["tokenization_mine.MineTokenizer", None]}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "MineTokenizer", "auto_map": named}))
+    (folder / "tokenization_mine.py").write_text(f"open({str(trace)!r}, 'w').close()\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    with pytest.raises(FileError, match="holds no tokenizer that transformers can read"):
+        load_tokenizer(folder)
+    assert not trace.exists()
+    with pytest.raises(Exception, match="MineTokenizer"):
+        AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    assert trace.exists()
