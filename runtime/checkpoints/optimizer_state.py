@@ -125,21 +125,25 @@ class OptimizerState:
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
-    def check(self, saved: Saved) -> None:
-        """Raise FileError unless the state in ``saved`` can be placed."""
+    def check(self, saved: Saved, *, is_elsewhere: Callable[[str], bool] = lambda name: False) -> None:
+        """Raise FileError unless the state in ``saved`` can be placed.
+
+        ``is_elsewhere`` names what other stages of a pipeline step and check.
+        """
         described = saved.optimizer
-        if described["class"] != self._class_name:
+        if described["class"] != self._class_name and (self._shares or not any(map(is_elsewhere, saved.masters))):
             raise FileError(
                 f"the checkpoint was saved with the optimizer {described['class']}; this training has "
                 f"{self._class_name or 'none'}. Pass the same optimizer to carry_out()."
             )
-        if [sorted(group["names"]) for group in described["groups"]] != [sorted(names) for names in self._members()]:
+        groups = [sorted(n for n in group["names"] if not is_elsewhere(n)) for group in described["groups"]]
+        if groups != [sorted(names) for names in self._members()]:
             raise FileError(
                 f"the checkpoint was saved with other parameter groups ({len(described['groups'])}; this training has "
                 f"{len(self._param_groups)}, or others in them). Pass the same parameter_groups to carry_out()."
             )
         masters = saved.masters
-        if masters.keys() != self._stepped:
+        if {name for name in masters if not is_elsewhere(name)} != self._stepped:
             raise FileError("the checkpoint's optimizer stepped other parameters than this training's does.")
         for parameter, shares in self._shares.items():
             if not parameter.numel():

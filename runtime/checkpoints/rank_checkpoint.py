@@ -9,8 +9,9 @@
 | ``config.json`` | rank 0 | of a transformers model, its configuration |
 | ``checkpoint.json`` | rank 0, last | the manifest |
 
-Parameters that are whole on every rank are written by one each, so that all write about as much.  Every rank hashes its
-own files.  What one rank cannot write, none has written: the folder is replaced by rank 0 when all are done.
+Parameters that are whole on every rank are written by one each, so that all write about as much.  Ranks of a pipeline
+have some blocks each, which nobody else could write; their checkpoint is one of the whole.  Every rank hashes its own
+files.  What one rank cannot write, none has written: the folder is replaced by rank 0 when all are done.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import hashlib
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,6 +34,7 @@ from ..ranks.agreement import agree, agreed
 from ..ranks.world import World, exchanged
 from .files import pack, write
 from .folder import replaced_folder
+from .joined_stages import common_of_stages
 from .manifest import (
     CONFIGURATION,
     INDEX,
@@ -60,7 +62,7 @@ class RankContent:
     values: Mapping[str, Callable[[], Any]]
     """What of the optimizer's state is no stretch, by name."""
     common: Mapping[str, Any]
-    """Equal on all ranks; rank 0's is written."""
+    """Equal on all ranks, or joined from all stages; rank 0's is written."""
     own: Mapping[str, Any]
     buffers: Mapping[str, torch.Tensor]
     """Those that ``state_dict`` does not hold."""
@@ -69,6 +71,8 @@ class RankContent:
     configuration: str | None = None
     left_out: LeftOut | None = None
     """What it does not hold, if it does not hold everything."""
+    num_stages: int = 1
+    """Stages of a pipeline: neighbouring ranks have some blocks each (``joined_stages``)."""
 
     @property
     def size_bytes(self) -> int:
@@ -88,6 +92,8 @@ def write_by_ranks(world: World, folder: str | Path, content: RankContent) -> No
     see the same folder, or if its content could not be read back, PlanError if they differ in what they have in common,
     and RanksError if one of them ends; ``folder`` is as it was then.
     """
+    if content.num_stages > 1:
+        content = replace(content, common=common_of_stages(world, content.common, content.num_stages))
     agree(world, {"the folder of the checkpoint": str(Path(folder).resolve())} | _facts(content))
     need_bytes = sum(exchanged(world, content.size_bytes))
     with ExitStack() as stack:

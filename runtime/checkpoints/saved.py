@@ -95,9 +95,17 @@ class Saved(ABC):
     def common(self) -> Mapping[str, Any]:
         """What all ranks have in common: step, knobs, scheduler, optimizer, shapes."""
 
+    @property
+    @abstractmethod
+    def num_replicas(self) -> int:
+        """Ranks that have saved; the ranks of a pipeline count as one."""
+
     @abstractmethod
     def of_rank(self, rank: int) -> dict[str, Any]:
-        """What one rank alone has saved; its tensors are mapped.  Raises FileError and OSError."""
+        """What one rank alone has saved, of a pipeline those of its stages together; its tensors are mapped.
+
+        Random states and data position are those of the first stage.  Raises FileError and OSError.
+        """
 
     @abstractmethod
     def weight(self, name: str) -> torch.Tensor:
@@ -178,6 +186,11 @@ class SavedByOne(Saved):
             "optimizer": described | {"parameters": sorted(self.optimizer["parameters"])},
             "shapes": self.shapes,
         }
+
+    @property
+    def num_replicas(self) -> int:
+        """One."""
+        return 1
 
     def of_rank(self, rank: int) -> dict[str, Any]:
         """Of the only one."""

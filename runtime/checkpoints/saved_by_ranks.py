@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Self
 
 import torch
 from torch import nn
 
 from ...shared.basics.errors import FileError
 from ..model.strides import strided
+from ..ranks.stages import StageRanks
+from ..ranks.world import World
 from .checkpoints import content_of
 from .files import unpacked
 from .folder import find_folder
@@ -35,8 +38,39 @@ from .saved import (
 )
 
 
-def open_checkpoint(folder: str | Path, *, model_hash: str | None = None, rank: int = 0, num_ranks: int = 1) -> Saved:
-    """The checkpoint in ``folder`` as ``rank`` of ``num_ranks`` sees it, after its files were verified.
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Who reads a checkpoint."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    num_stages: int = 1
+    """Neighbouring ranks that have the model between them."""
+
+    @classmethod
+    def of(cls, world: World | None, stages: StageRanks | None) -> Self:
+        """This process among its ranks; None: it is alone, or there is one stage."""
+        if world is None:
+            return cls()
+        return cls(world.rank, world.num_ranks, 1 if stages is None else stages.pipeline.num_stages)
+
+    @property
+    def replica(self) -> int:
+        """The number of this rank, or of its pipeline."""
+        return self.rank // self.num_stages
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks, or pipelines."""
+        return self.num_ranks // self.num_stages
+
+
+ALONE: Final = RankPlace()
+"""One rank that nobody trains with."""
+
+
+def open_checkpoint(folder: str | Path, *, model_hash: str | None = None, place: RankPlace = ALONE) -> Saved:
+    """The checkpoint in ``folder`` as the rank at ``place`` sees it, after its files were verified.
 
     Of several ranks each verifies a part of the files: all have to come this far before any goes on.  Changes nothing.
     Raises FileError if it is missing, torn, damaged, written by a newer version, or of a model other than
@@ -47,40 +81,44 @@ def open_checkpoint(folder: str | Path, *, model_hash: str | None = None, rank: 
         raise FileError(f"{folder} does not exist, or is empty. Name the folder that was given to save().")
     try:
         # A checkpoint of one rank is small enough that each reads it all.
-        share = {} if read_manifest(path).num_ranks == 1 else {"rank": rank, "num_ranks": num_ranks}
-        return opened(path, verified_manifest(path, model_hash, **share), rank, num_ranks)
+        share = {} if read_manifest(path).num_ranks == 1 else {"rank": place.rank, "num_ranks": place.num_ranks}
+        return opened(path, verified_manifest(path, model_hash, **share), place)
     except OSError as error:
         raise FileError(f"{path} cannot be read: {error}.") from error
 
 
-def opened(path: Path, manifest: Manifest, rank: int = 0, num_ranks: int = 1) -> Saved:
+def opened(path: Path, manifest: Manifest, place: RankPlace = ALONE) -> Saved:
     """The same of files that were verified.  Raises FileError and OSError."""
     if manifest.num_ranks == 1:
-        return SavedByOne(path, content_of(path, manifest), manifest, rank)
-    return SavedByRanks(path, manifest, rank, num_ranks)
+        return SavedByOne(path, content_of(path, manifest), manifest, place.rank)
+    return SavedByRanks(path, manifest, place)
 
 
 class SavedByRanks(Saved):
     """Pieces of tensors ([Note: Numbered scalars] in ``pieces``), read one at a time."""
 
-    def __init__(self, path: Path, manifest: Manifest, rank: int, num_ranks: int) -> None:
+    def __init__(self, path: Path, manifest: Manifest, place: RankPlace) -> None:
         """Raises FileError if files contradict each other, and OSError."""
         self.path = path
         self.manifest = manifest
         with telling_damage(path):
             self._pieces = PieceReader(path)
         self._common = unpacked(path / TRAINING, is_mapped=False)
-        first = self.of_rank(0)
-        own = self.of_rank(rank) if 0 < rank < manifest.num_ranks else first
+        self._num_stages = int(self._common.pop("num_stages", 1))
+        if manifest.num_ranks % self._num_stages:
+            raise damaged(path / TRAINING, f"{manifest.num_ranks} ranks have saved it in {self._num_stages} stages")
+        rank, first = place.rank, self.of_rank(0)
+        own = self.of_rank(place.replica) if 0 < place.replica < self.num_replicas else first
         try:
             self.optimizer = self.common["optimizer"]
             self._buffers = {**first["persistent"], **own["persistent"]}
-            positions = tuple(self.of_rank(other)["data_position"] for other in range(manifest.num_ranks))
-            is_same_world = num_ranks == manifest.num_ranks
+            files = [self._file(other) for other in range(manifest.num_ranks)]
+            positions = tuple(file["data_position"] for file in files)
+            own_place = place.replica * self._num_stages if place.num_replicas == self.num_replicas else 0
             self.training = {
                 **{key: self.common[key] for key in COMMON},
-                "random": own["random"] if rank < manifest.num_ranks else derived_states(first["random"], rank),
-                "data_position": positions[rank] if is_same_world else positions[0],
+                "random": files[rank]["random"] if rank < len(files) else derived_states(first["random"], rank),
+                "data_position": positions[own_place],
                 "data_positions": positions,
                 "buffers": {**first["buffers"], **own["buffers"]},
                 "extra": own["extra"],
@@ -103,8 +141,19 @@ class SavedByRanks(Saved):
         """From whatever pieces there are."""
         self._read([Wanted(name, begin, into)])
 
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that have saved, or pipelines of such."""
+        return self.manifest.num_ranks // self._num_stages
+
     def of_rank(self, rank: int) -> dict[str, Any]:
-        """As it was saved; its tensors are mapped."""
+        """As it was saved; of a pipeline, what its ranks have saved together."""
+        first, *others = (self._file(rank * self._num_stages + stage) for stage in range(self._num_stages))
+        for kind in ("extra", "buffers", "persistent") if others else ():
+            first[kind] = {name: value for file in (first, *others) for name, value in file[kind].items()}
+        return first
+
+    def _file(self, rank: int) -> dict[str, Any]:
         return unpacked(self.path / rank_file(rank), is_mapped=True)
 
     def _state_keys(self) -> dict[str, list[str]]:

@@ -170,6 +170,7 @@ class CheckpointState:
                 "optimizer": self.optimizer.described(),
                 "shapes": shapes,
             },
+            num_stages=self._part.num_stages,
             own={
                 "random": random_states(self._device.torch_device),
                 "data_position": data_position,
@@ -194,9 +195,10 @@ class CheckpointState:
                 raise _changed_step(changed, knobs, self._step_knobs)
             _check_scheduler(training["scheduler"], scheduler)
             _check_scaler(training["loss_scaler"], self._scaler)
-            self.optimizer.check(saved)
+            self.optimizer.check(saved, is_elsewhere=self._part.is_elsewhere)
             self._check_tensors(saved, self._part.in_form_of(saved.manifest.left_out))
-            if training["extra"].keys() != {name for name, _ in _modules_with_extra_state(self._model)}:
+            extra = {name for name in training["extra"] if not self._part.is_elsewhere(name)}
+            if extra != {name for name, _ in _modules_with_extra_state(self._model)}:
                 raise FileError("the checkpoint has extra state of other modules than this model has.")
             check_random_states(training["random"])
             int(training["step"])
@@ -214,9 +216,10 @@ class CheckpointState:
                 expected[name] = (tuple(buffer.shape), buffer.dtype)
             else:
                 others.add(name)
-        found = saved.weights
+        # What other stages have, they check.
+        found = {n: one for n, one in saved.weights.items() if n in expected or not part.is_elsewhere(n)}
         wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-        wrong += sorted(others ^ saved.training["buffers"].keys())
+        wrong += sorted(n for n in others ^ saved.training["buffers"].keys() if n in others or not part.is_elsewhere(n))
         if wrong:
             raise FileError(
                 f"the checkpoint and the model differ in {wrong[0]}: it is missing in one, or has another shape or "
@@ -248,12 +251,13 @@ class CheckpointState:
         return Resumed(int(training["step"]), training["data_position"], training["data_positions"])
 
     def _place_buffers(self, saved: dict[str, torch.Tensor]) -> None:
+        own_names = {of_whole: name for name, of_whole in self._part.renamed.items()}
         for name, buffer, _ in self._part.buffers(self._model):
             value = saved[name]
             if (buffer.shape, buffer.dtype) == (value.shape, value.dtype):
                 buffer.copy_(value)
             else:
-                path, _, own_name = name.rpartition(".")
+                path, _, own_name = own_names.get(name, name).rpartition(".")
                 self._model.get_submodule(path)._buffers[own_name] = value.to(buffer.device, copy=True)
 
 

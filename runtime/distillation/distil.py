@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypedDict, Unpack
@@ -17,7 +17,6 @@ from ...shared.schema.hardware import Disk
 from ...shared.schema.plan import Plan
 from ...shared.schema.schedule import Memory
 from ...shared.schema.workload import Workload, check_plan
-from ..checkpoints.state import Resumed, Scheduler
 from ..devices.device import TrainingDevice
 from ..model.identity import model_hash
 from ..model.ownership import check_untaken, taken_over
@@ -31,9 +30,10 @@ from ..training.assembly import TrainingSettings
 from ..training.carry_out import begun, checked_plan, device_for, joined, with_values_of_a_file
 from ..training.compute_lane import ComputeLane
 from ..training.evaluation import EvaluatedModel
-from ..training.progress import TrainingPhase
+from ..training.progress import Call, TrainingPhase
 from ..training.training import Training
 from .ends import Ends
+from .handing_on import HandingOn
 from .pair_weights import Folder, PairWeights, pair_weights
 from .pairs import PairLoss, Pairs, name_of_loss
 from .saved_student import saved_student
@@ -84,7 +84,8 @@ def distil(
 
     ``teacher_weights`` and ``student_weights`` are folders of safetensors files for models whose parameters are on the
     meta device, as ``weights`` of ``carry_out``: each chunk is read when it is made, so that a teacher never lies whole
-    in memory unless the plan has it there.  After ``close`` such a teacher is on the meta device again.
+    in memory unless the plan has it there.  After ``close`` such a teacher is on the meta device again.  Ranks of a
+    pipeline have both models whole on the meta device, and read the blocks of their stage, and what is in no block.
 
     A plan for several ranks is carried out by as many processes, as ``carry_out`` says.  So is a pipeline, of which
     each rank trains the pairs of its stage: ``losses`` are theirs, from pair ``training.first_pair`` on, and
@@ -161,10 +162,11 @@ def _begun(
         pairs_of_stage = None if own.stages is None else own.stages.own_pairs
         micro_batches = own.plan.micro_batches
         pairs = Pairs(teacher, student, loss, blocks=blocks, micro_batches=micro_batches, own=pairs_of_stage)
-        weights = _weights(own, pairs, options)
+        weights = pair_weights(pairs, options.get("teacher_weights"), options.get("student_weights"))
         return pairs, weights, _settings(own, world, pairs, weights, options)
 
     pairs, weights, settings = agreed(world, made)
+    settings = replace(settings, saved=saved_student(pairs, weights, world, own.stages))
     with ExitStack() as undo:
         undo.enter_context(pairs.learning())
         if own.stages is not None:
@@ -183,21 +185,7 @@ def _begun(
         for model in (teacher, student):
             undo.enter_context(taken_over(model, training))
         training.held = undo.pop_all()
-        training.stages = own.stages
     return training
-
-
-def _weights(own: _Part, pairs: Pairs, options: DistilOptions) -> PairWeights | None:
-    """The files that fill models on the meta device.  Raises as ``pair_weights``, and PlanError for a pipeline."""
-    folders = options.get("teacher_weights"), options.get("student_weights")
-    if own.stages is None:
-        return pair_weights(pairs, *folders)
-    if folders != (None, None):
-        raise PlanError(
-            "teacher_weights and student_weights are not known of a pipeline. Load the prologue and the blocks of the "
-            "rank's own stage first; the others may stay on the meta device."
-        )
-    return None
 
 
 def _settings(
@@ -218,7 +206,6 @@ def _settings(
         stated_disk=options.get("stated_disk"),
         follow=lambda compute: _Announcing(pairs, compute),
         evaluated=_evaluated(pairs),
-        saved=saved_student(pairs, weights),
         weights=weights,
         returning=frozenset(parameter for parameter in pairs.teacher.parameters() if parameter.is_meta),
         world=world if own.stages is None else own.stages.peers,
@@ -281,9 +268,6 @@ class Distilling(Training):
     model: Pairs
     ends: Ends
     """What of both models no task reads."""
-
-    stages: StageRanks | None = None
-    """The ranks of a pipeline; None: there is one stage."""
 
     @property
     def teacher(self) -> nn.Module:
@@ -350,23 +334,28 @@ class Distilling(Training):
         caller's.  Raises DeviceOutOfMemoryError, with nothing changed, if one of these modules does not fit beside
         what stays on the device; a module that finds no room for its weights and what it makes of a batch raises it
         before it runs, and training can go on.
+
+        All ranks of a pipeline evaluate together: each calls the same models, equally often, in the same order and with
+        the same batches.  The blocks run on their stages, what is behind them on every rank, so that every rank has the
+        result of one rank.  An error that leaves the block on one rank ends training on all.
         """
-        self._refuse_of_stages("evaluation()")
-        self.ends.check_room(self.schedule.static_bytes(Memory.DEVICE), self.device.limit_bytes)
-        with super().evaluation(), self.model.whole(), self.ends.coming(self.device):
-            yield
 
-    def save(self, folder: str | Path, *, scheduler: Scheduler | None = None, data_position: Any = None) -> None:
-        """As ``Training.save``; refused so far of a pipeline, whose stages have different weights."""
-        self._refuse_of_stages("save()")
-        super().save(folder, scheduler=scheduler, data_position=data_position)
+        def check() -> None:
+            self._progress.check(Call.EVALUATE, self._compute.task_at_hand, "both models can be evaluated")
+            self.ends.check_room(self.schedule.static_bytes(Memory.DEVICE), self.device.limit_bytes)
 
-    def resume(
-        self, folder: str | Path, *, scheduler: Scheduler | None = None, allow_changed_step: bool = False
-    ) -> Resumed:
-        """As ``Training.resume``; refused so far of a pipeline."""
-        self._refuse_of_stages("resume()")
-        return super().resume(folder, scheduler=scheduler, allow_changed_step=allow_changed_step)
+        agreed(None if self.stages is None else self.everybody, check)
+        try:
+            with super().evaluation(), self.model.whole(), self.ends.coming(self.device), self._handing_on():
+                yield
+        except BaseException as error:
+            if self.stages is not None:
+                # Others wait for what this one would have sent.
+                self._compute.failed(error)
+            raise
+
+    def _handing_on(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.stages is None else HandingOn(self.model, self.stages, self.device).running()
 
     def skip_step(self) -> None:
         """As ``Training.skip_step``; refused of a pipeline: its stages have exchanged activations of the step."""

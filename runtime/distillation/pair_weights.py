@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import nn
@@ -22,6 +22,8 @@ class PairWeights(SavedWeights):
 
     parts: Mapping[str, SavedWeights] = field(default_factory=dict)
     """By the path of the model in the pairs."""
+    has_rest: bool = False
+    """Whether files also have blocks of other stages: then the whole was checked before the stage was alone."""
 
     def find(self, names: Iterable[str]) -> list[SavedTensor]:
         """What the files hold of a tensor that the pairs have under these names."""
@@ -38,6 +40,8 @@ class PairWeights(SavedWeights):
 
     def check(self, model: nn.Module, *, fills_all: bool) -> None:
         """``SavedWeights.check`` of each model that has files."""
+        if self.has_rest:
+            return
         for part, saved in self.parts.items():
             saved.check(model.get_submodule(part), fills_all=fills_all)
 
@@ -58,7 +62,7 @@ def pair_weights(pairs: Pairs, teacher: Folder | None, student: Folder | None) -
             raise PlanError(f"{part}_weights is a {type(given).__name__}; it must be the path of a folder.")
         else:
             for name, parameter in pairs.get_submodule(part).named_parameters():
-                if parameter.is_meta:
+                if parameter.is_meta and not f"{part}.{name}".startswith(pairs.elsewhere):
                     raise PlanError(
                         f"parameter {name} of the {part} is on the meta device and has no values. Pass "
                         f"{part}_weights=FOLDER, the {part}'s safetensors files, or load them first."
@@ -67,4 +71,4 @@ def pair_weights(pairs: Pairs, teacher: Folder | None, student: Folder | None) -
         return None
     found = PairWeights(next(iter(parts.values())).folder, parts=parts)
     found.check(pairs, fills_all=True)
-    return found
+    return replace(found, has_rest=bool(pairs.elsewhere))

@@ -33,7 +33,7 @@ from ..model.nested_tensors import containers_as_they_are, tensors_in
 from ..model.snapshot import without_cache
 from ..optimizers.loss_scaling import BlockScalers
 from .belonging import check_attention, check_learnt, collecting, same_blocks
-from .passing import check_all_here, check_writable, hidden_state, passed_over
+from .passing import check_all_here, check_sendable, check_writable, hidden_state, passed_over
 
 PairLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(student's output, teacher's output) to a scalar."""
@@ -94,6 +94,8 @@ class Pairs(nn.Module):
         """What scales the losses that backwards begin with; None: nothing does."""
         self.stage_listener: StageListener | None = None
         """The same, where there are other stages."""
+        self.all_blocks = tuple(block.name for block in of_teacher)
+        """The paths of the blocks of all pairs, in either model."""
         self.own = range(len(of_teacher)) if own is None else own
         """The pairs that are trained here, of all."""
         self.teacher_blocks = of_teacher[self.own.start : self.own.stop]
@@ -106,6 +108,10 @@ class Pairs(nn.Module):
         ]
         # Behind a function, where nobody looks for tensors.
         self._others: Callable[[], list[tuple[nn.Module, list[NamedBlock]]]] = lambda: others
+        self.elsewhere = tuple(
+            f"{path}.{block.name}." for path, (_, row) in zip((TEACHER, STUDENT), others, strict=True) for block in row
+        )
+        """What the names of all that other stages have begin with."""
         self.before = [block.name for block in of_teacher[: self.own.start]]
         """The paths of the teacher's blocks of stages before."""
         self.has_next = self.own.stop < len(of_teacher)
@@ -193,16 +199,17 @@ class Pairs(nn.Module):
     def whole(self) -> Iterator[None]:
         """Within the block, which is within ``learning``, each model is called by itself: the pairs learn nothing.
 
-        The teacher collects what it did before.
+        The teacher collects what it did before, unless blocks of other stages make a part of that.
         """
         self._is_whole = True
-        for config, name in self._turned_off:
+        collected = [] if self.elsewhere else list(self._turned_off)
+        for config, name in collected:
             setattr(config, name, True)
         try:
             yield
         finally:
             self._is_whole = False
-            for config, name in self._turned_off:
+            for config, name in collected:
                 setattr(config, name, False)
 
     @contextmanager
@@ -306,15 +313,7 @@ class _Stitch:
 
     def _send(self, given: tuple[Any, Any], activation: torch.Tensor) -> None:
         """The output of the last block here goes to the next stage, whose hidden state has to be like it."""
-        name = self._pairs.teacher_blocks[-1].name
-        like = hidden_state(*given, name)
-        if (activation.shape, activation.dtype) != (like.shape, like.dtype) or not activation.is_contiguous():
-            raise ScheduleError(
-                f"block {name} of the teacher gives a tensor of shape {list(activation.shape)}, {activation.dtype} and "
-                f"strides {activation.stride()}, where it is given one of {list(like.shape)} and {like.dtype}. Stages "
-                f"of a pipeline send contiguous hidden states of one shape and type to each other: carry out a plan in "
-                f"which every rank has all blocks."
-            )
+        check_sendable(activation, given, f"{self._pairs.teacher_blocks[-1].name} of the teacher")
         self._exchange(TaskKind.SEND, activation)
 
     def _exchange(self, kind: TaskKind, activation: torch.Tensor) -> None:

@@ -130,6 +130,21 @@ def check_writable(hidden: torch.Tensor, given: Any, others: Iterable[torch.Tens
         )
 
 
+def check_sendable(activation: torch.Tensor, given: tuple[Any, Any], who: str) -> None:
+    """Raise ScheduleError unless other stages have a hidden state like ``activation``, which block ``who`` gives.
+
+    ``given`` are the positional arguments and the keywords that the block is given.
+    """
+    like = hidden_state(*given, who)
+    if (activation.shape, activation.dtype) != (like.shape, like.dtype) or not activation.is_contiguous():
+        raise ScheduleError(
+            f"block {who} gives a tensor of shape {list(activation.shape)}, {activation.dtype} and strides "
+            f"{activation.stride()}, where it is given one of {list(like.shape)} and {like.dtype}. Stages of a "
+            f"pipeline send contiguous hidden states of one shape and type to each other: carry out a plan in which "
+            f"every rank has all blocks."
+        )
+
+
 @contextmanager
 def passed_over(model: nn.Module, blocks: Sequence[NamedBlock]) -> Iterator[None]:
     """Within the block, others stand for ``blocks`` of ``model``."""
@@ -170,7 +185,7 @@ def _form_of(
     mode = FakeTensorMode()
     with mode:
         given = _mapped((tuple(args), dict(kwargs)), _faked)
-    output = _on_a_thread(lambda: _fake_result(block, name, mode, given))
+    output = on_a_thread(lambda: _fake_result(block, name, mode, given))
     first = next(tensors_in(output), None)
     if first is None or (first.shape, first.dtype) != (hidden.shape, hidden.dtype):
         returned = "no tensor" if first is None else f"a tensor of shape {list(first.shape)} and {first.dtype}"
@@ -205,7 +220,7 @@ def _fake_result(block: nn.Module, name: str, mode: FakeTensorMode, given: tuple
         ) from error
 
 
-def _on_a_thread(work: Callable[[], Any]) -> Any:
+def on_a_thread(work: Callable[[], Any]) -> Any:
     """What ``work`` gives where nobody watches tensors: modes of torch are a thread's own."""
     found: list[Any] = []
     failed: list[BaseException] = []

@@ -49,6 +49,7 @@ def reshard(folder: Path, into: Path, num_ranks: int, *, on_progress: OnProgress
 
     Ranks that were there keep their random states and buffers; further ones have the buffers of rank 0, and random
     states that follow from its seed and their number.  If the number changes, all have the data position of rank 0.
+    Every rank has all blocks: a pipeline that has saved counts as one rank, with the random states of its first stage.
     One tensor is in memory at a time.  ``into`` is there when it is complete.  Raises FileError if the checkpoint is
     damaged, or ``into`` holds anything or cannot be written.
     """
@@ -114,7 +115,7 @@ def _write_for_ranks(part: Path, saved: Saved, num_ranks: int, progress: _Progre
 
 
 def _own(saved: Saved, rank: int, num_ranks: int) -> dict[str, Any]:
-    first, was = saved.of_rank(0), saved.manifest.num_ranks
+    first, was = saved.of_rank(0), saved.num_replicas
     if rank < was:
         own = saved.of_rank(rank)
     else:

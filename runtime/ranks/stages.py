@@ -65,24 +65,35 @@ def stage_ranks(pipeline: Pipeline, world: World) -> StageRanks:
 
 
 class Neighbours(Collectives):
-    """Sends tensors to the stage behind, and receives some of the stage before; the collective lane alone uses it."""
+    """Sends tensors to the stage behind, and receives some of the stage before, or of others of the pipeline.
 
-    def __init__(self, ranks: StageRanks, pace: Callable[[float, int], None] | None = None) -> None:
-        """``pace``: as of ``Collectives``."""
-        super().__init__(ranks.world, ranks.world.lane_group, pace)
+    The collective lane uses it, and while no lane runs the compute thread has one of its own.
+    """
 
-    def send(self, activation: torch.Tensor) -> None:
-        """To the stage behind, which receives as many bytes.  Contiguous."""
+    def __init__(
+        self,
+        ranks: StageRanks,
+        pace: Callable[[float, int], None] | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """``pace``: as of ``Collectives``; ``group``: one of all ranks, by default the collective lane's."""
+        super().__init__(ranks.world, group or ranks.world.lane_group, pace)
+
+    def send(self, activation: torch.Tensor, *, to: int | None = None) -> None:
+        """To the stage behind, or to rank ``to``, which receives as many bytes.  Contiguous."""
+        to = self.rank + 1 if to is None else to
         for piece in _pieces(activation):
             # A thread of gloo's may hold what it has sent ([Note: Late threads] in ``ordered_sums``).
             sent = piece.clone() if is_ordered_here(piece) else piece
-            self._together(_sending(sent, self.rank + 1), sent.nbytes)
+            self._together(_sending(sent, to), sent.nbytes)
 
-    def receive(self, activation: torch.Tensor) -> None:
-        """What the stage before sends takes the place of ``activation``, which is contiguous."""
+    def receive(self, activation: torch.Tensor, *, of: int | None = None) -> None:
+        """What the stage before, or rank ``of``, sends takes the place of ``activation``, which is contiguous."""
+        of = self.rank - 1 if of is None else of
         for piece in _pieces(activation):
             received = torch.empty_like(piece) if is_ordered_here(piece) else piece
-            self._together(_receiving(received, self.rank - 1))
+            self._together(_receiving(received, of))
             if received is not piece:
                 piece.copy_(received)
 

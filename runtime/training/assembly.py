@@ -237,7 +237,8 @@ class Assembly:
         world, stages, device = self.settings.world, self.settings.stages, self.settings.device
         everybody = self.settings.everybody
         if stages is not None:
-            agree(everybody, facts_of_pipeline(stages.pipeline, device, settings=self._named_settings()))
+            named = agreed(everybody, self._named_settings)
+            agree(everybody, facts_of_pipeline(stages.pipeline, device, settings=named))
         facts = agreed(everybody, lambda: self._facts(prepared))
         agreed(everybody, lambda: agree(world, facts))
         limit_bytes = device.limit_bytes
@@ -255,14 +256,14 @@ class Assembly:
             self.settings.stages.peers.open_lane(device.torch_device, self.plan.shard_ranks)
 
     def _named_settings(self) -> dict[str, Any]:
-        return {name: getattr(self.settings, name) for name in ("check_gradients", "loss_scaling", "keep_last_step")}
+        settings = self.settings
+        named = {name: getattr(settings, name) for name in ("check_gradients", "loss_scaling", "keep_last_step")}
+        return named | {"weights": None if settings.weights is None else settings.weights.fingerprint()}
 
     def _facts(self, prepared: Prepared) -> dict[str, str]:
         """What ranks have to have in common before anything moves."""
-        settings = self.settings
         named = self._named_settings()
-        named["weights"] = None if settings.weights is None else settings.weights.fingerprint()
-        return facts_of_plan(self.plan, self.workload, prepared.schedule, settings.device, settings=named)
+        return facts_of_plan(self.plan, self.workload, prepared.schedule, self.settings.device, settings=named)
 
     def _prepare(self) -> Prepared:
         """Check everything that can be checked before anything moves."""

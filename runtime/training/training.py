@@ -26,7 +26,7 @@ from ...shared.tables.explain import explain
 from ..checkpoints.checkpoints import write_checkpoint
 from ..checkpoints.rank_checkpoint import write_by_ranks
 from ..checkpoints.saved import Saved
-from ..checkpoints.saved_by_ranks import open_checkpoint
+from ..checkpoints.saved_by_ranks import RankPlace, open_checkpoint
 from ..checkpoints.state import Resumed, Scheduler
 from ..hooks.refusals import refuse_transforms
 from ..model.nested_tensors import tensors_in
@@ -55,7 +55,8 @@ class Training:
         self.workload = workload
         self.device = settings.device
         self.world = settings.world
-        """The ranks that train together, this one among them; None if it is alone."""
+        """The ranks that train the same together, this one among them; None if it is alone."""
+        self.everybody, self.stages = settings.everybody, settings.stages  # all ranks; who has what of a pipeline
         self.model = model
         self._resumed_steps = 0
         self._summaries: Summaries | None = None
@@ -292,13 +293,13 @@ class Training:
         own ``data_position``.  Every rank writes its part of weights and optimizer, its random states and buffers.
         What one of them raises, all do.
         """
-        agreed(self.world, lambda: self._check_between_steps("a training can be saved"))
+        agreed(self.everybody, lambda: self._check_between_steps("a training can be saved"))
         self.synchronize()
-        if self.world is None:
+        if self.everybody is None:
             write_checkpoint(folder, self._state.collect(self.num_steps, scheduler, data_position))
             return
-        own = agreed(self.world, lambda: self._state.collect_own(self.num_steps, scheduler, data_position))
-        write_by_ranks(self.world, folder, own)
+        own = agreed(self.everybody, lambda: self._state.collect_own(self.num_steps, scheduler, data_position))
+        write_by_ranks(self.everybody, folder, own)
 
     def resume(
         self, folder: str | Path, *, scheduler: Scheduler | None = None, allow_changed_step: bool = False
@@ -316,20 +317,19 @@ class Training:
         random states and buffers; further ones have the buffers of rank 0, and random states that follow from its seed
         and their number.  ``data_position`` is rank 0's then, and ``data_positions`` has those of all that have saved.
         """
-        world = self.world
+        ranks, place = self.everybody, RankPlace.of(self.everybody, self.stages)
 
         def opened() -> Saved:
             self._check_between_steps("a training can be resumed")
-            rank, num_ranks = (0, 1) if world is None else (world.rank, world.num_ranks)
-            return open_checkpoint(folder, model_hash=self.workload.model_hash, rank=rank, num_ranks=num_ranks)
+            return open_checkpoint(folder, model_hash=self.workload.model_hash, place=place)
 
-        saved = agreed(world, opened)
-        agree(world, {"the checkpoint that they resume from": _told(saved)})
-        agreed(world, lambda: self._state.check(saved, scheduler, allow_changed_step=allow_changed_step))
+        saved = agreed(ranks, opened)
+        agree(ranks, {"the checkpoint that they resume from": _told(saved)})
+        agreed(ranks, lambda: self._state.check(saved, scheduler, allow_changed_step=allow_changed_step))
         self.synchronize()
         self._lanes.settle(self._progress.iteration)
         with self._compute.changing_state(Call.BETWEEN_STEPS), self._at_rest():
-            resumed = agreed(world, lambda: self._state.place(saved, scheduler))
+            resumed = agreed(ranks, lambda: self._state.place(saved, scheduler))
         self._resumed_steps = resumed.step - self._progress.iteration
         return resumed
 

@@ -16,7 +16,7 @@ from torch import nn
 from protwin.runtime import Training, carry_out
 from protwin.runtime.checkpoints import pieces
 from protwin.runtime.checkpoints.manifest import Manifest
-from protwin.runtime.checkpoints.saved_by_ranks import SavedByRanks
+from protwin.runtime.checkpoints.saved_by_ranks import RankPlace, SavedByRanks
 from protwin.runtime.checkpoints.state import CheckpointState
 from protwin.runtime.chunks.sharded_chunk import ShardedChunk
 from protwin.shared.basics.errors import ProtwinError
@@ -200,8 +200,8 @@ def weights_differ(rank: int, name: str, plan: Plan, weights: list[dict[str, tor
 # -- wrong variants --------------------------------------------------------------------------------------------------
 
 
-def _random_states_of_rank_0(self: SavedByRanks, path: Path, manifest: Manifest, rank: int, num_ranks: int) -> None:
-    _READ(self, path, manifest, rank, num_ranks)
+def _random_states_of_rank_0(self: SavedByRanks, path: Path, manifest: Manifest, place: RankPlace) -> None:
+    _READ(self, path, manifest, place)
     self.training["random"] = self.of_rank(0)["random"]
 
 
