@@ -46,9 +46,10 @@ class Evaluated:
     """Of teacher and student, where each rank reads its part."""
 
 
-def output_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+def output_of(model: nn.Module, batch: Batch) -> Any:
+    """In an array: a tensor would lie in the device's memory as long as somebody has it."""
     output = model(**batch)
-    return output if isinstance(output, torch.Tensor) else output.logits
+    return (output if isinstance(output, torch.Tensor) else output.logits).numpy().copy()
 
 
 def room_for(case: Evaluated, rank: int) -> CpuDevice:
@@ -76,7 +77,7 @@ def models_of(case: Evaluated, rank: int) -> tuple[nn.Module, nn.Module, list[st
 @in_default_group
 def evaluate(
     rank: int, case: Evaluated, variant: str | None = None
-) -> tuple[list[list[torch.Tensor]], list[ValidationLosses], list[str], list[str]]:
+) -> tuple[list[list[Any]], list[ValidationLosses], list[str], list[str]]:
     """What the teacher and the student give at each time, their losses, what is wrong with the weights, what was read.
 
     At each time: of each batch the teacher's output and the student's.

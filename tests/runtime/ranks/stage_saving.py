@@ -126,6 +126,7 @@ def carry(rank: int, leg: Leg) -> Went:
         drawn = torch.rand(4).tolist()
     wrong = [f"teacher.{name}" for name in changed_here(teacher, before)]
     wrong += unlike_losses(leg, losses, rank)
+    wrong += unlike_ends(leg, student)
     if leg.last == len(leg.reference.steps):
         for block, alone in zip(subject(leg.name).blocks, leg.reference.learnt, strict=True):
             if block in own:
@@ -146,6 +147,13 @@ def changed_here(teacher: nn.Module, before: dict[str, torch.Tensor]) -> list[st
     after = teacher.state_dict()
     wrong = [name for name, value in before.items() if value.is_meta != after[name].is_meta]
     return wrong + [n for n, value in before.items() if not value.is_meta and not torch.equal(value, after[n])]
+
+
+def unlike_ends(leg: Leg, student: nn.Module) -> list[str]:
+    """What is in no block never changes; a resumed student had other values before."""
+    inside = tuple(f"{block}." for block in subject(leg.name).blocks)
+    plain, found = subject(leg.name).student().state_dict(), student.state_dict()
+    return [n for n, value in plain.items() if not n.startswith(inside) and not torch.equal(value, found[n])]
 
 
 def unlike_losses(leg: Leg, losses: list[list[list[float]]], rank: int) -> list[str]:
