@@ -54,8 +54,9 @@ def bootstrap_plans(workload: Workload, *, has_disk: bool = False, num_ranks: in
     )
     if not has_disk:
         return *plans, *more
-    on_disk: dict[str, Any] = {"n_disk_state": all_chunks - half, "n_disk": all_chunks - half - (all_chunks - half) // 2}
-    return *plans, *more, plan(0, 1, n_checkpoint=blocks // 2, n_staging=2, **on_disk)
+    state = all_chunks - half
+    on_disk: dict[str, Any] = {"n_disk_state": state, "n_disk": state - state // 2, "n_staging": 2}
+    return *plans, *more, plan(0, 1, n_checkpoint=blocks // 2, **on_disk)
 
 
 def _num_with_modes(workload: Workload) -> int:
