@@ -28,7 +28,7 @@ from tests.runtime.students.teachers import make_teacher
 
 STUDENT = Student.model_validate({"initialization": {"ffn": "truncate"}, "all": {"intermediate_size": 24}})
 BLOCKS = ("model.layers.0", "model.layers.1")
-STEPS = 3
+STEPS = 2
 
 
 @pytest.fixture(scope="module")
