@@ -1,7 +1,8 @@
 """A distillation on real input: a small teacher learns a text, its smaller student learns from it block by block.
 
 The student has half of the teacher's FFN and half of its key-value heads.  It is trained by a plan that is searched on
-the calibrated simulator, under a device budget that the weights of both models exceed.  Run it with ``make demo-bypass``.
+the calibrated simulator, under a device budget that the weights of both models exceed.  Run it with
+``make demo-bypass``.
 """
 
 from __future__ import annotations
