@@ -16,13 +16,16 @@ from protwin.calibration.fitting.calibrate import calibrate_configuration
 from protwin.calibration.fitting.fit import Pair, fit_calibration
 from protwin.calibration.fitting.measurement_plans import bootstrap_plans, random_plans, spanning_plans
 from protwin.calibration.fitting.pair_subject import PairSubject
+from protwin.calibration.fitting.trained_as import TrainedAs
 from protwin.runtime.devices.cpu_device import CpuDevice
 from protwin.shared.basics.errors import PlanError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.calibration import Calibration, Factor
+from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.plan import TrainingMethod
 from protwin.shared.schema.record import Origin
 from protwin.shared.schema.schedule import TaskKind
+from protwin.shared.schema.training_options import TrainingOptions
 from protwin.shared.schema.workload import Phase, Workload
 from protwin.shared.students.student import BlockOverrides, Student
 from protwin.shared.verify.verify import verify_schedule
@@ -157,5 +160,16 @@ def test_fidelity_of_a_small_pair(subject: PairSubject, monkeypatch: pytest.Monk
 
 
 def test_a_student_is_measured_on_one_rank_alone() -> None:
+    learning = TrainedAs(student=Student())
     with pytest.raises(PlanError, match="Leave out --ranks, or --student"):
-        calibrate_configuration({}, "x", MACHINE, batch_size=1, sequence_length=8, num_ranks=2, student=Student())
+        calibrate_configuration({}, "x", MACHINE, batch_size=1, sequence_length=8, num_ranks=2, trained_as=learning)
+
+
+@pytest.mark.parametrize(
+    "besides",
+    [{"device_budget_bytes": 2**20}, {"optimizer": Optimizer.SGD}, {"options": TrainingOptions(frozen=("a",))}],
+)
+def test_a_student_is_measured_as_it_is_distilled(besides: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match="Leave out --student, or --device-budget"):
+        TrainedAs(student=Student(), **besides).check(1)
+    TrainedAs(**besides).check(1)
