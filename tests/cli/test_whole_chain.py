@@ -59,7 +59,6 @@ def test_a_model_goes_through_every_command(
         ("hardware", "probe", "--seconds", "0.5", "--output", "machine.toml"),
         (
             *("calibrate", "--model", "config.json", *shape, "--hardware", "machine.toml", "--steps", "2"),
-            *budget,
             *("--workload-output", "workload.json", "--output", "calibration.json"),
         ),
         ("search", *searched, *budget, "--output", "plan.json"),
