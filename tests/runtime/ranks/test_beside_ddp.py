@@ -7,6 +7,7 @@ and so does the reference; ``test_memory_of_ranks`` lays that norm beside torch'
 
 from __future__ import annotations
 
+from itertools import product
 from random import Random
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.workload import Workload
+from tests.proof_size import share
 from tests.runtime.ranks.beside_ddp import all_cases, train
 from tests.runtime.ranks.processes import Ranks
 from tests.runtime.ranks.wrong_ranks import VARIANTS, train_wrong
@@ -59,8 +61,7 @@ def plan_for(workload: Workload, parallel: ParallelMode, seed: int, num_ranks: i
     )
 
 
-@pytest.mark.parametrize("parallel", MODES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "parallel"), share(product(NAMES, MODES), 2))
 def test_two_ranks_give_the_bits_of_ddp(name: str, parallel: ParallelMode, two_ranks: Ranks) -> None:
     plan = plan_for(all_cases(NUM_BATCHES)[name].workload, parallel, NAMES.index(name) + MODES.index(parallel))
     for found in two_ranks.run(train, name, plan, NUM_BATCHES):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import product
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from protwin.runtime import CpuDevice, LossScaling, carry_out
 from protwin.shared import PlanError
 from protwin.shared.schema.plan import ParallelMode, Plan
+from tests.proof_size import share
 from tests.runtime.models import Batch, Case, Masters, adamw, differences, llama, snapshot, token_batches, uncached
 from tests.runtime.ranks.beside_ddp import batches_of, in_default_group
 from tests.runtime.ranks.processes import Ranks
@@ -80,8 +82,7 @@ def gaps(rank: int, plan: Plan) -> tuple[float, float]:
     return weighed(rank, plan, by_tokens=True), weighed(rank, plan, by_tokens=False)
 
 
-@pytest.mark.parametrize("parallel", MODES)
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(("micro_batches", "parallel"), share(product([1, 2], MODES), 2))
 def test_weighed_losses_are_those_of_all_tokens(parallel: ParallelMode, micro_batches: int, two_ranks: Ranks) -> None:
     plan = plan_for(uneven_case().workload, parallel, 4).model_copy(
         update={"micro_batches": micro_batches, "max_gradient_norm": None}

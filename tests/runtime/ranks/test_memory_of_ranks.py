@@ -5,10 +5,13 @@ Three ranks have shards that end within parameters, with padding behind the last
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ParallelMode, Plan
+from tests.proof_size import share
 from tests.runtime.accounts import BAR
 from tests.runtime.ranks.beside_ddp import all_cases
 from tests.runtime.ranks.measuring import held_while_scattering, norms, one_step, peak_error
@@ -59,8 +62,7 @@ def test_gradients_stay_while_ranks_exchange_them(three_ranks: Ranks) -> None:
             assert all(said.values()), task
 
 
-@pytest.mark.parametrize("where", SHARED)
-@pytest.mark.parametrize("name", ["gated", "hand-written, partly narrow"])
+@pytest.mark.parametrize(("name", "where"), share(product(["gated", "hand-written, partly narrow"], SHARED), 2))
 def test_one_step_is_that_of_the_mean(name: str, where: str, three_ranks: Ranks) -> None:
     """Of plain SGD with the mean of all ranks' gradients in float64: each scalar within the rounding of sum and step.
 
