@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import typer
 
-from ...runtime.commands.run_options import DeviceToHost, DiskFolder, HostToDevice
+from ...runtime.commands.run_options import DeviceToHost, DiskFolder, HostToDevice, RankCount
+from ...runtime.commands.run_ranks import RunRank, has_to_start, in_one_voice, rank_at_hand, start_ranks
 from ...runtime.devices.process_settings import prefer_expandable_segments
 from ...runtime.runs.run_folder import STATE, RunState, finished_model, told_complete
 from ...shared.basics.errors import ProtwinError
@@ -24,11 +26,13 @@ from ...shared.cli.options import (
     Seed,
     command_app,
     examples,
-    load_plan,
+    warn,
 )
 from ...shared.cli.streams import say
+from ...shared.pipelines.pipeline import Pipeline, load_plan_or_pipeline
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.optimizer import Optimizer
+from ...shared.schema.plan import Plan
 from .bypass_inputs import BypassInputs
 from .bypass_options import (
     BlockNorm,
@@ -79,6 +83,7 @@ Tell = Callable[[str], None]
         "--output runs --sweep widths.toml",
     )
 )
+@in_one_voice
 def bypass_command(
     teacher: Teacher,
     student: StudentFile,
@@ -86,6 +91,7 @@ def bypass_command(
     data: BypassData,
     output: RunFolderPath,
     plan: PlanFile = None,
+    ranks: RankCount = None,
     hardware: SearchedMachine = None,
     calibration: CalibrationPath = None,
     sweep: SweepFile = None,
@@ -122,13 +128,15 @@ def bypass_command(
 
     The student is initialised from the teacher, trained, validated by its language-model loss, and saved in the Hugging
     Face form in the run's folder.  The same command goes on with a run that was interrupted, at any moment; with more
-    --tokens it continues one that was complete.  A run that is complete is not run again.
+    --tokens it continues one that was complete.  A run that is complete is not run again.  --ranks carries out a plan
+    of several ranks, or a pipeline, on this machine; torchrun -m protwin bypass does the same.
     """
     _check_choices(plan, hardware, learning_rate, weight_decay)
     check_parts(least_rate=least_rate, warmup=warmup)
     if as_json and sweep is not None:
         raise ProtwinError("--json prints what the folder of one run says of itself. Leave it out, or --sweep.")
-    chosen = None if plan is None else load_plan(plan)
+    chosen = _chosen(plan, ranks)
+    step = chosen.stages[0].plan if isinstance(chosen, Pipeline) else chosen
     inputs = BypassInputs(
         teacher=teacher,
         trust_remote_code=trust_remote_code,
@@ -140,17 +148,17 @@ def bypass_command(
         fields={
             "sequence_length": sequence_length,
             "micro_batch_size": batch_size,
-            "micro_batches": micro_batches or (chosen.micro_batches if chosen is not None else 1),
+            "micro_batches": micro_batches or (1 if step is None else step.micro_batches * step.num_ranks),
             "num_tokens": tokens,
             "autocast": autocast_of(autocast),
             "seed": seed,
             "data_seed": data_seed,
-            "optimizer": optimizer or (chosen.optimizer if chosen is not None else Optimizer.ADAMW),
+            "optimizer": optimizer or (step.optimizer if step is not None else Optimizer.ADAMW),
             "learning_rate": learning_rate,
             "least_rate_frac": least_rate,
             "warmup_frac": warmup,
             "weight_decay": weight_decay,
-            "max_gradient_norm": limit_of(max_gradient_norm, chosen.max_gradient_norm if chosen is not None else 1.0),
+            "max_gradient_norm": limit_of(max_gradient_norm, step.max_gradient_norm if step is not None else 1.0),
             "kept_weights": keep.value,
             "validate_every": validate_every,
             "validation_batches": validation_batches,
@@ -163,11 +171,15 @@ def bypass_command(
         hardware=None if hardware is None else load_hardware(hardware),
     )
     factors = None if calibration is None else Calibration.load(calibration)
-    tell = _tell_nobody if as_json else say
+    rank = rank_at_hand(os.environ)
+    tell = _tell_nobody if as_json or not rank.speaks else say
     if not _is_complete(inputs, output, sweep, tell):
+        prefer_expandable_segments(os.environ)
+        if chosen is not None and has_to_start(chosen, ranks, os.environ):
+            raise typer.Exit(start_ranks(chosen.num_ranks, sys.argv[1:]))
         places = (device_budget_bytes, host_to_device, device_to_host)
-        _carry_out(inputs, factors, places, output, sweep, disk_folder, tell)
-    if as_json:
+        _carry_out(inputs, factors, places, output, sweep, disk_folder, rank, tell)
+    if as_json and rank.speaks:
         say(RunState.load(output / STATE).to_json().rstrip())
 
 
@@ -180,6 +192,21 @@ def _check_choices(plan: Path | None, hardware: str | None, learning_rate: float
         raise ProtwinError(
             f"--learning-rate {learning_rate} and --weight-decay {weight_decay} must be finite, and the rate positive."
         )
+
+
+def _chosen(path: Path | None, ranks: int | None) -> Plan | Pipeline | None:
+    """What is to be carried out; None where it is to be searched.  Raises ProtwinError."""
+    if path is None:
+        if ranks not in (None, 1):
+            raise ProtwinError(
+                f"--ranks is {ranks}, and a plan is to be searched, which is one of one rank. Search a pipeline first: "
+                f"protwin search --ranks {ranks} --output plan.json, then --plan plan.json."
+            )
+        return None
+    chosen = load_plan_or_pipeline(path)
+    if chosen.note is not None:
+        warn(f"{path}: {chosen.note}")
+    return chosen
 
 
 def _is_complete(inputs: BypassInputs, output: Path, sweep: Path | None, tell: Tell) -> bool:
@@ -203,10 +230,10 @@ def _carry_out(
     output: Path,
     sweep: Path | None,
     disk_folder: Path | None,
+    rank: RunRank,
     tell: Tell,
 ) -> None:
     """Train what is asked for.  ``places``: the device's budget, and the bytes per second of its links."""
-    prefer_expandable_segments(os.environ)
     # This imports torch, which reads the settings of its allocator.
     from ...runtime.bypass.interruption import RunInterruptedError
     from ...runtime.commands.run_request import DeviceChoice
@@ -219,9 +246,10 @@ def _carry_out(
         output=output,
         sweep=sweep,
         disk_folder=disk_folder,
+        rank=rank,
     )
     try:
-        carry_out(request.runs(), tell)
+        carry_out(request.runs(), tell, speaks=rank.speaks)
     except RunInterruptedError as stopped:
         holding = f"the run after step {stopped.step}, with which the same command goes on,"
         raise typer.Exit(report_interruption(stopped.path, holding=holding)) from stopped

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from ...shared.catalogue.models import read_model_configuration
 from ...shared.catalogue.own_code import OwnCode, trusted_code
+from ...shared.pipelines.pipeline import Pipeline
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan
 from ...shared.students.student import Student
@@ -54,7 +55,7 @@ class BypassInputs:
     fields: Mapping[str, Any]
     """Of ``RunSettings``, as the options state them."""
     dtype: str | None
-    plan: Plan | None
+    plan: Plan | Pipeline | None
     """None: it is searched for ``hardware``."""
     hardware: Hardware | None
 

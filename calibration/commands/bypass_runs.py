@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -12,12 +13,13 @@ import torch
 from ...runtime.bypass.data import BypassData, TokenFiles
 from ...runtime.bypass.run import BypassRun
 from ...runtime.bypass.teacher import TeacherFolder
+from ...runtime.commands.run_ranks import ALONE, RunRank
 from ...runtime.commands.run_request import DeviceChoice
 from ...runtime.runs.run_settings import RunSettings
 from ...runtime.runs.sweeps import sweep
 from ...shared.basics.documents import read_mapping
 from ...shared.basics.errors import FileError
-from ...shared.basics.progress import progress_bar
+from ...shared.basics.progress import no_progress, progress_bar
 from ...shared.basics.suggestions import did_you_mean
 from ...shared.cli.options import cache_folder, warn
 from ...shared.schema.calibration import Calibration
@@ -68,6 +70,7 @@ class BypassRequest:
     output: Path
     sweep: Path | None
     disk_folder: Path | None
+    rank: RunRank = ALONE
 
     def runs(self) -> list[BypassRun]:
         """All that is asked for, checked but for plans.  Raises ProtwinError."""
@@ -99,7 +102,8 @@ class BypassRequest:
                 data=data,
                 workload=own,
                 plan=lambda: self._plan_for(settings, own),
-                device=self.device.at_hand,
+                num_ranks=1 if inputs.plan is None else inputs.plan.num_ranks,
+                device=lambda: self.device.at_hand(self.rank.local_rank),
                 tokenizer=tokenizer,
                 inputs=None if self.sweep is not None else inputs.fingerprint,
                 disk_folder=self.disk_folder,
@@ -107,7 +111,7 @@ class BypassRequest:
 
         return [made(settings) for settings in wanted]
 
-    def _plan_for(self, settings: RunSettings, workload: Workload) -> Plan:
+    def _plan_for(self, settings: RunSettings, workload: Workload) -> Plan | Pipeline:
         """The plan of one run.  Raises InfeasibleError if none fits."""
         if self.inputs.plan is not None:
             return self.inputs.plan
@@ -186,10 +190,13 @@ def _entries(path: Path, *, is_planned: bool) -> list[dict[str, Any]]:
     return entries
 
 
-def carry_out(runs: list[BypassRun], tell: Callable[[str], None]) -> None:
-    """One run after the other; what is complete is told of.  Raises ProtwinError, RunInterruptedError."""
+def carry_out(runs: list[BypassRun], tell: Callable[[str], None], *, speaks: bool = True) -> None:
+    """One run after the other; what is complete is told of.  Raises ProtwinError, RunInterruptedError.
+
+    ``speaks``: whether this rank shows how far a run has come.
+    """
     for number, run in enumerate(runs, 1):
         if len(runs) > 1:
             tell(f"run {number} of {len(runs)}: {run.path}")
-        with progress_bar("training") as on_progress:
+        with progress_bar("training") if speaks else nullcontext(no_progress) as on_progress:
             run.carry_out(tell, on_progress)

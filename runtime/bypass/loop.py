@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,7 +25,8 @@ from ..distillation.pairs import Pairs
 from ..runs.run_folder import CheckpointRole, RunFolder
 from ..runs.run_settings import KeptWeights
 from .interruption import Interruption, RunInterruptedError
-from .losses import BypassHistory, LossMeter, Validation, finite, position_of, told
+from .losses import BypassHistory, LossMeter, Validation, finite, position_of, report_of, told
+from .ranks import BypassRanks
 from .validation import language_model_losses
 
 HISTORY: Final = "losses.json"
@@ -62,6 +64,7 @@ class BypassLoop:
     """Sees the training when all steps are done."""
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     """What forwards run within: autocast, or nothing."""
+    ranks: BypassRanks = field(default_factory=BypassRanks)
     at: Position = field(default_factory=Position)
 
     def __post_init__(self) -> None:
@@ -76,12 +79,20 @@ class BypassLoop:
         )
         pairs = self.training.model
         assert isinstance(pairs, Pairs)
-        names = tuple(block.name for block in pairs.student_blocks)
-        rows = settings.log_every * settings.micro_batches
-        self._meter = LossMeter(len(names), rows, self.training.device.torch_device)
-        self._history = BypassHistory(blocks=names)
+        self._num_pairs = pairs.num_pairs
+        rows = settings.log_every * (settings.micro_batches // self.ranks.num_replicas)
+        self._meter = LossMeter(self._num_pairs, rows, self.training.device.torch_device)
+        self._history = BypassHistory(blocks=pairs.all_blocks)
         self._held: Counter[str] = Counter()
         """In how many steps blocks were held since the last report."""
+
+    @property
+    def ended_with(self) -> Path:
+        """The checkpoint whose weights the run has ended with."""
+        is_best = self._settings.kept_weights is KeptWeights.BEST and self.at.best_step is not None
+        found = self.folder.best if is_best else self.folder.newest
+        assert found is not None, "the last step is saved, and the best one"
+        return found.path
 
     @property
     def history_path(self) -> Path:
@@ -99,8 +110,8 @@ class BypassLoop:
         while self.at.step < steps:
             step = self.at.step + 1
             self.training.set_learning_rate(self._rate.at(step))
-            for _ in range(settings.micro_batches):
-                tokens = next(batches)["input_ids"].to(self.training.device.torch_device)
+            for batch in self.ranks.own_batches(list(islice(batches, settings.micro_batches))):
+                tokens = batch["input_ids"].to(self.training.device.torch_device)
                 with self.around():
                     losses = self.training(input_ids=tokens)
                 self._meter.add(losses)
@@ -117,19 +128,20 @@ class BypassLoop:
         """Report, validate and save what is due.  Raises RunInterruptedError."""
         step, settings, before = self.at.step, self._settings, self._history
         if is_last or step % settings.log_every == 0:
-            report = self._meter.report(step, self._rate.at(step))
+            report = report_of(self.ranks.all_losses(self._meter.taken()), step, self._rate.at(step))
             self._history = self._history.with_report(report)
             self.tell(told(report, self._history.blocks))
-            if self._held:
-                held = ", ".join(f"{name} ({steps}x)" for name, steps in self._held.items())
+            all_held = self.ranks.held(self._held)
+            self._held.clear()
+            if all_held:
+                held = ", ".join(f"{name} ({steps}x)" for name, steps in all_held.items())
                 self.tell(f"step {step}: held, since the norm of their gradients was not finite: {held}")
-                self._held.clear()
         is_best = (is_last or _is_due(step, settings.validate_every)) and self._is_best()
         role = _role(is_best=is_best, is_last=is_last, is_due=_is_due(step, settings.save_every))
         is_wanted = self.interruption.is_wanted and not is_last
         if self._history is not before:
             # First: what a checkpoint does not know yet is left out when the run goes on.
-            self._history.save(self.history_path)
+            self.ranks.decided(lambda: self._history.save(self.history_path))
         if role is not None or is_wanted:
             self._save(role or CheckpointRole.PERIODIC)
         if is_wanted:
@@ -161,26 +173,41 @@ class BypassLoop:
         at = self.at
         position = {
             **self.source.identity,
-            **position_of(at.best_loss, at.teacher_loss, self._meter.rows()),
+            **position_of(at.best_loss, at.teacher_loss, self.ranks.all_losses(self._meter.rows())),
             "best_step": at.best_step,
         }
         self.training.save(self.folder.checkpoint_path(at.step, role), data_position=position)
-        self.folder.remove_superseded()
+        self.ranks.decided(self.folder.remove_superseded)
 
     def _resume(self) -> None:
         """Go on from the newest checkpoint, if there is one.  Raises FileError if it is of another run."""
-        newest = self.folder.newest
+        newest = self.ranks.decided(lambda: self.folder.newest)
         if newest is None:
             return
-        found = self.training.resume(newest.path).data_position
+        found = self._resumed(newest.path)
         own = dict(self.source.identity)
         if not isinstance(found, dict) or {name: found.get(name) for name in own} != own:
             raise FileError(f"{newest.path} is a checkpoint of another run: its data are others. Name another folder.")
         self.at = Position(newest.step, found["best_loss"], found["best_step"], found["teacher_loss"])
-        self._meter.restore(found["losses"])
-        if self.history_path.exists():
+        self._meter.restore(self.ranks.own_losses(found["losses"], self.training.first_pair, self._num_pairs))
+        # Rank 0 alone writes it again.
+        if self.ranks.speaks and self.history_path.exists():
             self._history = BypassHistory.load(self.history_path).until(newest.step)
         self.tell(f"goes on after step {newest.step}")
+
+    def _resumed(self, path: Path) -> Any:
+        """The data position of a checkpoint that the training goes on from.
+
+        With other replicas each rank has other micro-batches of the same steps, which the run's settings name.
+        """
+        found = self.training.resume(path, allow_changed_step=True)
+        own = self.training.plan.host_gradients
+        if found.step_knobs["host_gradients"] != own:
+            raise FileError(
+                f"{path} was saved under a plan with host_gradients {found.step_knobs['host_gradients']}, and this one "
+                f"has {own}, so that steps would compute something else. Carry out a plan that has the same."
+            )
+        return found.data_position
 
     def _take_best(self) -> None:
         """Give the student the weights that the run ends with."""
@@ -189,13 +216,13 @@ class BypassLoop:
             if is_best and self.at.best_step is None:
                 self.tell("no validation loss was finite, so that the run ends with its last weights")
             return
-        best = self.folder.best
+        best = self.ranks.decided(lambda: self.folder.best)
         if best is None or best.step != self.at.best_step:
             raise FileError(
                 f"{self.folder.path} lacks the checkpoint after step {self.at.best_step}, whose weights were the best. "
                 f"Run again in a new folder, or end with the last weights (--keep final)."
             )
-        self.training.resume(best.path)
+        self._resumed(best.path)
         self.tell(f"the weights after step {best.step} were the best")
 
 

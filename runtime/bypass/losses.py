@@ -96,19 +96,25 @@ class LossMeter:
             self._rows[self._num_rows].copy_(row)
             self._num_rows += 1
 
-    def report(self, step: int, learning_rate: float) -> BlockReport:
-        """Of what was added, which is forgotten."""
-        rows = self.rows().double()
+    def taken(self) -> torch.Tensor:
+        """What ``rows`` gives, which is forgotten."""
+        rows = self.rows()
         self._num_rows = 0
-        is_finite = rows.isfinite()
-        sums = rows.where(is_finite, 0.0).sum(dim=0).tolist()
-        counts = is_finite.sum(dim=0).tolist()
-        return BlockReport(
-            step=step,
-            learning_rate=learning_rate,
-            losses=tuple(total / count if count else None for total, count in zip(sums, counts, strict=True)),
-            num_not_finite=tuple(len(rows) - count for count in counts),
-        )
+        return rows
+
+
+def report_of(rows: torch.Tensor, step: int, learning_rate: float) -> BlockReport:
+    """Of (micro-batches, blocks) losses."""
+    rows = rows.double()
+    is_finite = rows.isfinite()
+    sums = rows.where(is_finite, 0.0).sum(dim=0).tolist()
+    counts = is_finite.sum(dim=0).tolist()
+    return BlockReport(
+        step=step,
+        learning_rate=learning_rate,
+        losses=tuple(total / count if count else None for total, count in zip(sums, counts, strict=True)),
+        num_not_finite=tuple(len(rows) - count for count in counts),
+    )
 
 
 def finite(loss: float) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 
 from ...shared.basics.errors import PlanError, WorkloadError
 from ...shared.compile.compile import compile_schedule
+from ...shared.pipelines.pipeline import Pipeline
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.plan import Plan
 from ...shared.schema.workload import Workload, check_plan
@@ -32,6 +33,7 @@ from ..training.guards import check_devices, check_disk_folder
 from .data import BypassData
 from .interruption import Interruption
 from .loop import BypassLoop
+from .ranks import BypassRanks
 from .teacher import TeacherFolder
 
 OnProgress = Callable[[int, int], None]
@@ -50,8 +52,10 @@ class BypassRun:
     data: BypassData
     workload: Workload
     """Of every block of the student learning beside the teacher's."""
-    plan: Callable[[], Plan]
+    plan: Callable[[], Plan | Pipeline]
     """Finds the plan, once it is needed.  Raises ProtwinError."""
+    num_ranks: int = 1
+    """Those of the plan, of which this process is one."""
     device: Callable[[], TrainingDevice]
     """Finds the device."""
     tokenizer: Any | None = None
@@ -68,21 +72,29 @@ class BypassRun:
 
         A run that is complete already is told of, and left as it is.  Everything is checked before anything is
         written.  Raises ProtwinError, and RunInterruptedError, once all is saved, after Ctrl-C.
+
+        Of several ranks all call it, with a folder that all of them see; rank 0 writes and tells.  Ctrl-C ends them in
+        the middle of a step: the run goes on from its newest checkpoint.
         """
-        folder = RunFolder.checked(self.path, self.settings, inputs=self.inputs)
-        if folder.is_complete:
+        with BypassRanks.joined(self.num_ranks) as ranks:
+            return self._carried_out(ranks, tell if ranks.speaks else _tell_nobody, on_progress)
+
+    def _carried_out(self, ranks: BypassRanks, tell: Callable[[str], None], on_progress: OnProgress) -> Path:
+        folder = ranks.agreed(lambda: RunFolder.checked(self.path, self.settings, inputs=self.inputs))
+        if ranks.decided(lambda: folder.is_complete):
             tell(told_complete(self.path, folder.model_path))
             return folder.model_path
-        plan = self.plan()
-        device = self._checked_device(plan)
-        teacher, weights = self.teacher.built(str(self.settings.dtype))
-        student = self._student(teacher, weights)
-        folder = RunFolder.begin(self.path, self.settings, inputs=self.inputs)
-        if not (folder.model_path / CONFIGURATION).is_file():
+        ranks = replace(ranks, plan=ranks.agreed(self.plan))
+        device, teacher, weights, student = ranks.agreed(lambda: self._made(ranks))
+        folder = ranks.decided(lambda: RunFolder.begin(self.path, self.settings, inputs=self.inputs))
+        if not ranks.decided(lambda: (folder.model_path / CONFIGURATION).is_file()):
+            ranks.let_go(teacher, student)
             # The same numbers wherever the run began; those of a checkpoint take their place.
-            torch.manual_seed(self.settings.seed)
-            with Interruption() as interruption, self._begun(teacher, weights, student, plan, device) as training:
-                BypassLoop(
+            torch.manual_seed(self.settings.seed + ranks.rank)
+            # torchrun's agent sends ranks a second signal soon, so that none has the time to complete its step.
+            waiting = Interruption() if ranks.world is None else nullcontext(Interruption())
+            with waiting as interruption, self._begun(teacher, weights, student, ranks.plan, device) as training:
+                loop = BypassLoop(
                     folder=folder,
                     training=training,
                     teacher=teacher,
@@ -94,16 +106,23 @@ class BypassRun:
                     interruption=interruption,
                     around=self._around(device),
                     look=self.look,
-                ).run()
-            save_student(
-                folder.model_path,
-                student,
-                self.settings.student,
-                teacher.config,
-                tokenizer=self.tokenizer,
-                code_folder=None if self.teacher.code is None else self.teacher.path,
-            )
-        folder.finish()
+                    ranks=ranks,
+                )
+                loop.run()
+
+            def save() -> None:
+                ranks.fill(student, lambda: loop.ended_with)
+                save_student(
+                    folder.model_path,
+                    student,
+                    self.settings.student,
+                    teacher.config,
+                    tokenizer=self.tokenizer,
+                    code_folder=None if self.teacher.code is None else self.teacher.path,
+                )
+
+            ranks.decided(save)
+        ranks.decided(folder.finish)
         tell(f"saved in {folder.model_path}")
         return folder.model_path
 
@@ -113,11 +132,18 @@ class BypassRun:
             return nullcontext
         return partial(torch.autocast, device.torch_device.type, dtype=getattr(torch, self.settings.autocast))
 
-    def _checked_device(self, plan: Plan) -> TrainingDevice:
-        """The device, which can carry ``plan`` out.  Raises ProtwinError unless plan, workload and settings agree."""
-        check_plan(plan, self.workload)
+    def _made(self, ranks: BypassRanks) -> tuple[TrainingDevice, Any, SavedWeights | None, Any]:
+        """The device, the teacher, the files that its weights are still in, and the student."""
+        device = self._checked_device(ranks)
+        teacher, weights = self.teacher.built(str(self.settings.dtype))
+        return device, teacher, weights, self._student(teacher, weights)
+
+    def _checked_device(self, ranks: BypassRanks) -> TrainingDevice:
+        """The device, which can carry its plan out.  Raises ProtwinError unless plan, workload and settings agree."""
+        plan, workload = ranks.of_stage(self.workload)
+        check_plan(plan, workload)
         for option, of_plan, own in (
-            ("micro-batches", plan.micro_batches, self.settings.micro_batches),
+            ("micro-batches", plan.micro_batches * ranks.num_replicas, self.settings.micro_batches),
             ("max-gradient-norm", plan.max_gradient_norm, self.settings.max_gradient_norm),
             ("optimizer", plan.optimizer, self.settings.optimizer),
         ):
@@ -134,7 +160,7 @@ class BypassRun:
         check_disk_folder(plan, self.disk_folder)
         device = self.device()
         check_runs_on(plan.optimizer, device.torch_device)
-        check_devices(compile_schedule(plan, self.workload), [device.limit_bytes])
+        check_devices(compile_schedule(plan, workload), [device.limit_bytes])
         return device
 
     def _student(self, teacher: Any, weights: SavedWeights | None) -> Any:
@@ -150,7 +176,7 @@ class BypassRun:
         return made.train()
 
     def _begun(
-        self, teacher: Any, weights: SavedWeights | None, student: Any, plan: Plan, device: TrainingDevice
+        self, teacher: Any, weights: SavedWeights | None, student: Any, plan: Any, device: TrainingDevice
     ) -> Distilling:
         settings = self.settings
         options: dict[str, Any] = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
@@ -159,3 +185,7 @@ class BypassRun:
         loss = block_loss(settings.student.loss)
         made = partial(distil, teacher, student, plan, self.workload, loss, device=device, teacher_weights=weights)
         return made(optimizer=named_optimizer(settings.optimizer, **options), disk_folder=self.disk_folder)
+
+
+def _tell_nobody(line: str) -> None:
+    """Another rank tells."""

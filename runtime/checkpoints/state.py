@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 import torch
@@ -37,6 +37,8 @@ from .saved_part import SavedPart
 
 STEP_KNOBS: Final = ("micro_batches", "max_gradient_norm", "host_gradients")
 """The knobs of a plan that change what a step computes."""
+_OLDER: Final = {"host_gradients": HostGradients.PARAMETERS.value}
+"""Checkpoints without this knob are of plans that did not have it."""
 
 
 class Scheduler(Protocol):
@@ -59,6 +61,8 @@ class Resumed:
     """As it was given to ``save`` on this rank; that of rank 0 if the number of ranks has changed since."""
     data_positions: tuple[Any, ...] = ()
     """Those of all ranks that have saved."""
+    step_knobs: Mapping[str, Any] = field(default_factory=dict)
+    """The knobs of the plan that it was saved under which change what a step computes."""
 
 
 class CheckpointState:
@@ -188,8 +192,7 @@ class CheckpointState:
         """Raise FileError unless ``saved`` can be placed; changes nothing."""
         training = saved.training
         try:
-            # Checkpoints without the last knob are of plans that did not have it.
-            knobs = {"host_gradients": HostGradients.PARAMETERS.value} | training["step_knobs"]
+            knobs = _OLDER | training["step_knobs"]
             changed = [knob for knob in STEP_KNOBS if knobs[knob] != self._step_knobs[knob]]
             if changed and not allow_changed_step:
                 raise _changed_step(changed, knobs, self._step_knobs)
@@ -248,7 +251,8 @@ class CheckpointState:
         for name, module in _modules_with_extra_state(self._model):
             module.set_extra_state(training["extra"][name])
         set_random_states(training["random"], self._device.torch_device)
-        return Resumed(int(training["step"]), training["data_position"], training["data_positions"])
+        knobs = _OLDER | training["step_knobs"]
+        return Resumed(int(training["step"]), training["data_position"], training["data_positions"], knobs)
 
     def _place_buffers(self, saved: dict[str, torch.Tensor]) -> None:
         own_names = {of_whole: name for name, of_whole in self._part.renamed.items()}

@@ -19,6 +19,7 @@ import typer
 
 from ...shared.basics.errors import ProtwinError, RanksError
 from ...shared.cli.exits import EXIT_INTERRUPTED, EXIT_MISTAKE
+from ...shared.pipelines.pipeline import Pipeline
 from ...shared.schema.plan import Plan
 from ..devices.machine import num_cores
 from ..ranks.launch import Launch, check_num_ranks, launch_of
@@ -60,7 +61,7 @@ def rank_at_hand(environment: Mapping[str, str]) -> RunRank:
     return RunRank(launch.rank, launch.num_ranks, min(max(1, num_local), launch.num_ranks), launch.local_rank)
 
 
-def has_to_start(plan: Plan, asked: int | None, environment: Mapping[str, str]) -> bool:
+def has_to_start(plan: Plan | Pipeline, asked: int | None, environment: Mapping[str, str]) -> bool:
     """Whether ranks are still to be started.
 
     ``asked`` is what ``--ranks`` says.  Raises ProtwinError if it contradicts the plan, or the plan contradicts how
@@ -72,9 +73,10 @@ def has_to_start(plan: Plan, asked: int | None, environment: Mapping[str, str]) 
                 f"--ranks is {asked}, but the plan is for one rank. Leave it out, or search a plan with --ranks "
                 f"{asked}."
             )
+        how = f"a pipeline of {plan.num_stages} stages" if isinstance(plan, Pipeline) else plan.parallel
         remedy = f"search a plan with --ranks {asked}" if asked > 1 else "search a plan without --ranks"
         raise ProtwinError(
-            f"--ranks is {asked}, but the plan is for {plan.num_ranks} ranks ({plan.parallel}). Pass --ranks "
+            f"--ranks is {asked}, but the plan is for {plan.num_ranks} ranks ({how}). Pass --ranks "
             f"{plan.num_ranks}, or {remedy}."
         )
     launch = launch_of(environment)
