@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self, TypeVar
+from typing import Final, Self, TypeVar
 
 import torch
 from torch import nn
@@ -83,10 +83,13 @@ class BypassRanks:
         """What ``work`` gives, once it has succeeded on all ranks; what one raises, all do."""
         return agreed(self.world, work)
 
-    def decided(self, decide: Callable[[], Any]) -> Any:
+    def decided(self, decide: Callable[[], _T]) -> _T:
         """What ``decide`` gives on rank 0, which alone calls it; what it raises is raised on all ranks."""
+        if self.world is None:
+            return decide()
         own = self.agreed(lambda: decide() if self.speaks else None)
-        return own if self.world is None else exchanged(self.world, own)[0]
+        found: _T = exchanged(self.world, own)[0]
+        return found
 
     def own_batches(self, of_step: Sequence[_T]) -> Sequence[_T]:
         """The micro-batches of a step that are this rank's: replicas take turns."""
