@@ -22,6 +22,7 @@ from ...shared.basics.errors import FileError
 from ...shared.basics.progress import no_progress, progress_bar
 from ...shared.basics.suggestions import did_you_mean
 from ...shared.cli.options import cache_folder, warn
+from ...shared.pipelines.pipeline import Pipeline
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import Plan

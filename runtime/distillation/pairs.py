@@ -202,15 +202,17 @@ class Pairs(nn.Module):
         The teacher collects what it did before, unless blocks of other stages make a part of that.
         """
         self._is_whole = True
-        collected = [] if self.elsewhere else list(self._turned_off)
-        for config, name in collected:
-            setattr(config, name, True)
+        self._let_collect(True)
         try:
             yield
         finally:
             self._is_whole = False
-            for config, name in collected:
-                setattr(config, name, False)
+            # Within the block ``learning`` may have ended, which leaves nothing turned off.
+            self._let_collect(False)
+
+    def _let_collect(self, is_collecting: bool) -> None:
+        for config, name in [] if self.elsewhere else self._turned_off:
+            setattr(config, name, is_collecting)
 
     @contextmanager
     def alone(self) -> Iterator[None]:

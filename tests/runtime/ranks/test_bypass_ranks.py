@@ -11,9 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from protwin.calibration.commands.bypass import _chosen
 from protwin.runtime.bypass import ranks as ranks_module
 from protwin.runtime.bypass.loop import HISTORY
 from protwin.runtime.runs.run_folder import RunFolder
+from protwin.shared.basics.errors import ProtwinError
 from protwin.shared.pipelines.pipeline import Pipeline
 from protwin.shared.students.student import Student
 from tests.cli.test_bypass import OPTIONS, STUDENT, made
@@ -151,3 +153,10 @@ def test_what_contradicts_is_refused_once(further: tuple[str, ...], message: str
 
 
 Told = Callable[..., object]
+
+
+def test_ranks_need_a_plan() -> None:
+    """A search on the way is one for one rank."""
+    assert _chosen(None, 1) is None
+    with pytest.raises(ProtwinError, match=r"--ranks is 2, and a plan is to be searched.* Search a pipeline first"):
+        _chosen(None, 2)
