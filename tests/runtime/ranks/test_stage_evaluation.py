@@ -51,7 +51,7 @@ def check(case: Evaluated, found: list[Any]) -> None:
 SPLITS = (("llama", (1, 2)), ("gpt2", (1, 1, 1)), ("dicts", (2, 1)), ("jamba", (2, 1)), ("mixtral", (1, 2)))
 
 
-@pytest.mark.parametrize(("name", "num_pairs"), SPLITS if IS_PROOF else SPLITS[:3])
+@pytest.mark.parametrize(("name", "num_pairs"), SPLITS if IS_PROOF else SPLITS[:2])
 def test_both_models_are_what_plain_copies_are(name: str, num_pairs: tuple[int, ...], pool: Pool) -> None:
     for seed in range(examples(6, 1)):
         case = case_of(name, num_pairs, seed)
@@ -103,6 +103,7 @@ def test_each_rank_reads_its_own_blocks(folders: tuple[Path, Path], two_ranks: R
     assert of_models == [{"teacher", "student"}] * 2
 
 
+@pytest.mark.slow
 def test_replicas_read_too(folders: tuple[Path, Path], four_ranks: Ranks) -> None:
     case = case_of("llama", (1, 2), 3, folders=folders)
     pipeline = pipeline_of(case.workload, (1, 2), 3, parallel=ParallelMode.SHARDED, num_replicas=2)
