@@ -144,10 +144,5 @@ def num_replicas_of(plan: Plan | Pipeline | None) -> int:
     return plan.num_replicas if isinstance(plan, Pipeline) else plan.num_ranks
 
 
-def step_of(plan: Plan | Pipeline) -> Plan:
-    """The plan that says what all ranks do in a step."""
-    return plan.stages[0].plan if isinstance(plan, Pipeline) else plan
-
-
 _PATIENCE_S: Final = 600.0
 """Seconds until a rank that does not come is given up."""
