@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
 # One test process per core, each with one thread: teams of threads that outnumber the cores wait for each other.  Each
-# gets tests that stand together, which share what they build, and those that are left when another has none.
+# gets tests that stand together, which share what they build, and those that are left when another has none.  Tests
+# start hundreds of processes: what they import is compiled once, also where the environment says not to keep it.
 WORKERS ?= auto
 
 # The stamp is written when the installation is complete, and holds the folder that it was made for: without a stamp,
@@ -36,7 +37,7 @@ demo-bypass: $(STAMP) ## A student learns from its teacher block by block, under
 
 .PHONY: test
 test: $(STAMP) ## Run the tests (ARGS="-k name" for some of them)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 20 --durations-min 2 $(ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 20 --durations-min 2 $(ARGS)
 
 .PHONY: catalogue
 catalogue: $(STAMP) ## Trace the catalogue's models anew (NAMES="gpt2 llama-3-8b" for some of them)
