@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from protwin.calibration.commands.demo_bypass import CONFIGURATION, BypassDemo, run_bypass_demo
+from protwin.calibration.fitting.measurement_plans import bootstrap_plans
 from protwin.runtime.bypass.loop import HISTORY
 from protwin.runtime.bypass.losses import BypassHistory
 from protwin.runtime.runs.run_folder import read_state
@@ -52,7 +53,7 @@ def test_the_demo_of_a_distillation(tmp_path: Path) -> None:
     assert measured.num_cpu_adam_steps > 0, "weights were offloaded"
     workload, machine = Workload.load(tmp_path / "workload.json"), load_hardware(str(tmp_path / "hardware.toml"))
     calibration = Calibration.load(tmp_path / "calibration.json")
-    assert calibration.num_runs == 3
+    assert calibration.num_runs == len(bootstrap_plans(workload))
     assert simulate(plan, workload, machine, calibration).iteration_s == found["predicted_iteration_s"], (
         "the files are the inputs"
     )
