@@ -1,4 +1,6 @@
-"""Properties: every property test with its full number of examples, and every single fault of the example schedules."""
+"""Properties: every property test with its full number of examples, every single fault of the example schedules, and all
+tests that are too slow for every run.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ _ROOT: Final = Path(__file__).parents[1]
 
 
 def test_files() -> list[str]:
-    """The files whose tests are larger in a proof (``tests/proof_size.py``), or draw examples by Hypothesis."""
+    """The files whose tests are larger in a proof (``tests/proof_size.py``), draw examples by Hypothesis, or are slow."""
     files = sorted((_ROOT / "tests").rglob("test_*.py"))
-    marks = ("tests.proof_size", "import given")
+    marks = ("tests.proof_size", "import given", "mark.slow")
     return [str(path.relative_to(_ROOT)) for path in files if any(mark in path.read_text() for mark in marks)]
 
 
@@ -39,6 +41,7 @@ def _run(name: str) -> Claim:
     with TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junit-xml={report}", name]
+        command += ["-m", "not gpu and not benchmark"]
         result = subprocess.run(
             command, cwd=_ROOT, env=os.environ | {"PROTWIN_PROOF": "1"}, capture_output=True, text=True, check=False
         )

@@ -49,6 +49,9 @@ class Repeating:
     mark: int
     """The place in the first lane, compute, of the task by which micro-batches are told apart: of the third from
     last."""
+    until: tuple[int, ...] | None = None
+    """By lane, up to where tasks are those of one micro-batch before, counted on: the last micro-batch has tasks of its
+    own between them.  None where nobody asks which tasks they are."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +92,10 @@ def find_folds(ends_s: Sequence[Sequence[Ends]], repeating: Repeating) -> Folds 
         if window is None:
             return None
         windows.append(window)
+    # Tasks that take no time have ended when those before them have, and may be of the last micro-batch.
+    of_lanes = zip(windows[-1], repeating.num_tasks, repeating.until or (), strict=repeating.until is not None)
+    if any(length and cut + length > until for cut, length, until in of_lanes):
+        return None
     # One cut for all iterations, so that their tasks have counterparts.
     cuts = windows[-1]
     for lanes, (begin_s, period_s) in zip(ends_s, marks, strict=True):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ...shared.compile.compile import POLICIES, Policies, compile_schedule
 from ...shared.layout.layout import Layout
 from ...shared.schema.plan import Plan
-from ...shared.schema.schedule import AllocationId, Lane, Schedule, Task, TaskKind
+from ...shared.schema.schedule import AllocationId, Lane, Schedule, Task, TaskId, TaskKind
 from ...shared.schema.workload import Workload
 from .folding import Repeating, kept_micro_batches
 
@@ -92,10 +92,18 @@ def kept_schedule(schedule: Schedule, num_left_out: int) -> KeptSchedule | None:
         repeating=Repeating(
             tuple(lanes.count(lane) for lane in Lane),
             max(place for place, task in enumerate(compute) if schedule.tasks[task].micro_batch == last - 1),
+            tuple(_until(schedule.lanes[lane], other[0].id, lanes.count(lane), num_tasks) for lane in Lane),
         ),
         num_tasks=num_tasks,
         left_over=left_over,
     )
+
+
+def _until(program: Sequence[TaskId], first: TaskId, length: int, num_tasks: int) -> int:
+    """The place of the first task, from ``first`` on, that is not the one of a micro-batch before, counted on."""
+    places = (place for place, task in enumerate(program) if task >= first)
+    others = (place for place in places if place < length or program[place] != program[place - length] + num_tasks)
+    return next(others, len(program))
 
 
 def _tasks_of(schedule: Schedule, micro_batch: int) -> list[Task]:

@@ -270,6 +270,17 @@ def test_a_teachers_forward_and_a_loss_are_forwards_unless_they_were_fitted() ->
     assert (of_forward.factor(TaskKind.BACKWARD), of_forward.overhead(TaskKind.BACKWARD)) == (1.0, 0.0)
 
 
+_LIKES = {
+    TaskKind.TEACHER_FORWARD: TaskKind.FORWARD,
+    TaskKind.LOSS: TaskKind.FORWARD,
+    TaskKind.RECOMPUTE: TaskKind.FORWARD,
+    TaskKind.ACTIVATION_FETCH: TaskKind.GATHER,
+    TaskKind.ACTIVATION_OFFLOAD: TaskKind.GRADIENT_OFFLOAD,
+    TaskKind.GRADIENT_ACCUMULATE: TaskKind.CPU_ADAM,
+    TaskKind.GRADIENT_NORM: TaskKind.CPU_ADAM,
+}
+
+
 @pytest.mark.parametrize("kind", TaskKind)
 def test_calibration_multiplies_and_adds_by_kind(kind: TaskKind) -> None:
     tasks = {
@@ -294,8 +305,8 @@ def test_calibration_multiplies_and_adds_by_kind(kind: TaskKind) -> None:
     calibration = Calibration(
         hardware_name=MACHINE, machine=MACHINE, factors={kind: Factor(value=1.5)}, overhead_s={kind: 0.25}
     )
-    # Where it was not fitted itself, these have the factor of forwards.
-    stand_in = TaskKind.FORWARD if kind in (TaskKind.TEACHER_FORWARD, TaskKind.LOSS) else kind
+    # Where it was not fitted itself, a kind has the factor of its like.
+    stand_in = _LIKES.get(kind, kind)
     for use_measured in (False, True):
         alone = CostModel(machine(disk=DISK), use_measured=use_measured, together=ranks).task_s(task)
         assert alone > 0

@@ -223,6 +223,15 @@ def test_micro_batches_of_one_length_are_left_out_and_others_are_not() -> None:
     assert settled_period_s([_iteration(0.0, steady), other], REPEATING, 10) is None
 
 
+def test_what_is_left_out_is_like_no_task_of_the_last_micro_batch() -> None:
+    """A task without seconds ends when the one before it has: what repeats begins behind it, and ends one later."""
+    compute = np.append(np.repeat(np.arange(7) * 2.0, 2)[1:13], 13.0)
+    assert compute[7] == compute[8]
+    lanes = [[compute, np.arange(1, 7) * 2.0 + 0.25]]
+    for until, is_known in (((10, 6), False), ((11, 6), True), (None, True)):
+        assert (find_folds(lanes, Repeating((2, 1), 7, until)) is not None) == is_known
+
+
 def test_a_lane_that_does_not_repeat_must_rest_meanwhile() -> None:
     steady = [3.0, 2.5, 2.0, 2.0, 2.0, 2.0]
     compute = _iteration(0.0, steady)[0]
