@@ -1,6 +1,4 @@
-"""Properties: every property test with its full number of examples, every single fault of the example schedules, and all
-tests that are too slow for every run.
-"""
+"""Properties: every property test with its full number of examples, every fault of the example schedules, slow tests."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ _ROOT: Final = Path(__file__).parents[1]
 
 
 def test_files() -> list[str]:
-    """The files whose tests are larger in a proof (``tests/proof_size.py``), draw examples by Hypothesis, or are slow."""
+    """The files with tests that are larger in a proof (``tests/proof_size.py``), draw by Hypothesis, or are slow."""
     files = sorted((_ROOT / "tests").rglob("test_*.py"))
     marks = ("tests.proof_size", "import given", "mark.slow")
     return [str(path.relative_to(_ROOT)) for path in files if any(mark in path.read_text() for mark in marks)]
