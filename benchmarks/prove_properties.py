@@ -1,4 +1,4 @@
-"""Properties: every property test with its full number of examples, every fault of the example schedules, slow tests."""
+"""Properties: every property test with its full number of examples, every fault of example schedules, slow tests."""
 
 from __future__ import annotations
 
