@@ -16,7 +16,7 @@ from ...shared.records.flops import hardware_flops
 from ...shared.records.phase_times import phase_spans_s
 from ...shared.records.phase_waits import SpanOf, phase_waits
 from ...shared.schema.record import IterationPhase, MemoryCurve, PhaseWait, TaskTiming
-from ...shared.schema.schedule import Lane, Task
+from ...shared.schema.schedule import Lane, Task, TaskId
 from .timing import Fold
 
 MOST_LISTED: Final = 50_000
@@ -47,25 +47,36 @@ def unfold_tasks(fold: Fold, timings: tuple[TaskTiming, ...]) -> tuple[TaskTimin
     kept, num_left_out = fold.kept, fold.kept.num_left_out
     after = after_cut(fold)
     repeated = repeated_tasks(fold)
-    found = [timing for timing in timings if timing.task not in after]
+    # What a lane does once in all, and early, stands in the schedule where the last micro-batch does.
+    early = set(_once(fold)) - after
+    found = [timing for timing in timings if timing.task not in after and timing.task not in early]
+    found += [_renamed(fold, timings[task], num_left_out) for task in sorted(early)]
     found += [_later(fold, timings[task], num_left_out) for task in sorted(after)]
     if len(timings) + num_left_out * kept.num_tasks <= MOST_LISTED:
         found += [_later(fold, timings[task.id], later) for later in range(num_left_out) for task in repeated]
     return tuple(sorted(found, key=lambda timing: timing.task))
 
 
+def _once(fold: Fold) -> Iterator[TaskId]:
+    """The tasks of the last micro-batch on lanes that have none of the others."""
+    schedule = fold.kept.schedule
+    for lane, length in zip(Lane, fold.kept.repeating.num_tasks, strict=True):
+        for task in schedule.lanes[lane] if not length else ():
+            if schedule.tasks[task].micro_batch == schedule.micro_batches - 1:
+                yield task
+
+
 def _later(fold: Fold, timing: TaskTiming, num_later: int) -> TaskTiming:
     """The counterpart of a task so many micro-batches later."""
-    task, shift_s = fold.kept.schedule.tasks[timing.task], num_later * fold.period_s
-    return TaskTiming(
-        task=timing.task + num_later * fold.kept.num_tasks,
-        name=_name(task, num_later),
-        kind=timing.kind,
-        lane=timing.lane,
-        start_s=timing.start_s + shift_s,
-        end_s=timing.end_s + shift_s,
-        duration_s=timing.duration_s,
-    )
+    shift_s = num_later * fold.period_s
+    times = {"start_s": timing.start_s + shift_s, "end_s": timing.end_s + shift_s}
+    return _renamed(fold, timing, num_later).model_copy(update=times)
+
+
+def _renamed(fold: Fold, timing: TaskTiming, num_later: int) -> TaskTiming:
+    """The task as that of so many micro-batches later, at its own time."""
+    name = _name(fold.kept.schedule.tasks[timing.task], num_later)
+    return timing.model_copy(update={"task": timing.task + num_later * fold.kept.num_tasks, "name": name})
 
 
 def _name(task: Task, num_later: int) -> str:

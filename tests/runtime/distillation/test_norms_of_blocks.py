@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -226,7 +226,8 @@ def test_blocks_that_are_stepped_all_the_same_are_noticed(residency: str, monkey
 @pytest.mark.parametrize("residency", ["persistent", "offloaded"])
 def test_without_a_limit_nothing_is_held(residency: str) -> None:
     plan = limited(residency).model_copy(update={"max_gradient_norm": None})
-    with going_wrong(plan, "nan") as (training, _):
+    # A lane that found it after the last call tells it again when training is closed.
+    with suppress(NonFiniteGradientError), going_wrong(plan, "nan") as (training, _):
         (first,), (second,), *_ = steps_of(families()["dicts"], 1, STEPS)
         training(**first)
         training.step()
