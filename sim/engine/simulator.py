@@ -27,6 +27,7 @@ from .kept_schedule import KeptSchedule, kept_schedule
 from .lanes import LaneProcesses
 from .prediction import RankMachine, predicted_record
 from .timing import Fold, Seconds, Timing, slowest_period_s, steady_period_s
+from .unfolding import names_each_once
 
 MIN_ITERATIONS: Final = 3
 MAX_ITERATIONS: Final = 12
@@ -161,14 +162,17 @@ def _simulate_kept(
             break
     if folds is None or period_s is None:
         return None
-    lanes.run_iteration()
     window = number - 1
+    fold = Fold(kept, folds.cuts, folds.begins_s[window], folds.periods_s[window])
+    if not names_each_once(fold):
+        return None
+    lanes.run_iteration()
     return Timing(
         np.stack([by_task(schedule, group.starts_s, iteration) for iteration in range(number + 1)]),
         np.stack([by_task(schedule, group.ends_s, iteration) for iteration in range(number + 1)]),
         iteration_s=period_s,
         is_steady=True,
-        fold=Fold(kept, folds.cuts, folds.begins_s[window], folds.periods_s[window]),
+        fold=fold,
     )
 
 

@@ -19,6 +19,8 @@ from ...shared.schema.record import IterationPhase, MemoryCurve, PhaseWait, Task
 from ...shared.schema.schedule import Lane, Task, TaskId
 from .timing import Fold
 
+_TOLD_APART: Final = 3
+"""Micro-batches left out that tell of any number of them."""
 MOST_LISTED: Final = 50_000
 """Tasks, and points of a memory curve, that a record lists at most; else it leaves the repeated part out."""
 
@@ -37,6 +39,20 @@ def repeated_tasks(fold: Fold) -> list[Task]:
         for lane, cut, length in zip(Lane, fold.cuts, fold.kept.repeating.num_tasks, strict=True)
         for task in schedule.lanes[lane][cut : cut + length]
     ]
+
+
+def names_each_once(fold: Fold) -> bool:
+    """Whether no two tasks of all micro-batches would have one number.
+
+    Tasks that take no time may have ended so far ahead that those of the last micro-batch count as repeated.
+    """
+    kept, after = fold.kept, after_cut(fold)
+    early, later = set(_once(fold)) - after, min(kept.num_left_out, _TOLD_APART)
+    numbers = [
+        task.id + later * kept.num_tasks * (task.id in after or task.id in early) for task in kept.schedule.tasks
+    ]
+    numbers += [task.id + copy * kept.num_tasks for copy in range(later) for task in repeated_tasks(fold)]
+    return len(set(numbers)) == len(numbers)
 
 
 def unfold_tasks(fold: Fold, timings: tuple[TaskTiming, ...]) -> tuple[TaskTiming, ...]:
