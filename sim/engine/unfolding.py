@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -46,13 +46,9 @@ def names_each_once(fold: Fold) -> bool:
 
     Tasks that take no time may have ended so far ahead that those of the last micro-batch count as repeated.
     """
-    kept, after = fold.kept, after_cut(fold)
-    early, later = set(_once(fold)) - after, min(kept.num_left_out, _TOLD_APART)
-    numbers = [
-        task.id + later * kept.num_tasks * (task.id in after or task.id in early) for task in kept.schedule.tasks
-    ]
-    numbers += [task.id + copy * kept.num_tasks for copy in range(later) for task in repeated_tasks(fold)]
-    return len(set(numbers)) == len(numbers)
+    few = min(fold.kept.num_left_out, _TOLD_APART)
+    copies = [*_simulated(fold, few), *_left_out(fold, few)]
+    return len({_number(fold, copy) for copy in copies}) == len(copies)
 
 
 def unfold_tasks(fold: Fold, timings: tuple[TaskTiming, ...]) -> tuple[TaskTiming, ...]:
@@ -60,17 +56,55 @@ def unfold_tasks(fold: Fold, timings: tuple[TaskTiming, ...]) -> tuple[TaskTimin
 
     Without those left out where there are more than ``MOST_LISTED``.
     """
-    kept, num_left_out = fold.kept, fold.kept.num_left_out
+    kept, copies = fold.kept, _simulated(fold, fold.kept.num_left_out)
+    if len(timings) + kept.num_left_out * kept.num_tasks <= MOST_LISTED:
+        copies += _left_out(fold, kept.num_left_out)
+    found = [_timing_of(fold, copy, timings[copy.task]) for copy in copies]
+    return tuple(sorted(found, key=lambda timing: timing.task))
+
+
+class _Copy(NamedTuple):
+    """A task of all micro-batches, told by one that was simulated."""
+
+    task: TaskId
+    later: int
+    """Micro-batches by which its number and name are later."""
+    runs_later: int
+    """Micro-batches by which its time is later."""
+
+
+def _simulated(fold: Fold, num_left_out: int) -> list[_Copy]:
+    """The tasks that were simulated, where so many micro-batches are left out."""
     after = after_cut(fold)
-    repeated = repeated_tasks(fold)
     # What a lane does once in all, and early, stands in the schedule where the last micro-batch does.
     early = set(_once(fold)) - after
-    found = [timing for timing in timings if timing.task not in after and timing.task not in early]
-    found += [_renamed(fold, timings[task], num_left_out) for task in sorted(early)]
-    found += [_later(fold, timings[task], num_left_out) for task in sorted(after)]
-    if len(timings) + num_left_out * kept.num_tasks <= MOST_LISTED:
-        found += [_later(fold, timings[task.id], later) for later in range(num_left_out) for task in repeated]
-    return tuple(sorted(found, key=lambda timing: timing.task))
+    return [
+        _Copy(task.id, num_left_out if task.id in after or task.id in early else 0, num_left_out * (task.id in after))
+        for task in fold.kept.schedule.tasks
+    ]
+
+
+def _left_out(fold: Fold, num_left_out: int) -> list[_Copy]:
+    """The tasks of so many micro-batches that are left out."""
+    repeated = repeated_tasks(fold)
+    return [_Copy(task.id, later, later) for later in range(num_left_out) for task in repeated]
+
+
+def _number(fold: Fold, copy: _Copy) -> TaskId:
+    return TaskId(copy.task + copy.later * fold.kept.num_tasks)
+
+
+def _timing_of(fold: Fold, copy: _Copy, timing: TaskTiming) -> TaskTiming:
+    """``timing``: of the task that tells it."""
+    shift_s = copy.runs_later * fold.period_s
+    return timing.model_copy(
+        update={
+            "task": _number(fold, copy),
+            "name": _name(fold.kept.schedule.tasks[copy.task], copy.later),
+            "start_s": timing.start_s + shift_s,
+            "end_s": timing.end_s + shift_s,
+        }
+    )
 
 
 def _once(fold: Fold) -> Iterator[TaskId]:
@@ -80,19 +114,6 @@ def _once(fold: Fold) -> Iterator[TaskId]:
         for task in schedule.lanes[lane] if not length else ():
             if schedule.tasks[task].micro_batch == schedule.micro_batches - 1:
                 yield task
-
-
-def _later(fold: Fold, timing: TaskTiming, num_later: int) -> TaskTiming:
-    """The counterpart of a task so many micro-batches later."""
-    shift_s = num_later * fold.period_s
-    times = {"start_s": timing.start_s + shift_s, "end_s": timing.end_s + shift_s}
-    return _renamed(fold, timing, num_later).model_copy(update=times)
-
-
-def _renamed(fold: Fold, timing: TaskTiming, num_later: int) -> TaskTiming:
-    """The task as that of so many micro-batches later, at its own time."""
-    name = _name(fold.kept.schedule.tasks[timing.task], num_later)
-    return timing.model_copy(update={"task": timing.task + num_later * fold.kept.num_tasks, "name": name})
 
 
 def _name(task: Task, num_later: int) -> str:

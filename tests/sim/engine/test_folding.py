@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.hardware import Hardware
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.record import Record
-from protwin.shared.schema.schedule import Schedule
+from protwin.shared.schema.schedule import Lane, Schedule
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.workloads.source import resolve_workload
@@ -25,6 +26,8 @@ from protwin.sim.engine import simulator, unfolding
 from protwin.sim.engine.folding import KEPT_MICRO_BATCHES, Repeating, find_folds, settled_period_s
 from protwin.sim.engine.kept_schedule import memory_schedule
 from protwin.sim.engine.simulator import simulate, simulate_plan, simulate_timing
+from protwin.sim.engine.timing import Fold
+from protwin.sim.engine.unfolding import names_each_once, unfold_tasks
 from protwin.sim.searching.problem import SearchProblem, search_problem
 from protwin.sim.searching.request import SearchRequest, Step
 from protwin.sim.space.space import SearchSpace
@@ -230,6 +233,29 @@ def test_what_is_left_out_is_like_no_task_of_the_last_micro_batch() -> None:
     lanes = [[compute, np.arange(1, 7) * 2.0 + 0.25]]
     for until, is_known in (((10, 6), False), ((11, 6), True), (None, True)):
         assert (find_folds(lanes, Repeating((2, 1), 7, until)) is not None) == is_known
+
+
+def test_each_task_has_one_number_where_what_is_left_out_is_like_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By lane, what repeats begins earlier or later than it does: the whole schedule tells which of these are wrong."""
+    folds: list[Fold] = []
+    monkeypatch.setattr(simulator, "names_each_once", lambda fold: folds.append(fold) is None)
+    model = workload(num_blocks=3)
+    chosen = plan(model, n_buffer=2).model_copy(update={"micro_batches": KEPT_MICRO_BATCHES + 3})
+    record = simulate(chosen, model, machine())
+    (fold,) = folds
+    expected = [(task.id, task.name) for task in compile_schedule(chosen, model).tasks]
+    assert [(one.task, one.name) for one in record.tasks] == expected
+    kept = fold.kept.schedule
+    timings = tuple(record.tasks[0].model_copy(update={"task": task.id, "name": task.name}) for task in kept.tasks)
+    found = set()
+    for place, lane in enumerate(Lane):
+        for cut in range(len(kept.lanes[lane]) - fold.kept.repeating.num_tasks[place] + 1):
+            moved = replace(fold, cuts=(*fold.cuts[:place], cut, *fold.cuts[place + 1 :]))
+            is_whole = [one.task for one in unfold_tasks(moved, timings)] == [number for number, _ in expected]
+            assert names_each_once(moved) == is_whole
+            found.add((is_whole, cut < fold.cuts[place]))
+    # Too early and too late.
+    assert found == {(True, True), (True, False), (False, True), (False, False)}
 
 
 def test_a_lane_that_does_not_repeat_must_rest_meanwhile() -> None:
