@@ -19,7 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import ClassVar, Final
 
-from ...shared.basics.documents import Document
+from ...shared.basics.documents import Document, unfinished_copies
 from ...shared.basics.errors import FileError
 from ..checkpoints.folder import find_folder, remove_folder
 from ..checkpoints.manifest import CONFIGURATION, MANIFEST
@@ -102,6 +102,7 @@ class RunFolder:
         anything else, or more steps than the budget has; also if it cannot be written.
         """
         folder = cls.checked(path, settings, inputs=inputs)
+        folder._remove_unfinished()
         found = read_state(path)
         if found is None or (found.fingerprint, found.earlier) != (folder.fingerprint, folder.earlier):
             folder._write(None)
@@ -203,8 +204,23 @@ class RunFolder:
             raise FileError(f"{self.path} cannot be read: {error.strerror}. Name a folder for the run.") from error
 
     def _check_is_free(self) -> None:
-        if names := self._names():
+        unfinished = {one.name for one in self._unfinished()}
+        if names := [name for name in self._names() if name not in unfinished]:
             raise FileError(f"{self.path} holds {names[0]} and no run. Name a new folder, or an empty one.")
+
+    def _unfinished(self) -> list[Path]:
+        """What a run that was killed in the middle of writing a file has left."""
+        try:
+            return unfinished_copies(self.path)
+        except OSError as error:
+            raise FileError(f"{self.path} cannot be read: {error.strerror}. Name a folder for the run.") from error
+
+    def _remove_unfinished(self) -> None:
+        for one in self._unfinished():
+            try:
+                one.unlink(missing_ok=True)
+            except OSError as error:
+                raise FileError(f"{one} cannot be removed: {error.strerror}. Remove it, then go on.") from error
 
 
 def read_state(path: str | Path) -> RunState | None:

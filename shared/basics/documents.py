@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import tomllib
 from collections import Counter
@@ -22,6 +23,7 @@ _LARGEST_BYTES: Final = 2**30
 """No file of ours comes near it; one of weights, named by mistake, must not fill the memory."""
 _LONGEST_STEM: Final = 100
 """Characters of a file's name that the name of its unfinished copy keeps: names have at most 255."""
+_UNFINISHED: Final = re.compile(r"\..+\.[0-9a-f]{16}\.part")
 
 
 Name = Annotated[str, Field(max_length=255)]
@@ -208,6 +210,11 @@ def _is_stream(path: Path) -> bool:
     except FileNotFoundError:
         return False
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+def unfinished_copies(folder: Path) -> list[Path]:
+    """What killed calls of ``write_atomically`` have left in ``folder``.  Raises OSError if it cannot be read."""
+    return [path for path in folder.iterdir() if _UNFINISHED.fullmatch(path.name)] if folder.exists() else []
 
 
 def _replace(path: Path, content: bytes) -> None:

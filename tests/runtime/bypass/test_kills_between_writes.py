@@ -35,6 +35,7 @@ def test_a_kill_between_any_two_operations_on_files_changes_nothing(tmp_path: Pa
     for copy in share(copies, ONE_IN):
         _carry_out(copy, tmp_path)
         assert _outcome(copy) == expected, f"what {copy.name} ended with"
+        assert not documents.unfinished_copies(copy)
 
 
 def test_a_state_that_is_not_replaced_at_once_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
