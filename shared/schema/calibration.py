@@ -64,6 +64,9 @@ class Calibration(Document):
     """The same of a step on the device."""
     iteration_noise_frac: NonNegativeFloat = 0.0
     """Run-to-run spread of the measured iteration time: median absolute deviation over the median."""
+    iteration_error_frac: NonNegativeFloat | None = None
+    """Root mean square of the relative errors of iterations of runs that were left out of the fit, one plan at a time;
+    None: unknown."""
     fitted_to: tuple[str, ...] = ()
     """Names of the workloads that the factors were fitted to."""
     num_runs: PositiveInt = 1
