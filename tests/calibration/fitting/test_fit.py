@@ -9,7 +9,8 @@ from __future__ import annotations
 import pytest
 
 from protwin.calibration.fitting.fit import Pair, fit_calibration
-from protwin.calibration.fitting.measurement_plans import bootstrap_plans, random_plans, spanning_plans
+from protwin.calibration.fitting.measurement_plans import bootstrap_plans, spanning_plans
+from protwin.calibration.validation.drawing import Draw, draw_plans
 from protwin.shared.basics.errors import CalibrationError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
@@ -143,20 +144,11 @@ def test_every_kind_that_a_plan_can_have_is_fitted() -> None:
     def kinds(plan: Plan) -> set[TaskKind]:
         return {task.kind for task in compile_schedule(plan, workload).tasks}
 
-    knobs = [
-        {"n_checkpoint": 3, "n_swap": 2},
-        {"n_swap": 5, "micro_batches": 3, "max_gradient_norm": 2.0},
-        {"n_host_stepped": 4, "micro_batches": 2},
-    ]
-    found = {kind for more in knobs for plan in random_plans(workload, 4, seed=0) for kind in kinds(_with(plan, more))}
+    found = {kind for plan in draw_plans(workload, Draw(), number=30) for kind in kinds(plan)}
     fitted_to = [kinds(plan) for plan in bootstrap_plans(workload)]
     assert found == set().union(*fitted_to)
     # The wrong variant: these three alone never swap, add up or take a norm.
     assert found > set().union(*fitted_to[:3])
-
-
-def _with(plan: Plan, knobs: dict[str, object]) -> Plan:
-    return Plan.model_validate(plan.model_dump() | {"n_persist": 0, "n_host_stepped": 0, "n_buffer": 8} | knobs)
 
 
 def test_a_kind_without_runs_has_the_factor_of_its_like() -> None:
