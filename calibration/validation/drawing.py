@@ -37,6 +37,8 @@ _MIXTURES: Final[tuple[tuple[ActivationMode, ...], ...]] = (
 _NORM: Final = 1.0
 _TRIES: Final = 200
 """Draws in a row that give no new plan, until there are no more."""
+_MISFITS: Final = 10
+"""Draws in a row that cannot be made to fit, until it is taken that none can."""
 
 Knobs = dict[str, Any]
 
@@ -65,11 +67,15 @@ def draw_plans(workload: Workload, draw: Draw, *, number: int, without: Iterable
 
 
 def _different(drawing: _Drawing, seen: set[str]) -> Iterator[Plan]:
-    tries = 0
-    while tries < _TRIES:
-        tries += 1
+    tries = misfits = 0
+    while tries < _TRIES and misfits < _MISFITS:
         plan = drawing.plan()
-        if plan is not None and plan.identity not in seen:
+        if plan is None:
+            misfits += 1
+            continue
+        misfits = 0
+        tries += 1
+        if plan.identity not in seen:
             seen.add(plan.identity)
             tries = 0
             yield plan
