@@ -16,7 +16,7 @@ Where the compiled replay is there, it runs the plans one by one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
@@ -94,7 +94,7 @@ class Replayer:
     """Replays plans of one workload on one machine; what it has learnt of their copies it keeps."""
 
     def __init__(self, contention: ContentionModel) -> None:
-        self._slowdowns = _slowdown_table(contention)
+        self._slowdowns = contention.table()
         self._known: dict[tuple[int, int], _Copies] = {}
         """By ``id`` and depth."""
         self._replayable: dict[tuple[int, int], tuple[PlanFamily, kernels.Replayable]] = {}
@@ -117,13 +117,29 @@ class Replayer:
             periods_s[numbers] = self._compiled_s([plans[number] for number in numbers])
         return rounded_s(periods_s)
 
+    def drawn_s(self, plan: ReplayPlan, factors: FloatArray, excess: float) -> float:
+        """The period of one plan with other seconds and slowdowns, NaN where it is not periodic.
+
+        ``factors``: (N,) what the seconds of every task are multiplied by.  ``excess``: of the excess over 1 of every
+        slowdown, so many times.  Needs the compiled replay.
+        """
+        tasks = [of_lane[min(plan.depth, len(of_lane) - 1)] for of_lane in plan.family.lanes.tasks]
+        lanes = self._lanes_of(plan)
+        beside_s = tuple(own * factors[of_lane] for own, of_lane in zip(lanes.seconds, tasks[1:], strict=True))
+        compute_s = plan.family.compute_s(np.array([plan.mode]))[0] * factors[tasks[COMPUTE]]
+        return self._period_s(plan, replace(lanes, seconds=beside_s), compute_s, 1 + excess * (self._slowdowns - 1))
+
     def _compiled_s(self, plans: Sequence[ReplayPlan]) -> list[float]:
         """The periods of plans of one family, their tasks not fused: that takes longer than it saves."""
         compute_s = plans[0].family.compute_s(np.array([plan.mode for plan in plans]))
         return [self._compiled_one_s(plan, of_plan_s) for plan, of_plan_s in zip(plans, compute_s, strict=True)]
 
     def _compiled_one_s(self, plan: ReplayPlan, compute_s: FloatArray) -> float:
-        lanes, slowdowns = self._lanes_of(plan), self._slowdowns
+        return self._period_s(plan, self._lanes_of(plan), compute_s, self._slowdowns)
+
+    def _period_s(
+        self, plan: ReplayPlan, lanes: kernels.Replayable, compute_s: FloatArray, slowdowns: FloatArray
+    ) -> float:
         if not plan.num_left_out:
             return lanes.period_s(compute_s, slowdowns, num_iterations=MIN_ITERATIONS, steady_frac=_STEADY_FRAC)
         repeating = self._repeating_of(plan.family)
@@ -447,15 +463,3 @@ def _step(lanes: _Lanes, now_s: FloatArray, slowdowns: FloatArray, programs: _Pr
         waits[ending] = column.take(place, mode="clip")
     done += lanes.first_duration.take(ending, mode="clip")
     lanes.next_s[ending] = programs.durations_s.take(done, mode="clip")
-
-
-def _slowdown_table(contention: ContentionModel) -> FloatArray:
-    """(2**L, L) the slowdown of every lane for every set of running lanes, as bits; 1 for lanes outside the set."""
-    among = contention.lanes
-    table = np.ones((1 << len(among), len(among)))
-    for mask in range(len(table)):
-        lanes = [lane for lane in range(len(among)) if mask >> lane & 1]
-        rates = contention.rates(frozenset(among[lane] for lane in lanes))
-        for lane in lanes:
-            table[mask, lane] = 1 / rates[among[lane]]
-    return table
