@@ -24,6 +24,7 @@ import numpy as np
 
 from ..costs.contention import ContentionModel
 from ..engine.folding import Repeating, find_folds, settled_period_s
+from ..engine.intervals import DrawnMachine
 from ..engine.simulator import MIN_ITERATIONS
 from ..kernels import lanes as kernels
 from ..space.plan_family import COMPUTE, PlanFamily
@@ -117,17 +118,23 @@ class Replayer:
             periods_s[numbers] = self._compiled_s([plans[number] for number in numbers])
         return rounded_s(periods_s)
 
-    def drawn_s(self, plan: ReplayPlan, factors: FloatArray, excess: float) -> float:
-        """The period of one plan with other seconds and slowdowns, NaN where it is not periodic.
+    def time_logs(self, plan: ReplayPlan, machine: DrawnMachine) -> FloatArray:
+        """(draws,) logarithms of the period over that of the expected seconds, under every draw of the machine.
 
-        ``factors``: (N,) what the seconds of every task are multiplied by.  ``excess``: of the excess over 1 of every
-        slowdown, so many times.  Needs the compiled replay.
+        All NaN without the compiled replay; see [Note: Drawn durations] in ``sim/engine/intervals.py``.
         """
+        factors = plan.family.of_kinds(machine.factors)
+        if not kernels.is_available():
+            return np.full(len(factors), np.nan)
+        lanes, compute_s = self._lanes_of(plan), plan.family.compute_s(np.array([plan.mode]))[0]
         tasks = [of_lane[min(plan.depth, len(of_lane) - 1)] for of_lane in plan.family.lanes.tasks]
-        lanes = self._lanes_of(plan)
-        beside_s = tuple(own * factors[of_lane] for own, of_lane in zip(lanes.seconds, tasks[1:], strict=True))
-        compute_s = plan.family.compute_s(np.array([plan.mode]))[0] * factors[tasks[COMPUTE]]
-        return self._period_s(plan, replace(lanes, seconds=beside_s), compute_s, 1 + excess * (self._slowdowns - 1))
+        found_s = [self._period_s(plan, lanes, compute_s, self._slowdowns)]
+        for of_tasks, excess in zip(factors, machine.contention.tolist(), strict=True):
+            pairs = zip(lanes.seconds, tasks[COMPUTE + 1 :], strict=True)
+            drawn = replace(lanes, seconds=tuple(own_s * of_tasks[of_lane] for own_s, of_lane in pairs))
+            slowdowns = 1 + excess * (self._slowdowns - 1)
+            found_s.append(self._period_s(plan, drawn, compute_s * of_tasks[tasks[COMPUTE]], slowdowns))
+        return np.log(np.array(found_s[1:]) / found_s[0])
 
     def _compiled_s(self, plans: Sequence[ReplayPlan]) -> list[float]:
         """The periods of plans of one family, their tasks not fused: that takes longer than it saves."""

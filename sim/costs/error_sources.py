@@ -131,7 +131,7 @@ class ErrorModel:
         if calibration is None:
             is_cpu = hardware.device.kind is DeviceKind.CPU
             compute = MEASURED_PHASES if is_measured else CPU_DEVICE if is_cpu else DATA_SHEETS[Lane.COMPUTE]
-            lanes = DATA_SHEETS | {Lane.COMPUTE: compute}
+            lanes = {**DATA_SHEETS, Lane.COMPUTE: compute}
             return cls(lanes=lanes, plan_std=DATA_SHEET_PLAN_STD, memory=memory)
         error_frac = calibration.iteration_error_frac
         return cls(

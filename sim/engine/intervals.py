@@ -28,10 +28,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...shared.basics.interval import Interval
+from ...shared.schema.record import Record
 from ...shared.schema.schedule import Lane, Memory, Schedule, TaskKind
+from ..costs.contention import ContentionModel
 from ..costs.error_sources import ErrorModel, Source
 from .device_memory import DeviceMemory
 from .drawn_timings import DrawnTimings
+from .timing import Timing
 
 FloatArray = NDArray[np.float64]
 
@@ -49,6 +52,37 @@ _NUM_SAMPLES: Final = 4000
 _CONTENTION: Final = Source.of_std("contention measured", 0.15)
 _UNMEASURED_CONTENTION: Final = Source("contention unmeasured", 0.5, 2.0)
 """Of the excess over 1 of slowdowns: fair shares of what lanes draw on, against measured pairs of lanes."""
+
+
+def with_intervals(
+    record: Record,
+    durations_s: Sequence[float],
+    contention: ContentionModel,
+    schedule: Schedule,
+    timing: Timing,
+    errors: ErrorModel,
+    *,
+    limit_bytes: int,
+) -> Record:
+    """``record`` with the intervals of its time and of its peak, and the chance that the peak is above a limit.
+
+    ``durations_s``: of the tasks of ``schedule``, which ``timing`` is of.  ``limit_bytes``: of device memory.
+    """
+    drawn = DrawnTimings(schedule, durations_s, contention, timing)
+    peaks = drawn_peaks(
+        drawn,
+        schedule if timing.fold is None else timing.fold.kept.with_all_left_over(),
+        errors,
+        peak_bytes=record.peak_device_bytes,
+        guaranteed_bytes=record.guaranteed_peak_device_bytes,
+    )
+    return record.model_copy(
+        update={
+            "iteration_interval_s": iteration_interval(record.iteration_s, drawn, errors),
+            "peak_interval_bytes": peaks.interval,
+            "chance_oom": peaks.chance_above(limit_bytes),
+        }
+    )
 
 
 @dataclass(frozen=True, eq=False)
