@@ -1,4 +1,9 @@
-"""The calibration: how one machine differs from what the cost model says of it."""
+"""The calibration: how one machine differs from what the cost model says of it.
+
+[Note: Kinds without runs]
+Where no fitted run had a kind of tasks, one that does the same on the same lane counts: a forward for a teacher's, a
+gather for a fetch of activations, CPU Adam for a sum of gradients.
+"""
 
 from __future__ import annotations
 
@@ -79,20 +84,16 @@ class Calibration(Document):
         return self
 
     def factor(self, kind: TaskKind) -> float:
-        """The factor of a task kind; 1 where none was fitted.
-
-        Where no fitted run had a kind, one that does the same on the same lane counts: a forward for a teacher's, a
-        gather for a fetch of activations, CPU Adam for a sum of gradients.
-        """
-        found = self.factors.get(self._fitted(kind))
+        """The factor of a task kind, by [Note: Kinds without runs]; 1 where none was fitted."""
+        found = self.factors.get(self.fitted_kind(kind))
         return found.value if found is not None else 1.0
 
     def overhead(self, kind: TaskKind) -> float:
         """Seconds added to every task of a kind; of kinds as ``factor`` says."""
-        return self.overhead_s.get(self._fitted(kind), 0.0)
+        return self.overhead_s.get(self.fitted_kind(kind), 0.0)
 
-    def _fitted(self, kind: TaskKind) -> TaskKind:
-        """The kind whose figures count for ``kind``."""
+    def fitted_kind(self, kind: TaskKind) -> TaskKind:
+        """The kind whose figures count for ``kind``: itself, or one that is like it ([Note: Kinds without runs])."""
         alike = _ALIKE.get(kind)
         return alike if alike is not None and kind not in self.factors else kind
 

@@ -6,7 +6,7 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import Any, ClassVar, Final, Self
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from ..basics.documents import Document, FrozenModel, Name
 from ..basics.errors import PlanError
@@ -249,6 +249,9 @@ class Record(Document):
     memory: tuple[MemoryCurve, ...]
     peak_interval_bytes: Interval | None = None
     """Of a prediction, where the measured peak of device memory is expected; None if unknown."""
+    chance_oom: NonNegativeFloat | None = Field(default=None, le=1)
+    """Of a prediction, the chance that the peak of device memory is above the budget that was asked for, or above what
+    the device has for training where none was; None if unknown."""
     guaranteed_peak_device_bytes: NonNegativeInt
     """What no timing of this schedule can exceed."""
     price_usd_per_hour: PositiveFloat | None = None

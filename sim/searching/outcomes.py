@@ -14,6 +14,7 @@ from ...shared.layout.kinds import kind_of
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import ParallelMode
 from ...shared.schema.search_result import BatchChoice, Certificate, ModeChoice, PlanOutcome, SearchResult
+from ..engine.intervals import with_intervals
 from ..engine.prediction import RankMachine, predicted_record
 from ..memory.libraries import collective_bytes
 from .branch_and_bound import BranchAndBound
@@ -55,6 +56,15 @@ def search_result(
         device_budget_bytes=problem.device_budget_bytes,
         host_budget_bytes=problem.host_budget_bytes,
         margin_frac=margin_frac,
+    )
+    prediction = with_intervals(
+        prediction,
+        problem.costs.durations_s(chosen.schedule),
+        problem.contention,
+        chosen.schedule,
+        chosen.timing,
+        problem.errors,
+        limit_bytes=problem.device_budget_bytes,
     )
     peak_bytes = prediction.guaranteed_peak_device_bytes
     assert peak_bytes == chosen.candidate.peak_bytes <= problem.device_budget_bytes, "the compiled plan fits"

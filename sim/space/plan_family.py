@@ -5,6 +5,7 @@ All of it comes from the compiler's arrays (``shared/compile/family.py``); secon
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, Self
@@ -18,7 +19,7 @@ from ...shared.compile.homes import static_bytes
 from ...shared.compile.lanes import DeviceBuffers, FamilyLanes, sequences_of_tasks, task_order
 from ...shared.compile.positions import Positions
 from ...shared.compile.program import Draft, Part
-from ...shared.schema.schedule import Lane, Memory, lanes_of
+from ...shared.schema.schedule import Lane, Memory, TaskKind, lanes_of
 from .chunk_table import ChunkTable
 from .compute_table import ComputeTable
 from .lane_order import known_before
@@ -170,6 +171,13 @@ class PlanFamily:
         """(T,) seconds of the tasks of a lane beside compute, alone on the machine, at the depth of this number."""
         seconds: FloatArray = self._task_s[0, self.lanes.tasks[lane][depth]]
         return seconds
+
+    def of_kinds(self, of_kind: Callable[[Iterable[TaskKind]], Mapping[TaskKind, FloatArray]]) -> FloatArray:
+        """(n, N) for every task what its kind has; ``of_kind``: (n,) of some kinds."""
+        values = of_kind({group.kind for ids, group in self.draft.groups if len(ids)})
+        of_groups = [(len(ids), values[group.kind]) for ids, group in self.draft.groups if len(ids)]
+        found: FloatArray = np.concatenate([np.tile(of_one, (num, 1)) for num, of_one in of_groups]).T
+        return found
 
     @cached_property
     def _section_at(self) -> IntArray:
