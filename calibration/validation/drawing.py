@@ -210,19 +210,18 @@ def _without_kept(modes: tuple[ActivationMode, ...], every: int) -> tuple[Activa
 
 
 def plan_words(plan: Plan, workload: Workload) -> str:
-    """What tells a plan from others, in a line: ``5 of 9 on the device, keep 2 checkpoint 3, 2 micro-batches``."""
+    """What tells a plan from others, in short: ``5/9 kept, 2 disk, 2K 1C 3S, ×2``.
+
+    Chunks that are kept on the device, of all; blocks that keep what they save, are checkpointed, swap.
+    """
     num_chunks = len(layout_of(workload, plan.chunk_bytes).chunks)
     parts = [] if plan.parallel is ParallelMode.SINGLE else [str(plan.parallel)]
-    parts.append(f"{plan.num_kept} of {num_chunks} chunks kept")
-    for count, words in (
-        (plan.n_host_stepped, "host-stepped"),
-        (plan.n_shard, "in parts"),
-        (plan.n_disk_state, "on the disk"),
-    ):
+    parts.append(f"{plan.num_kept}/{num_chunks} kept")
+    for count, words in ((plan.n_host_stepped, "host-stepped"), (plan.n_shard, "shard"), (plan.n_disk_state, "disk")):
         parts += [f"{count} {words}"] if count else []
     modes = plan.modes(workload.num_blocks) if method_named(plan.method).policies.sections.has_modes else ()
-    counts = [(mode, modes.count(mode)) for mode in ActivationMode if mode in modes]
-    parts += [" ".join(f"{mode} {count}" for mode, count in counts)] if counts else []
-    parts += [f"{plan.micro_batches} micro-batches"] if plan.micro_batches > 1 else []
-    parts += ["norm limited"] if plan.max_gradient_norm is not None else []
+    counts = [f"{modes.count(mode)}{str(mode)[0].upper()}" for mode in ActivationMode if mode in modes]
+    parts += [" ".join(counts)] if counts else []
+    parts += [f"×{plan.micro_batches}"] if plan.micro_batches > 1 else []
+    parts += ["norm"] if plan.max_gradient_norm is not None else []
     return ", ".join(parts)

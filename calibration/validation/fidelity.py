@@ -125,7 +125,8 @@ class Fidelity(Document):
     kinds: tuple[KindFidelity, ...] = ()
     """Kinds of tasks, the one to blame most first."""
     drift_frac: float | None = None
-    """How far the machine's pace drifted from one round to the next: a standard deviation, over the usual pace."""
+    """How far the machine's pace drifted from one round to the next: median absolute deviation over the median.
+    Intervals allow for as much."""
     control_s: tuple[float, ...] = ()
     """Seconds of an iteration of one plan in every round: what the machine did meanwhile."""
     num_rounds: int | None = None

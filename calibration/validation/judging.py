@@ -84,6 +84,10 @@ class Judgement:
         for one in measured:
             for task, seconds in seconds_since_ready(one, schedule).items():
                 self.kinds[schedule.tasks[task].kind].measured_s += seconds / len(measured)
+            last = schedule.tasks[schedule.lanes[Lane.COMPUTE][-1]]
+            # What passes between iterations is a calibration's price of the task that ends one.
+            end_s = max(timing.end_s for timing in one.tasks if timing.task == last.id)
+            self.kinds[last.kind].measured_s += max(0.0, one.iteration_s - end_s) / len(measured)
             for kind, seconds in critical_seconds(one, schedule).items():
                 self.kinds[kind].critical_measured_s += seconds / len(measured)
 
@@ -112,8 +116,8 @@ def kind_fidelities(sums: Mapping[TaskKind, KindSums], measured_s: float) -> tup
 def retimed_peak_bytes(schedule: Schedule, measured: Record) -> int:
     """The peak of device memory that the account gives where tasks take the times that were measured."""
     starts_s, ends_s = np.zeros((2, len(schedule.tasks)))
-    for timing in measured.tasks:
-        starts_s[timing.task], ends_s[timing.task] = timing.start_s, timing.end_s
+    for one in measured.tasks:
+        starts_s[one.task], ends_s[one.task] = one.start_s, one.end_s
     shifts_s = measured.iteration_s * np.arange(_PERIODS)[:, None]
     timing = Timing(starts_s + shifts_s, ends_s + shifts_s, measured.iteration_s, is_steady=True)
     return DeviceMemory(schedule, timing).peak_bytes

@@ -22,8 +22,6 @@ _SHARE: Final = 0.25
 """Of the bursts, at least two."""
 _LEAST: Final = 2
 _RESAMPLED: Final = 200
-_NORMAL: Final = 1.4826
-"""Standard deviations in a median absolute deviation of normal figures."""
 
 Measured = TypeVar("Measured", Record, RankRecord)
 
@@ -63,7 +61,7 @@ def uncertainty_frac(seconds: Sequence[float]) -> float:
 
 
 def drift_frac(rounds: Mapping[str, Sequence[float]]) -> float:
-    """How far the machine's pace lies apart from one round to the next: a standard deviation, over the median pace.
+    """How far the machine's pace lies apart from one round to the next: median absolute deviation over the median.
 
     ``rounds``: seconds of an iteration of every plan, round by round.  The pace of a round is the median over plans of
     how much slower than its own median each was: what slows a single plan is its own noise.
@@ -71,7 +69,7 @@ def drift_frac(rounds: Mapping[str, Sequence[float]]) -> float:
     paces = paces_of(rounds)
     if len(paces) < 2:
         return 0.0
-    return _NORMAL * scatter_frac(paces)
+    return scatter_frac(paces)
 
 
 def paces_of(rounds: Mapping[str, Sequence[float]]) -> tuple[float, ...]:

@@ -29,14 +29,24 @@ def plans_table(found: Fidelity) -> Table:
         title="Plans that nothing was fitted to",
         columns=(*columns, *more, *collectives),
         rows=[_plan_row(plan, with_collectives=found.num_ranks > 1) for plan in found.plans],
-        notes=(f"A 90 % interval that does not hold the measurement has a mark ({MISSED}).",)
-        if any(plan.time_is_covered is False or plan.peak_is_covered is False for plan in found.plans)
-        else (),
+        notes=_legend(found),
+        always=2,
+        expendable=("never above", "noise"),
     )
 
 
 MISSED = "!"
 """Beside an interval that does not hold what was measured."""
+
+
+def _legend(found: Fidelity) -> tuple[str, ...]:
+    told = [
+        "Chunks that are kept on the device, of all; blocks that keep (K), are checkpointed (C), swap (S); ×: "
+        "micro-batches."
+    ]
+    if any(plan.time_is_covered is False or plan.peak_is_covered is False for plan in found.plans):
+        told.append(f"{MISSED} marks a 90 % interval that does not hold the measurement.")
+    return tuple(told)
 
 
 def _plan_row(plan: PlanFidelity, *, with_collectives: bool) -> Row:

@@ -134,7 +134,8 @@ class Turns:
         need_bytes = sum(
             guaranteed_bytes(plan, workload) + host_bytes(workload, plan.optimizer) for plan in plans.values()
         )
-        return need_bytes <= _SHARE * psutil.virtual_memory().available / self._subject.num_ranks
+        free_bytes = int(psutil.virtual_memory().available)
+        return need_bytes <= _SHARE * free_bytes / self._subject.num_ranks
 
 
 def host_bytes(workload: Workload, optimizer: Optimizer) -> int:

@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from ...runtime.model.identity import software_versions
@@ -297,7 +298,7 @@ class _Validation:
             self._plain(plain_step)
             turns.play(random.Random(trial.seed + turn), told)
             round_s = time.perf_counter() - begun_s
-            if subject.of_first(lambda turn=turn, round_s=round_s: self._is_over(turn + 1, round_s, judged)):
+            if subject.of_first(partial(self._is_over, turn + 1, round_s, judged)):
                 return turn + 1
         return most
 
