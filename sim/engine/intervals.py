@@ -78,7 +78,7 @@ def with_intervals(
     )
     return record.model_copy(
         update={
-            "iteration_interval_s": iteration_interval(record.iteration_s, drawn, errors),
+            "iteration_interval_s": interval_of(record.iteration_s, time_logs(drawn, DrawnMachine(errors)), errors),
             "peak_interval_bytes": peaks.interval,
             "chance_oom": peaks.chance_above(limit_bytes),
         }
@@ -170,9 +170,15 @@ def around(value: float, low: float, high: float) -> Interval:
     return Interval(low=value * min(low, 1.0), high=value * max(high, 1.0))
 
 
-def iteration_interval(iteration_s: float, drawn: DrawnTimings, errors: ErrorModel) -> Interval:
-    """Where the iteration time is expected that a run of the plan will measure; ``iteration_s``: the prediction."""
-    return around(iteration_s, *central(time_logs(drawn, DrawnMachine(errors)), log_errors(errors)))
+def interval_of(iteration_s: float, logs: FloatArray, errors: ErrorModel) -> Interval | None:
+    """Where the iteration time is expected that a run of the plan will measure; ``iteration_s``: the prediction.
+
+    ``logs``: ``time_logs``.  None where most draws have no period.
+    """
+    known = logs[~np.isnan(logs)]
+    if 2 * len(known) <= len(logs):
+        return None
+    return around(iteration_s, *central(known, log_errors(errors)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,11 +239,16 @@ def drawn_peaks(
     return DrawnPeaks(peak_bytes, held, errors.memory)
 
 
-def ratio_interval(one: FloatArray, other: FloatArray, errors: ErrorModel, *, ratio: float) -> Interval:
+def ratio_interval(one: FloatArray, other: FloatArray, errors: ErrorModel, *, ratio: float) -> Interval | None:
     """Where the measured ratio of two plans' times is expected; ``ratio``: the predicted one.
 
-    ``one``, ``other``: ``time_logs`` of the two.  What both share cancels, draw by draw.
+    ``one``, ``other``: ``time_logs`` of the two.  What both share cancels, draw by draw.  One point for one plan beside
+    itself, and None where most draws have no period.
     """
-    return around(ratio, *central(one - other, log_errors(errors, num_plans=2, is_shared=False)))
-
-
+    if np.array_equal(one, other) and ratio == 1:
+        return Interval(low=1.0, high=1.0)
+    logs = one - other
+    known = logs[~np.isnan(logs)]
+    if 2 * len(known) <= len(logs):
+        return None
+    return around(ratio, *central(known, log_errors(errors, num_plans=2, is_shared=False)))
