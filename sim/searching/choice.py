@@ -144,8 +144,14 @@ class Chooser:
     def least_high_end(self, choice: Choice) -> Choice:
         """``choice`` by the upper end of the interval; see [Note: Plans by their upper ends]."""
         by_mean = choice.chosen
-        best, best_s = by_mean, _high_end_s(by_mean.branch, by_mean.plan)
-        known = [(where, branch, one) for where, branch in self._branches.items() for one in branch.known]
+        own_s = _high_end_s(by_mean.branch, by_mean.plan)
+        best, best_s = by_mean, own_s * (1 - self._request.effort.tolerance_frac)
+        known = [
+            (where, branch, one)
+            for where, branch in self._branches.items()
+            for one in branch.known
+            if not np.isnan(one.time_s)
+        ]
         known.sort(key=lambda one: one[2].time_s)
         num_weighed = 1
         for where, branch, one in known[:_MOST_WEIGHED]:
