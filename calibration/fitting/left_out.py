@@ -11,51 +11,53 @@ one of predictions that nobody makes with the whole fit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 from ...shared.compile.compile import compile_schedule
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
+from ...shared.schema.record import Record
 from ...shared.schema.schedule import TaskKind
+from ...shared.schema.workload import Workload
 from ...sim.costs.contention import ContentionModel
 from ...sim.costs.task_costs import CostModel
 from ...sim.engine.simulator import simulate_timing
-
-if TYPE_CHECKING:
-    from .fit import Pair
 
 _FEWEST: Final = 2
 """Plans that must be left to fit to."""
 
 
 def left_out_error_frac(
-    pairs: Sequence[Pair], hardware: Hardware, fit: Callable[[Sequence[Pair]], Calibration]
+    runs: Sequence[tuple[Workload, Record]], hardware: Hardware, fit: Callable[[Iterable[int]], Calibration]
 ) -> float | None:
     """Root mean square of the relative errors of iterations, each plan predicted by a fit to the others.
 
-    ``fit``: to some of ``pairs``, without this figure.  None where no plan can be left out.
+    ``runs``: workloads and what was measured of them.  ``fit``: to those at some places.  None where no plan can be
+    left out.
     """
-    plans = list(dict.fromkeys((pair.workload.identity, pair.measured.plan_id) for pair in pairs))
-    if len(plans) <= _FEWEST:
+    plans = [(workload.identity, measured.plan_id) for workload, measured in runs]
+    distinct = list(dict.fromkeys(plans))
+    if len(distinct) <= _FEWEST:
         return None
     squares = []
-    for plan in plans:
-        left = [pair for pair in pairs if (pair.workload.identity, pair.measured.plan_id) == plan]
-        others = [pair for pair in pairs if (pair.workload.identity, pair.measured.plan_id) != plan]
-        if _kinds_of(left) - _kinds_of(others):
+    for plan in distinct:
+        left, others = ([place for place, one in enumerate(plans) if (one == plan) is own] for own in (True, False))
+        if _kinds_of(runs[place][1] for place in left) - _kinds_of(runs[place][1] for place in others):
             continue
         calibration = fit(others)
-        squares += [(_predicted_s(pair, hardware, calibration) / pair.measured.iteration_s - 1) ** 2 for pair in left]
+        for place in left:
+            workload, measured = runs[place]
+            squares.append((_predicted_s(workload, measured, hardware, calibration) / measured.iteration_s - 1) ** 2)
     return math.sqrt(sum(squares) / len(squares)) if squares else None
 
 
-def _kinds_of(pairs: Sequence[Pair]) -> set[TaskKind]:
-    return {task.kind for pair in pairs for task in pair.measured.tasks}
+def _kinds_of(records: Iterable[Record]) -> set[TaskKind]:
+    return {task.kind for record in records for task in record.tasks}
 
 
-def _predicted_s(pair: Pair, hardware: Hardware, calibration: Calibration) -> float:
-    plan = pair.measured.plan
-    schedule = compile_schedule(plan, pair.workload)
-    durations_s = CostModel.of(pair.workload, hardware, calibration, num_ranks=plan.num_ranks).durations_s(schedule)
+def _predicted_s(workload: Workload, measured: Record, hardware: Hardware, calibration: Calibration) -> float:
+    plan = measured.plan
+    schedule = compile_schedule(plan, workload)
+    durations_s = CostModel.of(workload, hardware, calibration, num_ranks=plan.num_ranks).durations_s(schedule)
     return simulate_timing(schedule, durations_s, ContentionModel.for_plan(plan, hardware, calibration)).iteration_s
