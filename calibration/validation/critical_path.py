@@ -9,6 +9,7 @@ makes of them differently is the iteration's error; how long tasks beside the cy
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from ...shared.schema.record import Record
 from ...shared.schema.schedule import Lane, Schedule, TaskId, TaskKind
@@ -28,7 +29,7 @@ def critical_seconds(record: Record, schedule: Schedule) -> dict[TaskKind, float
     found: dict[TaskKind, float] = {}
     cycle = chain.cycle(program[-1])
     num_iterations = cycle[0][0] - cycle[-1][0]
-    for occurrence, held_up_by in zip(cycle, cycle[1:], strict=False):
+    for occurrence, held_up_by in pairwise(cycle):
         task = occurrence[1]
         begin_s = end_s = chain.end_s(held_up_by)
         if task == program[0]:

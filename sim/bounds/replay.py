@@ -24,7 +24,7 @@ import numpy as np
 
 from ..costs.contention import ContentionModel
 from ..engine.folding import Repeating, find_folds, settled_period_s
-from ..engine.intervals import DrawnMachine
+from ..engine.intervals import NUM_DRAWS, DrawnMachine
 from ..engine.simulator import MIN_ITERATIONS
 from ..kernels import lanes as kernels
 from ..space.plan_family import COMPUTE, PlanFamily
@@ -123,17 +123,14 @@ class Replayer:
 
         All NaN without the compiled replay; see [Note: Drawn durations] in ``sim/engine/intervals.py``.
         """
-        factors = plan.family.of_kinds(machine.factors)
         if not kernels.is_available():
-            return np.full(len(factors), np.nan)
+            return np.full(NUM_DRAWS, np.nan)
         lanes, compute_s = self._lanes_of(plan), plan.family.compute_s(np.array([plan.mode]))[0]
-        tasks = [of_lane[min(plan.depth, len(of_lane) - 1)] for of_lane in plan.family.lanes.tasks]
         found_s = [self._period_s(plan, lanes, compute_s, self._slowdowns)]
-        for of_tasks, excess in zip(factors, machine.contention.tolist(), strict=True):
-            pairs = zip(lanes.seconds, tasks[COMPUTE + 1 :], strict=True)
-            drawn = replace(lanes, seconds=tuple(own_s * of_tasks[of_lane] for own_s, of_lane in pairs))
+        drawn_s = plan.family.drawn_s(plan.mode, plan.depth, machine.factors, machine.arrivals)
+        for (own_s, *beside_s), excess in zip(drawn_s, machine.contention.tolist(), strict=True):
             slowdowns = 1 + excess * (self._slowdowns - 1)
-            found_s.append(self._period_s(plan, drawn, compute_s * of_tasks[tasks[COMPUTE]], slowdowns))
+            found_s.append(self._period_s(plan, replace(lanes, seconds=tuple(beside_s)), own_s, slowdowns))
         return np.log(np.array(found_s[1:]) / found_s[0])
 
     def _compiled_s(self, plans: Sequence[ReplayPlan]) -> list[float]:

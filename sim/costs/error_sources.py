@@ -36,7 +36,7 @@ _TAIL: Final = 1.6448536269514722
 DATA_SHEETS: Final[Mapping[Lane, Range]] = MappingProxyType(
     {
         # Measured shares of the peak go from 40 to 85 % (published MFU, and sim/costs/efficiency.py's sources), those
-        # of the memory's bandwidth from 60 to 95 %; clocks, fused kernels and a host that dispatches slowly come on top.
+        # of the memory's bandwidth from 60 to 95 %; clocks, fused kernels and hosts that dispatch slowly come on top.
         Lane.COMPUTE: (0.95, 1.8),
         # PCIe and NVLink-C2C reach 75 to 95 % of their data sheet from pinned memory, less with several boards a root.
         Lane.H2D: (0.9, 1.6),
@@ -78,6 +78,10 @@ about four are independent, which halves it."""
 MEMORY_MODEL: Final = (0.97, 1.06)
 """Measured over predicted peak of what is allocated, of workloads that were not run on the machine: three published
 peaks of known plans are 1.01 to 1.03 times the prediction, those of eight LoRA runs 0.98 to 1.09, but for one."""
+
+
+_MOST_STD: Final = 1.0
+"""Of a coefficient that may as well be nothing."""
 
 
 @dataclass(frozen=True)
@@ -160,3 +164,12 @@ class ErrorModel:
         yield Source.of_std(f"factor of {fitted}", known.factors[fitted].relative_std)
         if fitted is not kind:
             yield Source.of_std(f"{kind} as {fitted}", ALIKE_STD)
+
+    def arrival_source_of(self, kind: TaskKind) -> Source | None:
+        """The factor of what bytes that have just come cost a task of ``kind``; None where they cost nothing."""
+        known = self.calibration
+        if known is None or not known.arrival(kind):
+            return None
+        fitted = known.fitted_kind(kind)
+        std = known.arrival_std_s_per_byte.get(fitted, 0.0) / known.arrival(kind)
+        return Source.of_std(f"arrivals of {fitted}", min(std, _MOST_STD))

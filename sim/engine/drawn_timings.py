@@ -41,7 +41,7 @@ class DrawnTimings:
     ) -> None:
         self.schedule = schedule
         self.timing = timing
-        self._durations_s = np.array(durations_s, dtype=np.float64)
+        self.durations_s = np.array(durations_s, dtype=np.float64)
         self._contention = contention
         self._kept: KeptSchedule | None = None if timing.fold is None else timing.fold.kept
         self._lanes = contention.lanes
@@ -60,7 +60,7 @@ class DrawnTimings:
         """By lane and another one that it waits for; [Note: Waits of lanes] in ``shared/compile/lanes.py``."""
         numbers = {tuple(Lane).index(lane): number for number, lane in enumerate(self._lanes)}
         found: dict[tuple[int, int], NDArray[np.int64]] = {}
-        programs = programs_of(self.schedule, self._durations_s.tolist())
+        programs = programs_of(self.schedule, self.durations_s.tolist())
         for of_all, number in numbers.items():
             for place, task in enumerate(programs[of_all]):
                 for other, target in task.waits:
@@ -76,7 +76,7 @@ class DrawnTimings:
         ``factors``: (N,) by task.  ``excess``: of the excess over 1 of every slowdown by other lanes, so many times.
         Ends: (iterations, N) by task, micro-batches that are left out left out.
         """
-        ends_s = self._ends_s(self._durations_s * factors, excess)
+        ends_s = self._ends_s(self.durations_s * factors, excess)
         return self._by_task(ends_s), self._period_ratio(ends_s)
 
     def _period_ratio(self, ends_s: Seconds) -> float:
@@ -87,7 +87,7 @@ class DrawnTimings:
 
     @cached_property
     def _base_s(self) -> Seconds:
-        return self._ends_s(self._durations_s, 1.0)
+        return self._ends_s(self.durations_s, 1.0)
 
     @cached_property
     def _base_folded_s(self) -> float | None:

@@ -78,7 +78,7 @@ def with_intervals(
     )
     return record.model_copy(
         update={
-            "iteration_interval_s": iteration_interval(record.iteration_s, drawn, errors),
+            "iteration_interval_s": interval_of(record.iteration_s, time_logs(drawn, DrawnMachine(errors)), errors),
             "peak_interval_bytes": peaks.interval,
             "chance_oom": peaks.chance_above(limit_bytes),
         }
@@ -94,6 +94,11 @@ class DrawnMachine:
     def factors(self, kinds: Iterable[TaskKind]) -> dict[TaskKind, FloatArray]:
         """(NUM_DRAWS,) true over predicted seconds of each kind."""
         return {kind: np.exp(sum(_log_draws(source) for source in self.errors.sources_of(kind))) for kind in kinds}
+
+    def arrivals(self, kinds: Iterable[TaskKind]) -> dict[TaskKind, FloatArray]:
+        """(NUM_DRAWS,) true over predicted seconds of what bytes that have just come cost tasks of each kind."""
+        sources = {kind: self.errors.arrival_source_of(kind) for kind in kinds}
+        return {kind: np.ones(NUM_DRAWS) if one is None else np.exp(_log_draws(one)) for kind, one in sources.items()}
 
     @property
     def contention(self) -> FloatArray:
@@ -151,17 +156,26 @@ def time_logs(drawn: DrawnTimings, machine: DrawnMachine) -> FloatArray:
 
 
 def _replays(drawn: DrawnTimings, machine: DrawnMachine) -> Iterable[tuple[FloatArray, float]]:
-    factors = _task_factors(drawn.schedule, machine)
+    factors = _task_factors(drawn, machine)
     for of_tasks, excess in zip(factors, machine.contention.tolist(), strict=True):
         yield drawn.drawn(of_tasks, excess)
 
 
-def _task_factors(schedule: Schedule, machine: DrawnMachine) -> FloatArray:
-    """(NUM_DRAWS, N)"""
-    kinds = sorted({task.kind for task in schedule.tasks})
-    factors = machine.factors(kinds)
-    table = np.stack([factors[kind] for kind in kinds], axis=1)
-    found: FloatArray = table[:, [kinds.index(task.kind) for task in schedule.tasks]]
+def _task_factors(drawn: DrawnTimings, machine: DrawnMachine) -> FloatArray:
+    """(NUM_DRAWS, N) true over predicted seconds of every task."""
+    tasks = drawn.schedule.tasks
+    kinds = sorted({task.kind for task in tasks})
+    place_of = {kind: place for place, kind in enumerate(kinds)}
+    places = [place_of[task.kind] for task in tasks]
+    work, arrivals = (
+        np.stack([of[kind] for kind in kinds], axis=1)[:, places]
+        for of in (machine.factors(kinds), machine.arrivals(kinds))
+    )
+    known = machine.errors.calibration
+    rates = np.array([0.0 if known is None else known.arrival(kind) for kind in kinds])[places]
+    came_s = rates * np.array([task.arrived_bytes for task in tasks])
+    share = np.divide(came_s, drawn.durations_s, out=np.zeros(len(tasks)), where=drawn.durations_s > 0)
+    found: FloatArray = (1 - share) * work + share * arrivals
     return found
 
 
@@ -170,9 +184,15 @@ def around(value: float, low: float, high: float) -> Interval:
     return Interval(low=value * min(low, 1.0), high=value * max(high, 1.0))
 
 
-def iteration_interval(iteration_s: float, drawn: DrawnTimings, errors: ErrorModel) -> Interval:
-    """Where the iteration time is expected that a run of the plan will measure; ``iteration_s``: the prediction."""
-    return around(iteration_s, *central(time_logs(drawn, DrawnMachine(errors)), log_errors(errors)))
+def interval_of(iteration_s: float, logs: FloatArray, errors: ErrorModel) -> Interval | None:
+    """Where the iteration time is expected that a run of the plan will measure; ``iteration_s``: the prediction.
+
+    ``logs``: ``time_logs``.  None where most draws have no period.
+    """
+    known = logs[~np.isnan(logs)]
+    if 2 * len(known) <= len(logs):
+        return None
+    return around(iteration_s, *central(known, log_errors(errors)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,7 +240,7 @@ def drawn_peaks(
     if not others or peak_bytes <= schedule.static_bytes(Memory.DEVICE):
         return DrawnPeaks(peak_bytes, (peak_bytes,), errors.memory)
     machine = DrawnMachine(errors)
-    factors = _task_factors(schedule, machine)[: NUM_DRAWS : NUM_DRAWS // NUM_PEAKS]
+    factors = _task_factors(drawn, machine)[: NUM_DRAWS : NUM_DRAWS // NUM_PEAKS]
     contention = machine.contention[: NUM_DRAWS : NUM_DRAWS // NUM_PEAKS]
     jitter = np.random.default_rng(0).standard_normal(factors.shape) * max(JITTER_STD, errors.run_std)
     memory = DeviceMemory(schedule, drawn.timing)
@@ -233,11 +253,16 @@ def drawn_peaks(
     return DrawnPeaks(peak_bytes, held, errors.memory)
 
 
-def ratio_interval(one: FloatArray, other: FloatArray, errors: ErrorModel, *, ratio: float) -> Interval:
+def ratio_interval(one: FloatArray, other: FloatArray, errors: ErrorModel, *, ratio: float) -> Interval | None:
     """Where the measured ratio of two plans' times is expected; ``ratio``: the predicted one.
 
-    ``one``, ``other``: ``time_logs`` of the two.  What both share cancels, draw by draw.
+    ``one``, ``other``: ``time_logs`` of the two.  What both share cancels, draw by draw.  One point for one plan beside
+    itself, and None where most draws have no period.
     """
-    return around(ratio, *central(one - other, log_errors(errors, num_plans=2, is_shared=False)))
-
-
+    if np.array_equal(one, other) and ratio == 1:
+        return Interval(low=1.0, high=1.0)
+    logs = one - other
+    known = logs[~np.isnan(logs)]
+    if 2 * len(known) <= len(logs):
+        return None
+    return around(ratio, *central(known, log_errors(errors, num_plans=2, is_shared=False)))
