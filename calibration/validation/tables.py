@@ -30,8 +30,7 @@ def plans_table(found: Fidelity) -> Table:
         columns=(*columns, *more, *collectives),
         rows=[_plan_row(plan, with_collectives=found.num_ranks > 1) for plan in found.plans],
         notes=_legend(found),
-        always=2,
-        expendable=("never above", "noise"),
+        expendable=(">never above", ">predicted peak", ">noise"),
     )
 
 
