@@ -10,13 +10,15 @@ from ...shared.basics.errors import InfeasibleError
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.plan import Plan
 from ...sim.searching.confidence import NO_UNCERTAINTY
-from ...sim.searching.request import SearchRequest, Step
+from ...sim.searching.request import Effort, SearchRequest, Step
 from ...sim.searching.search import search
 from ..fitting.subject import Subject
 
 PICK: Final = "search's pick"
 ROOMY: Final = "search's pick without a budget"
 """Beside a plain loop, which has none either."""
+_MOST_REPLAYS: Final = 20_000
+"""A search that has not proven its plan by then gives the best one so far: minutes are for measuring."""
 
 
 def search_picks(subject: Subject, calibration: Calibration, budget_bytes: int) -> dict[str, Plan]:
@@ -32,6 +34,7 @@ def search_picks(subject: Subject, calibration: Calibration, budget_bytes: int) 
         calibration=calibration,
         device_budget_bytes=budget_bytes,
         step=step,
+        effort=Effort(max_replays=_MOST_REPLAYS),
     )
     found = {PICK: search(request).plan}
     if subject.workload.distillation is not None:
