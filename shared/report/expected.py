@@ -23,9 +23,8 @@ def expected_chart(records: Sequence[Record], result: SearchResult | None) -> Fi
     rows = [_row_of(record, is_stressed=result is not None and record.origin is Origin.SIMULATED) for record in records]
     others = () if result is None else result.alternatives
     for number, one in enumerate(others, start=1):
-        ties = ", cannot be told from the plan" if one.is_near_tie else ""
-        title = f"{short_plan(one)}{ties}"
-        rows.append(_row(f"next best {number}", one.iteration_s, one.iteration_interval_s, "rest", title, ties))
+        title = short_plan(one) + (", which intervals cannot tell from the plan" if one.is_near_tie else "")
+        rows.append(_row(f"next best {number}", one.iteration_s, one.iteration_interval_s, "rest", title))
     ends_s = [row.bars[0].high for row in rows] + [row.whisker.high for row in rows if row.whisker is not None]
     rightwards = across(0.0, max(ends_s))
     return Figure(
@@ -45,7 +44,7 @@ def _row_of(record: Record, *, is_stressed: bool) -> BarRow:
     is_predicted = record.origin is Origin.SIMULATED
     name = _NAME_OF_PLAN if is_stressed else ORIGIN_NAMES[record.origin]
     colour = "blue" if is_predicted else "orange"
-    return _row(name, record.iteration_s, record.iteration_interval_s, colour, name, "", is_stressed=is_stressed)
+    return _row(name, record.iteration_s, record.iteration_interval_s, colour, name, is_stressed=is_stressed)
 
 
 def _row(
@@ -54,16 +53,13 @@ def _row(
     whisker: Interval | None,
     colour: str,
     title: str,
-    note: str,
     *,
     is_stressed: bool = False,
 ) -> BarRow:
     told = format_seconds(seconds)
-    if whisker is not None:
-        told += f", {format_interval_s(whisker)}"
     return BarRow(
         name=name,
-        words=f"{told}{note}",
+        words=told if whisker is None else format_interval_s(whisker),
         title=f"{title}: {told}",
         bars=(Segment(0.0, seconds, colour),),
         whisker=whisker,
