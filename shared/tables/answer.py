@@ -156,10 +156,8 @@ def _risk(result: SearchResult) -> str:
     if other is None or other.iteration_interval_s is None:
         return f"{chosen}."
     slower = format_share(max(0.0, result.prediction.iteration_s / other.iteration_s - 1))
-    return (
-        f"{chosen}, {format_share(1 - interval.high / other.iteration_interval_s.high)} below that of the plan with the "
-        f"least predicted time, for {slower} more of that."
-    )
+    lower = format_share(1 - interval.high / other.iteration_interval_s.high)
+    return f"{chosen}, {lower} below that of the plan with the least predicted time, for {slower} more of that."
 
 
 def _survival(result: SearchResult) -> str:

@@ -113,21 +113,21 @@ def outcome_table(title: str, outcomes: Sequence[PlanOutcome], result: SearchRes
             format_seconds(outcome.iteration_s),
             format_error(outcome.iteration_s / result.prediction.iteration_s - 1)
             + (" =" if outcome.is_near_tie else ""),
-            format_interval_s(outcome.iteration_interval_s) or NO_VALUE,
             format_bytes(outcome.guaranteed_peak_device_bytes),
+            format_interval_s(outcome.iteration_interval_s) or NO_VALUE,
             format_bytes(outcome.pinned_host_bytes),
             *(values.get(name, "0") for name in names),
         )
         for outcome, values in zip(outcomes, found, strict=True)
     ]
-    fixed = (">iteration", ">over the\nplan", ">expected", ">device\npeak", ">pinned\nhost")
+    fixed = (">iteration", ">over the\nplan", ">device\npeak", ">expected", ">pinned\nhost")
     ties = any(outcome.is_near_tie for outcome in outcomes)
     return Table(
         title=title,
         columns=(*fixed, *(f">{breakable(name)}" for name in names)),
         rows=rows,
-        always=4,
-        expendable=(fixed[-1], f">{breakable('prefetch_depth')}", fixed[2]),
+        always=3,
+        expendable=(fixed[-1], f">{breakable('prefetch_depth')}", fixed[3]),
         notes=["= intervals cannot tell it from the plan"] if ties else [],
     )
 

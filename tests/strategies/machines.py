@@ -101,6 +101,7 @@ def calibrations(draw: DrawFn) -> Calibration:
         arrival_s_per_byte=draw(st.dictionaries(st.sampled_from(TaskKind), ARRIVALS_S_PER_BYTE)),
         contention=tuple(draw(st.lists(contentions(), max_size=4, unique_by=lambda entry: frozenset(entry.lanes)))),
         iteration_noise_frac=draw(st.floats(0, 0.5)),
+        iteration_error_frac=draw(st.none() | st.floats(0, 0.5)),
         fitted_to=tuple(draw(st.lists(st.sampled_from(("gpt2", "llama")), unique=True))),
         num_runs=draw(st.integers(1, 9)),
     )
