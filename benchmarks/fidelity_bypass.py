@@ -1,9 +1,9 @@
 """Fidelity of bypass distillation: a teacher and its student, predicted beside measured, by plans that came by chance.
 
 Three pairs of models of different families on the CPU as a device; two have links throttled to 2 GB/s and 1 GB/s, so
-that transfers matter.  Of every pair twenty plans of one micro-batch have residencies, chunk sizes and windows by
-chance, with teacher and student partly on the host, and a few plans have two or three micro-batches.  Beside them run
-what the search picks, within a budget and without one, and a plain loop that has both models whole on the device.
+that transfers matter.  Residencies, chunk sizes, windows, micro-batches and limits of the norm come by chance, with
+teacher and student partly on the host.  Beside these plans run what the search picks, within a budget and without one,
+and a plain loop that has both models whole on the device.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any, Final
 
 import torch
 
-from protwin.calibration.fitting.fidelity import Fidelity, measure_fidelity
 from protwin.calibration.fitting.pair_subject import PairSubject
+from protwin.calibration.validation.fidelity import Fidelity
+from protwin.calibration.validation.validate import Trial, validate
 from protwin.runtime.data.byte_text import byte_batches, python_reference
 from protwin.runtime.devices.cpu_device import CpuDevice
 from protwin.runtime.devices.probe import probe_hardware
@@ -69,8 +70,8 @@ PAIRS: Final[dict[str, tuple[dict[str, Any], Student, Callable[[], CpuDevice]]]]
 
 
 def fidelity_of_bypass(
-    name: str, rounds: int, on_progress: OnProgress | None = None
-) -> tuple[Fidelity, tuple[Record, ...]]:
+    name: str, trial: Trial, on_progress: OnProgress | None = None
+) -> tuple[Fidelity, dict[str, Record]]:
     """What is found for the pair ``name`` of ``PAIRS``."""
     configuration, student, make_device = PAIRS[name]
     torch.manual_seed(0)
@@ -86,4 +87,4 @@ def fidelity_of_bypass(
         make_device=make_device,
         make_optimizer=partial(torch.optim.AdamW, lr=1e-4, fused=True),
     )
-    return measure_fidelity(subject, rounds=rounds, on_progress=on_progress)
+    return validate(subject, trial, on_progress=on_progress)

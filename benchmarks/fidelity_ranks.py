@@ -11,8 +11,9 @@ from typing import Any, Final
 
 import torch
 
-from protwin.calibration.fitting.fidelity import Fidelity, measure_fidelity
 from protwin.calibration.fitting.subject import Subject
+from protwin.calibration.validation.fidelity import Fidelity
+from protwin.calibration.validation.validate import Trial, validate
 from protwin.runtime.data.byte_text import byte_batches, python_reference
 from protwin.runtime.devices.cpu_device import CpuDevice
 from protwin.runtime.model.configurations import build_model
@@ -33,18 +34,18 @@ _PATIENCE_S: Final = 3600.0
 
 
 def fidelity_of_ranks(
-    name: str, configuration: dict[str, Any], batch_size: int, sequence_length: int, rounds: int
-) -> tuple[Fidelity, tuple[Record, ...]]:
+    name: str, configuration: dict[str, Any], batch_size: int, sequence_length: int, trial: Trial
+) -> tuple[Fidelity, dict[str, Record]]:
     """What two processes find, and the records of rank 0."""
     with Ranks(NUM_RANKS) as ranks:
-        found = ranks.run(_measured, name, configuration, batch_size, sequence_length, rounds, patience_s=_PATIENCE_S)
+        found = ranks.run(_measured, name, configuration, batch_size, sequence_length, trial, patience_s=_PATIENCE_S)
     assert found[0][0] == found[1][0], "ranks differ in what they found"
     return found[0]
 
 
 def _measured(
-    rank: int, name: str, configuration: dict[str, Any], batch_size: int, sequence_length: int, rounds: int
-) -> tuple[Fidelity, tuple[Record, ...]]:
+    rank: int, name: str, configuration: dict[str, Any], batch_size: int, sequence_length: int, trial: Trial
+) -> tuple[Fidelity, dict[str, Record]]:
     torch.manual_seed(0)
     model = build_model(configuration, name, torch.float32, device="cpu")
     batches = byte_batches(
@@ -66,6 +67,6 @@ def _measured(
             partial(torch.optim.AdamW, lr=1e-4, fused=True),
             world=world,
         ).on_workload_of_first()
-        return measure_fidelity(subject, rounds=rounds)
+        return validate(subject, trial)
     finally:
         world.leave()

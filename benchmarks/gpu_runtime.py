@@ -13,8 +13,8 @@ import torch
 from gpu_subject import Clock, Machine, Section
 from torch import nn
 
-from protwin.calibration.fitting.fidelity import Subject
 from protwin.calibration.fitting.measurement_plans import bootstrap_plans
+from protwin.calibration.fitting.subject import Subject
 from protwin.runtime.model.batches import loss_of
 from protwin.runtime.model.snapshot import without_cache
 from protwin.runtime.training.carry_out import carry_out

@@ -16,14 +16,20 @@ if TYPE_CHECKING:
     from .fitting.fit import fit_calibration as fit_calibration
     from .fitting.slowdowns import measure_slowdowns as measure_slowdowns
     from .fitting.subject import Subject as Subject
+    from .validation.fidelity import Fidelity as Fidelity
+    from .validation.validate import Trial as Trial
+    from .validation.validate import validate as validate
 
 _HOMES = {
     "BudgetedSubject": "fitting.budgeted",
+    "Fidelity": "validation.fidelity",
     "Pair": "fitting.fit",
     "Subject": "fitting.subject",
+    "Trial": "validation.validate",
     "calibrate": "fitting.calibrate",
     "fit_calibration": "fitting.fit",
     "measure_slowdowns": "fitting.slowdowns",
+    "validate": "validation.validate",
 }
 
 __all__ = sorted(_HOMES)

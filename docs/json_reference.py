@@ -53,6 +53,7 @@ _WHENCE: Final = {
     "batch_search_result": "`protwin search --global-batch --json` prints it.",
     "comparison": "`protwin compare --json` prints it, `--output` writes it.",
     "calibration": "`protwin calibrate --json` prints it, `--output` writes it; `search` and `simulate` read it.",
+    "fidelity": "`protwin validate --json` prints it, `--output` writes it.",
     "workload": "`protwin trace --output` writes it; `search`, `simulate` and `run` read it.",
     "hardware": "`protwin hardware show --json` and `probe --json` print it, `--output` writes it, as JSON or TOML.",
     "model": "One model of the catalogue that comes with protwin.",

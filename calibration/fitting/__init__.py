@@ -1,1 +1,1 @@
-"""Measuring a machine, fitting factors, judging them."""
+"""Measuring a machine and fitting factors to it."""

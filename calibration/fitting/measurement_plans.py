@@ -1,9 +1,8 @@
-"""Plans for measuring: a few to fit a calibration to, many others to judge it by."""
+"""Plans for measuring: a few to fit a calibration to, others that span the knobs."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -62,36 +61,6 @@ def bootstrap_plans(workload: Workload, *, has_disk: bool = False, num_ranks: in
 def _num_with_modes(workload: Workload) -> int:
     """Blocks whose activations may be checkpointed: none where the method keeps nothing of them."""
     return workload.num_blocks if method_named(workload.method).policies.sections.has_modes else 0
-
-
-def random_plans(workload: Workload, number: int, *, seed: int, most_micro_batches: int = 1) -> Iterator[Plan]:
-    """``number`` different plans of one rank for ``workload``, with residencies, chunks and windows by chance.
-
-    The same ones for the same seed.  Activations are kept; micro-batches go up to ``most_micro_batches``.  Plans that a
-    calibration fits to (``bootstrap_plans``) are left out.
-    """
-    chance, largest_bytes = random.Random(seed), largest_block_bytes(workload)
-    seen = set(bootstrap_plans(workload))
-    while number:
-        chunk_bytes = max(1, round(largest_bytes * chance.choice((_HALF, _WHOLE, _DOUBLE))))
-        layout = layout_of(workload, chunk_bytes)
-        num_kept = chance.randint(0, len(layout.chunks))
-        n_host_stepped = chance.choice((0, 0, chance.randint(0, num_kept)))
-        fewest, offloaded = layout.min_buffers(num_kept), len(layout.chunks) - num_kept
-        plan = Plan(
-            workload_id=workload.identity,
-            method=workload.method,
-            chunk_bytes=chunk_bytes,
-            n_persist=num_kept - n_host_stepped,
-            n_host_stepped=n_host_stepped,
-            n_buffer=min(fewest + chance.randint(0, 4), offloaded) if fewest else 0,
-            prefetch_depth=chance.randint(1, 3),
-            micro_batches=chance.randint(1, most_micro_batches),
-        )
-        if plan not in seen:
-            seen.add(plan)
-            number -= 1
-            yield plan
 
 
 def _buffers(fewest: int, more: int) -> int:

@@ -14,6 +14,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from ...runtime.tracing.configurations import workload_of_configuration
 from ...shared.basics.documents import FrozenModel
+from ...shared.basics.interval import Interval
 from ...shared.catalogue.machines import machine, override_hardware
 from ...shared.catalogue.parts import network_part
 from ...shared.layout.layout import layout_of
@@ -38,6 +39,8 @@ class PredictedRun(FrozenModel):
     id: str
     """Of the run."""
     iteration_s: PositiveFloat
+    iteration_interval_s: Interval | None = None
+    """Where the measured time is expected; None in outcomes that do not say."""
     tokens_per_s_per_device: PositiveFloat
     samples_per_s: PositiveFloat
     """Of all devices together."""
@@ -81,6 +84,7 @@ def figures_of(run: MeasuredRun, record: Record) -> PredictedRun:
     return PredictedRun(
         id=run.id,
         iteration_s=record.iteration_s,
+        iteration_interval_s=record.iteration_interval_s,
         tokens_per_s_per_device=record.tokens_per_s_per_device,
         samples_per_s=record.samples_per_s,
         mfu_frac=record.mfu_frac,

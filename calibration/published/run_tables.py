@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, median
 from typing import Final
 
 from ...shared.tables.table import Heading, Parts, Table
@@ -99,6 +99,37 @@ def by_class(predicted: Predicted) -> Parts:
     ]
     columns = ("class", ">runs", ">mean error", ">mean size", ">worst", f">within {WITHIN_FRAC:.0%}")
     return (Table(title="Times of all published runs, by class", columns=columns, rows=rows),)
+
+
+def of_intervals(predicted: Predicted) -> Parts:
+    """How many measured times the predicted intervals contain, class by class, and how wide these are."""
+    classes: dict[str, list[tuple[bool, float]]] = {}
+    for run in MEASURED_RUNS:
+        found = predicted[run.id]
+        interval = found.iteration_interval_s
+        if run.iteration_s is not None and interval is not None:
+            told = interval.contains(run.iteration_s), interval.half_width_frac(found.iteration_s)
+            classes.setdefault(run.run_class, []).append(told)
+    every = [told for of_class in classes.values() for told in of_class]
+    if not every:
+        return ()
+    rows = [_interval_row(name, of_class) for name, of_class in (*classes.items(), ("all", every))]
+    columns = ("class", ">runs", ">inside", ">share", ">median half-width")
+    return (
+        Table(
+            title="Intervals that nine in ten measured times are to lie in",
+            columns=columns,
+            rows=rows,
+            ruled=frozenset({len(rows) - 1}),
+            styles={len(rows) - 1: "bold"},
+        ),
+    )
+
+
+def _interval_row(name: str, told: Sequence[tuple[bool, float]]) -> tuple[str, ...]:
+    num_inside = sum(is_inside for is_inside, _ in told)
+    width = median(half_width for _, half_width in told)
+    return name, str(len(told)), str(num_inside), f"{num_inside / len(told):.0%}", f"{width:.0%}"
 
 
 def of_comparisons(
@@ -202,6 +233,7 @@ def run_tables(outcome: Outcome, calibrated: Sequence[Comparison]) -> Parts:
         Heading("Training runs"),
         *in_own_units(predicted),
         *by_class(predicted),
+        *of_intervals(predicted),
         *of_comparisons(*outcome.pairs(), calibrated),
         *of_memory(predicted, outcome.memories()),
     )

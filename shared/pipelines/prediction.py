@@ -8,6 +8,7 @@ from typing import ClassVar, Self
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from ..basics.documents import Document, FrozenModel
+from ..basics.interval import Interval
 from ..schema.record import Record
 from .pipeline import Pipeline
 
@@ -50,6 +51,11 @@ class PipelinePrediction(Document):
     def iteration_s(self) -> float:
         """Seconds of one optimizer step of all stages."""
         return self.stages[self.slowest].record.iteration_s
+
+    @property
+    def iteration_interval_s(self) -> Interval | None:
+        """Where the time of the slowest stage is expected; another one that takes longer then is not counted."""
+        return self.stages[self.slowest].record.iteration_interval_s
 
     @property
     def num_tokens(self) -> int:

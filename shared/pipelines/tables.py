@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..basics.units import format_bytes, format_number, format_seconds
 from ..schema.plan import mode_words
-from ..tables.labels import LANE_NAMES, NO_VALUE, bottleneck, busy_frac, format_share
+from ..tables.labels import LANE_NAMES, NO_VALUE, bottleneck, busy_frac, format_interval_s, format_share
 from ..tables.question import question_table
 from ..tables.record import plan_table
 from ..tables.table import Heading, Parts, Table
@@ -48,6 +48,7 @@ def stage_table(prediction: PipelinePrediction) -> Table:
                 _pairs(stage.first_pair, stage.num_pairs),
                 format_bytes(stage.parameter_bytes),
                 format_seconds(record.iteration_s),
+                format_interval_s(record.iteration_interval_s) or NO_VALUE,
                 format_bytes(record.guaranteed_peak_device_bytes),
                 _busiest(prediction, number),
                 "◀ slowest" if number == prediction.slowest else "",
@@ -55,7 +56,7 @@ def stage_table(prediction: PipelinePrediction) -> Table:
         )
     return Table(
         title="Stages",
-        columns=("stage", "pairs", ">parameters", ">iteration", ">device peak", "bottleneck", ""),
+        columns=("stage", "pairs", ">parameters", ">iteration", ">expected", ">device peak", "bottleneck", ""),
         rows=rows,
         styles={prediction.slowest: "bold"},
         notes=[

@@ -15,6 +15,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt
 
 from ..basics.documents import Document, FrozenModel, Name
 from ..basics.errors import ProtwinError
+from ..basics.interval import Interval
 from ..schema.record import Origin, Record, TaskTiming
 from ..schema.schedule import Lane, Memory, TaskKind, in_kind_order
 
@@ -29,6 +30,13 @@ class TimePair(FrozenModel):
     predicted_s: NonNegativeFloat
     measured_s: NonNegativeFloat
     error_frac: float | None
+    interval_s: Interval | None = None
+    """Where the measured one was expected; None where the prediction does not say."""
+
+    @property
+    def is_inside(self) -> bool | None:
+        """Whether it was measured there; None without an interval."""
+        return None if self.interval_s is None else self.interval_s.contains(self.measured_s)
 
 
 class BytesPair(FrozenModel):
@@ -37,6 +45,13 @@ class BytesPair(FrozenModel):
     predicted_bytes: NonNegativeInt
     measured_bytes: NonNegativeInt
     error_frac: float | None
+    interval_bytes: Interval | None = None
+    """Where the measured one was expected; None where the prediction does not say."""
+
+    @property
+    def is_inside(self) -> bool | None:
+        """Whether it was measured there; None without an interval."""
+        return None if self.interval_bytes is None else self.interval_bytes.contains(self.measured_bytes)
 
 
 class KindComparison(FrozenModel):
@@ -160,7 +175,7 @@ def compare_records(predicted: Record, measured: Record) -> Comparison:
         predicted_hardware=predicted.hardware_name,
         measured_hardware=measured.hardware_name,
         machine=measured.machine,
-        iteration=_times(predicted.iteration_s, measured.iteration_s),
+        iteration=_times(predicted.iteration_s, measured.iteration_s, predicted.iteration_interval_s),
         noise_frac=measured.iteration_noise_frac,
         tolerance_frac=tolerance_frac,
         forward=_times(predicted.forward_s, measured.forward_s),
@@ -218,9 +233,12 @@ def _check_pair(predicted: Record, measured: Record) -> None:
             )
 
 
-def _times(predicted_s: float, measured_s: float) -> TimePair:
+def _times(predicted_s: float, measured_s: float, interval_s: Interval | None = None) -> TimePair:
     return TimePair(
-        predicted_s=predicted_s, measured_s=measured_s, error_frac=signed_error_frac(predicted_s, measured_s)
+        predicted_s=predicted_s,
+        measured_s=measured_s,
+        error_frac=signed_error_frac(predicted_s, measured_s),
+        interval_s=interval_s,
     )
 
 
@@ -232,6 +250,7 @@ def _peaks(predicted: Record, measured: Record, memory: Memory) -> BytesPair | N
         predicted_bytes=predicted_curve.peak_bytes,
         measured_bytes=measured_curve.peak_bytes,
         error_frac=signed_error_frac(predicted_curve.peak_bytes, measured_curve.peak_bytes),
+        interval_bytes=predicted.peak_interval_bytes if memory is Memory.DEVICE else None,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Final
 
 from markupsafe import Markup
 
+from ..basics.interval import Interval
 from .svg import PLOT_PX, joined, line, share, tag, text, zoomable
 
 
@@ -151,6 +152,8 @@ def y_axis(scale: Scale, unit: Unit, *, title: str = "") -> Markup:
 
 _ROW_PX: Final = 30.0
 _BAR_PX: Final = 18.0
+_CAP_PX: Final = 5.0
+"""Half of the caps of a whisker."""
 _CHARACTER_PX: Final = 7.2
 NARROWEST_PX: Final = 250.0
 """The width of a plot on a telephone."""
@@ -183,6 +186,8 @@ class BarRow:
     """Stressed, before the axis."""
     bound: float | None = None
     """Where a mark stands across the row."""
+    whisker: Interval | None = None
+    """Where the true end of the bars is expected."""
     is_stressed: bool = False
 
 
@@ -210,6 +215,10 @@ def _bar_row(row: BarRow, scale: Scale) -> Markup:
     if row.bound is not None:
         x = share(scale(row.bound))
         parts.append(line(x, 1, x, _ROW_PX - 1, "limit-line"))
+    if row.whisker is not None:
+        left, right, middle = share(scale(row.whisker.low)), share(scale(row.whisker.high)), _ROW_PX / 2
+        parts.append(line(left, middle, right, middle, "whisker"))
+        parts += [line(end, middle - _CAP_PX, end, middle + _CAP_PX, "whisker") for end in (left, right)]
     return zoomable(_ROW_PX, tag("g", *parts))
 
 

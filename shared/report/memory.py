@@ -14,7 +14,7 @@ from ..records.memory_by_content import Stack
 from ..schema.memory_accounts import DeviceReserved
 from ..schema.record import MemoryCurve, Record
 from ..schema.schedule import Content, Memory
-from ..tables.labels import CONTENT_NAMES, ORIGIN_NAMES
+from ..tables.labels import CONTENT_NAMES, ORIGIN_NAMES, format_interval_bytes
 from .axes import Scale, across, bytes_unit, time_unit, x_axis, y_axis
 from .svg import PLOT_PX, Figure, area_mark, circle, joined, line, share, spread, stretched, tag, text, zoomable
 from .svg import value_text as px
@@ -83,6 +83,8 @@ def memory_chart(
     highest = max(max(curve.peak_bytes, *curve.levels_bytes) for _, curve in curves)
     rightwards, upwards = _scales(time_range_s, highest, limits)
     drawn = [_curve(record, curve, rightwards, upwards, index) for index, (record, curve) in enumerate(curves)]
+    bands = [found for record, _ in curves if (found := _band(record, upwards)) is not None]
+    drawn = [*bands, *drawn]
     marks = [(_curve_mark(_line_class(i)), _curve_words(record, curve)) for i, (record, curve) in enumerate(curves)]
     return Figure(
         name="memory",
@@ -90,9 +92,23 @@ def memory_chart(
         drawing=_laid_over(drawn, rightwards, upwards, limits),
         caption=("How much is held", " over one iteration"),
         label="Device memory over one iteration: " + "; ".join(words for _, words in marks),
-        legend=tuple(marks),
+        legend=(*marks, *([(_band_mark(), "where the measured peak is expected")] if bands else [])),
         class_="levels",
     )
+
+
+def _band(record: Record, upwards: Scale) -> Markup | None:
+    """Where the measured peak is expected, across the drawing; None where it is one size, or unknown."""
+    interval = record.peak_interval_bytes
+    if interval is None or interval.low == interval.high:
+        return None
+    top, bottom = upwards(min(interval.high, upwards.high)), upwards(interval.low)
+    title = tag("title", f"peak expected {format_interval_bytes(interval)}")
+    return tag("rect", title, x=0.0, y=top, width="100%", height=bottom - top, class_="band")
+
+
+def _band_mark() -> Markup:
+    return tag("rect", x=0.0, y=1.0, width=24.0, height=10.0, class_="band")
 
 
 def stack_chart(stack: Stack, time_range_s: tuple[float, float], limits: Sequence[Limit]) -> Figure:

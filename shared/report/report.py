@@ -9,6 +9,7 @@ from typing import Final
 from markupsafe import Markup
 
 from ..basics.errors import ProtwinError
+from ..basics.interval import Interval
 from ..basics.units import format_bytes, format_number, format_seconds
 from ..records.chrome_trace import check_schedule
 from ..records.comparison import compare_records, signed_error_frac
@@ -22,6 +23,8 @@ from ..tables.labels import (
     NO_VALUE,
     ORIGIN_NAMES,
     format_error,
+    format_interval_bytes,
+    format_interval_s,
     format_share,
     how_much_faster,
     num_blocks,
@@ -29,6 +32,7 @@ from ..tables.labels import (
 from ..tables.question import question_table
 from ..tables.record import alive_table, beyond_table, plan_table, ranks_table, traffic_table
 from .alive import alive_chart
+from .expected import expected_chart
 from .losses import agreement, losses_chart
 from .memory import CONTENT_COLOURS, Limit, limits, memory_chart, stack_chart
 from .page import Card, PageTable, Part, Report, Section, quiet
@@ -94,7 +98,7 @@ def report(title: str, facts: Facts) -> Report:
     knobs = PageTable(replace(plan_table(predicted.plan, num_blocks=num_blocks(predicted)), title="Knobs"), "knobs")
     sections = [
         Section("Plan", ((knobs, PageTable(traffic_table(records))),)),
-        Section("Where the time goes", _phases(records)),
+        Section("Where the time goes", _phases(records, facts.search)),
         Section("Ranks", _ranks(records)),
         Section("Timeline", _timeline(facts)),
         Section("Device memory", _memory_figures(facts, held_against)),
@@ -160,9 +164,10 @@ def _timeline(facts: Facts) -> tuple[Part, ...]:
     return (quiet(*words), *lane_charts(facts.records, facts.schedule))
 
 
-def _phases(records: Sequence[Record]) -> tuple[Figure, ...]:
-    """What compute does and waits for in each phase."""
-    return (chart,) if (chart := phase_chart(records)) else ()
+def _phases(records: Sequence[Record], search: SearchResult | BatchSearchResult | None) -> tuple[Figure, ...]:
+    """How sure the times are, and what compute does and waits for in each phase."""
+    charts = (expected_chart(records, None if search is None else plain_result(search)), phase_chart(records))
+    return tuple(chart for chart in charts if chart is not None)
 
 
 def _memory_figures(facts: Facts, held_against: Sequence[Limit]) -> tuple[Figure, ...]:
@@ -221,13 +226,18 @@ def _iteration_card(predicted: Record, measured: Record | None) -> Card:
     if measured is None:
         noise_frac = predicted.iteration_noise_frac
         spread = (f"± {format_share(noise_frac)}",) if noise_frac else ()
+        if predicted.iteration_interval_s is not None:
+            spread = (f"expected {format_interval_s(predicted.iteration_interval_s)}",)
         return Card("Iteration, predicted", format_seconds(predicted.iteration_s), spread)
     error = format_error(signed_error_frac(predicted.iteration_s, measured.iteration_s))
+    expected = predicted.iteration_interval_s
+    where = () if expected is None else (f"{_where(expected, measured.iteration_s)} {format_interval_s(expected)}",)
     return Card(
         "Iteration, measured",
         format_seconds(measured.iteration_s),
         (
             _predicted(format_seconds(predicted.iteration_s), error),
+            *where,
             f"noise ± {format_share(measured.iteration_noise_frac)}; {measured.num_iterations} iterations were timed",
         ),
     )
@@ -238,13 +248,19 @@ def _peak_card(predicted: Record, measured: Record | None) -> Card:
     if measured is not None and measured.peak_device_bytes > predicted.guaranteed_peak_device_bytes:
         more_bytes = measured.peak_device_bytes - predicted.guaranteed_peak_device_bytes
         bound = f"{format_bytes(more_bytes)} above the plan's own most, which the training loop holds besides"
+    expected = predicted.peak_interval_bytes
     if measured is None or not measured.peak_device_bytes:
-        return Card("Peak device memory, predicted", format_bytes(predicted.peak_device_bytes), (bound,))
+        told = () if expected is None else (f"expected {format_interval_bytes(expected)}",)
+        return Card("Peak device memory, predicted", format_bytes(predicted.peak_device_bytes), (*told, bound))
     error = format_error(signed_error_frac(predicted.peak_device_bytes, measured.peak_device_bytes))
     details: tuple[str, ...] = (_predicted(format_bytes(predicted.peak_device_bytes), error), bound)
     if measured.highest_peak_device_bytes > measured.peak_device_bytes:
         details = (*details, f"the highest of any rank is {format_bytes(measured.highest_peak_device_bytes)}")
     return Card("Peak device memory, measured", format_bytes(measured.peak_device_bytes), details)
+
+
+def _where(interval: Interval, measured: float) -> str:
+    return "inside" if interval.contains(measured) else "outside"
 
 
 def _predicted(figure: str, error: str) -> Markup:

@@ -8,6 +8,7 @@ from typing import ClassVar
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from ..basics.documents import Document, FrozenModel
+from ..basics.interval import Interval
 from .optimizer import Optimizer
 from .plan import Plan
 from .plan_kind import PlanKind
@@ -34,6 +35,8 @@ class MachineAdvice(FrozenModel):
     """As of ``SearchResult``."""
     micro_batch_size: PositiveInt | None = None
     """Samples that each device takes at a time."""
+    iteration_interval_s: Interval | None = None
+    """Where the iteration time of the plan is expected; None without a plan, or in files that do not say."""
     iteration_s: PositiveFloat | None = None
     num_tokens: PositiveInt | None = None
     """Per iteration."""

@@ -1,4 +1,9 @@
-"""The calibration: how one machine differs from what the cost model says of it."""
+"""The calibration: how one machine differs from what the cost model says of it.
+
+[Note: Kinds without runs]
+Where no fitted run had a kind of tasks, one that does the same on the same lane counts: a forward for a teacher's, a
+gather for a fetch of activations, CPU Adam for a sum of gradients.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +57,10 @@ class Calibration(Document):
     """Kinds that are absent have factor 1."""
     overhead_s: dict[TaskKind, NonNegativeFloat] = {}
     """Seconds added to every task of a kind: hooks, launches, thread hand-over."""
+    arrival_s_per_byte: dict[TaskKind, NonNegativeFloat] = {}
+    """Seconds added to a task for every byte that it is the first to read since a copy brought it; absent: 0."""
+    arrival_std_s_per_byte: dict[TaskKind, NonNegativeFloat] = {}
+    """Standard deviation of each of these."""
     contention: tuple[Contention, ...] = ()
     """Measured sets of lanes; sets that are absent are composed from what is known (``sim/costs/contention.py``)."""
     host_optimizer_factors: dict[Optimizer, PositiveFloat] = {}
@@ -64,6 +73,9 @@ class Calibration(Document):
     """The same of a step on the device."""
     iteration_noise_frac: NonNegativeFloat = 0.0
     """Run-to-run spread of the measured iteration time: median absolute deviation over the median."""
+    iteration_error_frac: NonNegativeFloat | None = None
+    """Root mean square of the relative errors of iterations of runs that were left out of the fit, one plan at a time;
+    None: unknown."""
     fitted_to: tuple[str, ...] = ()
     """Names of the workloads that the factors were fitted to."""
     num_runs: PositiveInt = 1
@@ -76,20 +88,20 @@ class Calibration(Document):
         return self
 
     def factor(self, kind: TaskKind) -> float:
-        """The factor of a task kind; 1 where none was fitted.
-
-        Where no fitted run had a kind, one that does the same on the same lane counts: a forward for a teacher's, a
-        gather for a fetch of activations, CPU Adam for a sum of gradients.
-        """
-        found = self.factors.get(self._fitted(kind))
+        """The factor of a task kind, by [Note: Kinds without runs]; 1 where none was fitted."""
+        found = self.factors.get(self.fitted_kind(kind))
         return found.value if found is not None else 1.0
 
     def overhead(self, kind: TaskKind) -> float:
         """Seconds added to every task of a kind; of kinds as ``factor`` says."""
-        return self.overhead_s.get(self._fitted(kind), 0.0)
+        return self.overhead_s.get(self.fitted_kind(kind), 0.0)
 
-    def _fitted(self, kind: TaskKind) -> TaskKind:
-        """The kind whose figures count for ``kind``."""
+    def arrival(self, kind: TaskKind) -> float:
+        """Seconds added for every byte that has just come; of kinds as ``factor`` says."""
+        return self.arrival_s_per_byte.get(self.fitted_kind(kind), 0.0)
+
+    def fitted_kind(self, kind: TaskKind) -> TaskKind:
+        """The kind whose figures count for ``kind``: itself, or one that is like it ([Note: Kinds without runs])."""
         alike = _ALIKE.get(kind)
         return alike if alike is not None and kind not in self.factors else kind
 

@@ -6,10 +6,11 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import Any, ClassVar, Final, Self
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from ..basics.documents import Document, FrozenModel, Name
 from ..basics.errors import PlanError
+from ..basics.interval import Interval
 from .memory_accounts import DeviceReserved, HostMemory
 from .plan import Plan
 from .question import Question
@@ -231,6 +232,8 @@ class Record(Document):
     iteration_noise_frac: NonNegativeFloat = 0.0
     """Median absolute deviation of iterations from ``iteration_s``, over it, or how far runs of one plan lie apart, if
     that was measured and is more; 0 in an uncalibrated prediction."""
+    iteration_interval_s: Interval | None = None
+    """Of a prediction, where the ``iteration_s`` that a run of this plan measures is expected; None if unknown."""
     num_iterations: PositiveInt = 1
     """Timed iterations; times are means over the typical half of them."""
     forward_s: NonNegativeFloat
@@ -244,6 +247,11 @@ class Record(Document):
     tasks: tuple[TaskTiming, ...]
     lanes: tuple[LaneUse, ...]
     memory: tuple[MemoryCurve, ...]
+    peak_interval_bytes: Interval | None = None
+    """Of a prediction, where the measured peak of device memory is expected; None if unknown."""
+    chance_oom: NonNegativeFloat | None = Field(default=None, le=1)
+    """Of a prediction, the chance that the peak of device memory is above the budget that was asked for, or above what
+    the device has for training where none was; None if unknown."""
     guaranteed_peak_device_bytes: NonNegativeInt
     """What no timing of this schedule can exceed."""
     price_usd_per_hour: PositiveFloat | None = None

@@ -8,6 +8,7 @@ from typing import ClassVar, Final, Self
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from ..basics.documents import Document, FrozenModel
+from ..basics.interval import Interval
 from .plan import ParallelMode, Plan, mode_words
 from .plan_kind import PlanKind, Uncertainty
 from .record import Record
@@ -26,12 +27,25 @@ class Goal(StrEnum):
     """The smallest guaranteed device peak."""
 
 
+class Risk(StrEnum):
+    """Which end of its uncertain time a plan is chosen by."""
+
+    MEAN = "mean"
+    """The predicted time."""
+    HIGH = "high"
+    """The upper end of its interval."""
+
+
 class PlanOutcome(FrozenModel):
     """What the search knows of one plan that fits."""
 
     plan: Plan
     plan_kind: PlanKind
     iteration_s: PositiveFloat
+    iteration_interval_s: Interval | None = None
+    """Where the time that a run of it measures is expected; None where nothing tells."""
+    ratio_interval: Interval | None = None
+    """Where its measured time over that of the recommended plan is expected: errors that both share cancel."""
     is_simulated: bool
     """Whether the simulator ran it; otherwise it was replayed by the same rules, beside many others, and the two agree
     to five digits."""
@@ -40,6 +54,11 @@ class PlanOutcome(FrozenModel):
     pinned_host_bytes: NonNegativeInt
     host_bytes: NonNegativeInt
     """Host memory that is not pinned: optimizer state of offloaded chunks."""
+
+    @property
+    def is_near_tie(self) -> bool:
+        """Whether its interval cannot tell it from the recommended plan."""
+        return self.ratio_interval is not None and self.ratio_interval.contains(1.0)
 
 
 class Lack(FrozenModel):
@@ -258,6 +277,8 @@ class SearchResult(Document):
     hardware_name: str
     device_budget_bytes: PositiveInt
     host_budget_bytes: NonNegativeInt
+    risk: Risk = Risk.MEAN
+    """Which end of the predicted time the plan was chosen by."""
     goal: Goal = Goal.FASTEST
     goal_words: str = ""
     """What was reached, in words, and what lies beyond it."""
@@ -276,6 +297,10 @@ class SearchResult(Document):
     """What people do without a search, on the same machine."""
     expandable: PlanOutcome | None = None
     """A faster plan whose segments fit only with expandable segments."""
+    passed_over_for_risk: PlanOutcome | None = None
+    """The plan of the least predicted time, where another one has the lower upper end."""
+    num_weighed: NonNegativeInt = 0
+    """Plans whose upper ends were compared, for ``risk``: the fastest ones that the search looked at closely."""
     passed_over: PlanOutcome | None = None
     """A faster plan of a less simple kind, the gain of which is within the uncertainty."""
     host_bound: HostBound | None = None

@@ -7,7 +7,7 @@ from typing import Final
 
 from ..basics.units import format_bytes, format_duration, format_number, format_seconds
 from ..schema.advice import Advice, LargestModel, LargestModels, MachineAdvice, PublishedLargest, TrainedModel
-from .labels import LANE_NAMES, NO_VALUE, format_share
+from .labels import LANE_NAMES, NO_VALUE, format_interval_s, format_share
 from .memory import EXPANDABLE_SETTING
 from .question import asked_of_all_table
 from .table import Parts, Row, Table
@@ -15,6 +15,7 @@ from .table import Parts, Row, Table
 _PRICES: Final = (">USD per\nhour", ">USD per\nM tokens")
 _RUN: Final = (">time", ">USD\nin all")
 _PEAK: Final = ">device\npeak"
+_EXPECTED: Final = "expected"
 _MICRO_BATCH: Final = ">micro-\nbatch"
 
 
@@ -48,6 +49,7 @@ def machine_table(title: str, deals: Sequence[MachineAdvice]) -> Table:
         _PEAK,
         _MICRO_BATCH,
         "plan",
+        _EXPECTED,
         *_RUN,
         *_PRICES,
     )
@@ -56,7 +58,7 @@ def machine_table(title: str, deals: Sequence[MachineAdvice]) -> Table:
         columns, rows = columns[: -len(_PRICES)], [row[: -len(_PRICES)] for row in rows]
     if not any(one.run for one in deals):
         columns, rows = _without(columns, rows, _RUN)
-    expendable = tuple(name for name in (_PRICES[0], _PEAK, _MICRO_BATCH, ">iteration") if name in columns)
+    expendable = tuple(name for name in (_EXPECTED, _PRICES[0], _PEAK, _MICRO_BATCH, ">iteration") if name in columns)
     return Table(title=title, columns=columns, rows=rows, always=3, expendable=expendable)
 
 
@@ -106,6 +108,7 @@ def _cells(one: MachineAdvice) -> Row:
         format_bytes(one.guaranteed_peak_device_bytes or 0),
         f"{one.micro_batch_size} x {one.plan.micro_batches}",
         NO_VALUE if one.plan_kind is None else f"{one.plan_kind}{'' if one.survives is not False else ', tight'}",
+        format_interval_s(one.iteration_interval_s) or NO_VALUE,
         *_run_cells(one),
         NO_VALUE if price is None else f"{price:.2f}",
         NO_VALUE if cost is None else f"{cost:.3f}",

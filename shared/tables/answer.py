@@ -7,7 +7,7 @@ from typing import Final
 from ..basics.units import format_bytes, format_number, format_seconds
 from ..schema.plan import Plan, TrainingMethod
 from ..schema.plan_kind import PlanKind
-from ..schema.search_result import Baseline, Goal, PlanOutcome, SearchResult
+from ..schema.search_result import Baseline, Goal, PlanOutcome, Risk, SearchResult
 from .labels import NO_VALUE, format_share
 from .memory import DEFAULT_SETTINGS, EXPANDABLE_SETTING
 from .table import Table
@@ -103,6 +103,7 @@ def recommendation(result: SearchResult) -> str:
     """Whether the host binds, what to do, what it gains, whether it survives, and what was passed over."""
     goal = f"{_GOALS[result.goal]}: {result.goal_words}." if result.goal_words else ""
     sentences = [_host_bound(result), goal, _gain(result), _survival(result), _expandable(result), _passed_over(result)]
+    sentences.insert(3, _risk(result))
     return " ".join(sentence for sentence in sentences if sentence)
 
 
@@ -141,6 +142,22 @@ def _gain(result: SearchResult) -> str:
     if 1 - uncertainty_frac < ratio < 1 / (1 - uncertainty_frac):
         gain += f", which is within the uncertainty of such a comparison, {format_share(uncertainty_frac)}"
     return f"{head}; {gain}."
+
+
+def _risk(result: SearchResult) -> str:
+    """What the plan was chosen by, where that is not the predicted time."""
+    interval, other = result.prediction.iteration_interval_s, result.passed_over_for_risk
+    if result.risk is Risk.MEAN or interval is None:
+        return ""
+    chosen = (
+        f"Of the {result.num_weighed:,} fastest plans that were looked at closely, it has the least upper end of the "
+        f"time: {format_seconds(interval.high)}"
+    )
+    if other is None or other.iteration_interval_s is None:
+        return f"{chosen}."
+    slower = format_share(max(0.0, result.prediction.iteration_s / other.iteration_s - 1))
+    lower = format_share(1 - interval.high / other.iteration_interval_s.high)
+    return f"{chosen}, {lower} below that of the plan with the least predicted time, for {slower} more of that."
 
 
 def _survival(result: SearchResult) -> str:

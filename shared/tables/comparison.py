@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from ..basics.units import format_bytes, format_seconds
 from ..records.comparison import BytesPair, Comparison, TaskComparison, TimePair
 from ..records.ranks import rank_name
-from .labels import LANE_NAMES, NO_VALUE, format_error, format_share, kind_name, task_name
+from .labels import (
+    LANE_NAMES,
+    NO_VALUE,
+    format_error,
+    format_interval_bytes,
+    format_interval_s,
+    format_share,
+    kind_name,
+    task_name,
+)
 from .table import Heading, Parts, Row, Table
 
 _Pair = TimePair | BytesPair | None
@@ -29,12 +38,25 @@ def pair_tables(comparison: Comparison) -> tuple[Table, ...]:
 
 
 def comparison_sentences(comparison: Comparison) -> tuple[str, ...]:
-    """Where the records part, and the tasks that one of them lacks."""
-    sentences = [_parting(comparison)]
+    """Whether what was measured was expected, where the records part, and the tasks that one of them lacks."""
+    sentences = [*_expected(comparison), _parting(comparison)]
     for words, names in (("predicted", comparison.only_predicted), ("measured", comparison.only_measured)):
         if names:
             sentences.append(f"Only {words}: {', '.join(names)}.")
     return tuple(sentences)
+
+
+def _expected(comparison: Comparison) -> list[str]:
+    """Whether the measured time and peak lie inside the predicted intervals."""
+    told = []
+    if comparison.iteration.interval_s is not None:
+        where = "inside" if comparison.iteration.is_inside else "outside"
+        told.append(f"the iteration time lies {where} {format_interval_s(comparison.iteration.interval_s)}")
+    peak = comparison.peak_device
+    if peak is not None and peak.interval_bytes is not None:
+        where = "inside" if peak.is_inside else "outside"
+        told.append(f"the device peak {where} {format_interval_bytes(peak.interval_bytes)}")
+    return [f"Of the intervals that nine in ten measurements lie in: {', '.join(told)}."] if told else []
 
 
 def _parting(comparison: Comparison) -> str:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
-from ..basics.units import format_bytes
+from ..basics.interval import Interval
+from ..basics.units import format_bytes, format_seconds
 from ..records.chrome_trace import subject_of
 from ..schema.optimizer import HostGradients, Optimizer
 from ..schema.plan import ParallelMode, Plan, TrainingMethod
@@ -107,6 +108,19 @@ def format_share(share_frac: float) -> str:
     """``"45.2 %"``; what is more than nothing is never ``"0.0 %"``."""
     shown = f"{share_frac * 100:.1f} %"
     return "< 0.1 %" if shown == "0.0 %" and share_frac > 0 else shown
+
+
+def format_interval_s(interval: Interval | None) -> str:
+    """``"1.2 s to 1.5 s"``; empty where there is none."""
+    return "" if interval is None else f"{format_seconds(interval.low)} to {format_seconds(interval.high)}"
+
+
+def format_interval_bytes(interval: Interval | None) -> str:
+    """``"3.1 GiB to 3.4 GiB"``, one size where it is a point; empty where there is none."""
+    if interval is None:
+        return ""
+    low, high = format_bytes(interval.low), format_bytes(interval.high)
+    return low if low == high else f"{low} to {high}"
 
 
 def how_much_faster(gap_frac: float) -> str:

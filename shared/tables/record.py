@@ -18,6 +18,8 @@ from .labels import (
     alive_at_peak,
     bottleneck,
     busy_frac,
+    format_interval_bytes,
+    format_interval_s,
     format_share,
     knobs,
     num_blocks,
@@ -61,6 +63,8 @@ def iteration_table(record: Record) -> Table:
     rows = [row for phase in IterationPhase for row in _phase_rows(record, phase)]
     num_phase_rows = len(rows)
     spread = f"± {format_share(record.iteration_noise_frac)}" if record.iteration_noise_frac else ""
+    if record.iteration_interval_s is not None:
+        spread = format_interval_s(record.iteration_interval_s)
     rows.append(("iteration", format_seconds(record.iteration_s), spread))
     num_ranks = record.plan.num_ranks
     of_all = f"{num_ranks:,} ranks" if num_ranks > 1 else ""
@@ -164,10 +168,21 @@ def _phase_rows(record: Record, phase: IterationPhase) -> Iterator[tuple[str, st
 def memory_table(record: Record) -> Table:
     """Peaks of every memory of the record, and the bound that no timing can exceed."""
     rows = [(MEMORY_NAMES[curve.memory], format_bytes(curve.peak_bytes), curve.peak_at) for curve in record.memory]
+    if record.peak_interval_bytes is not None:
+        rows.insert(1, ("", "", _peak_words(record)))
     guaranteed = format_bytes(record.guaranteed_peak_device_bytes)
     rows.append(("guaranteed device peak", guaranteed, "any timing of this plan"))
     rows += [(row.name, format_bytes(row.size_bytes), row.words) for row in beyond_the_schedule(record)]
     return Table(title="Memory", columns=("memory", ">peak", "during, or of what"), rows=rows)
+
+
+def _peak_words(record: Record) -> str:
+    """Where the device peak is expected, and the chance that it is too high."""
+    expected = f"expected {format_interval_bytes(record.peak_interval_bytes)}"
+    if not record.chance_oom:
+        return expected
+    chance = "below 0.1 %" if record.chance_oom < 0.001 else format_share(record.chance_oom)
+    return f"{expected}; chance to run out of memory {chance}"
 
 
 def beyond_table(record: Record) -> Table | None:

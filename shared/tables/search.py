@@ -8,7 +8,7 @@ from typing import Final
 from ..basics.units import format_bytes, format_seconds
 from ..schema.search_result import BatchSearchResult, Certificate, LeftOut, PlanOutcome, SearchResult, WhatIf
 from .answer import baseline_table, recommendation
-from .labels import NO_VALUE, format_error, format_share, how_much_faster, knobs
+from .labels import NO_VALUE, format_error, format_interval_s, format_share, how_much_faster, knobs
 from .record import record_tables
 from .table import Parts, Table, breakable
 
@@ -111,20 +111,24 @@ def outcome_table(title: str, outcomes: Sequence[PlanOutcome], result: SearchRes
     rows = [
         (
             format_seconds(outcome.iteration_s),
-            format_error(outcome.iteration_s / result.prediction.iteration_s - 1),
+            format_error(outcome.iteration_s / result.prediction.iteration_s - 1)
+            + (" =" if outcome.is_near_tie else ""),
             format_bytes(outcome.guaranteed_peak_device_bytes),
+            format_interval_s(outcome.iteration_interval_s) or NO_VALUE,
             format_bytes(outcome.pinned_host_bytes),
             *(values.get(name, "0") for name in names),
         )
         for outcome, values in zip(outcomes, found, strict=True)
     ]
-    fixed = (">iteration", ">over the\nplan", ">device\npeak", ">pinned\nhost")
+    fixed = (">iteration", ">over the\nplan", ">device\npeak", ">expected", ">pinned\nhost")
+    ties = any(outcome.is_near_tie for outcome in outcomes)
     return Table(
         title=title,
         columns=(*fixed, *(f">{breakable(name)}" for name in names)),
         rows=rows,
         always=3,
-        expendable=(fixed[-1], f">{breakable('prefetch_depth')}"),
+        expendable=(fixed[-1], f">{breakable('prefetch_depth')}", fixed[3]),
+        notes=["= intervals cannot tell it from the plan"] if ties else [],
     )
 
 

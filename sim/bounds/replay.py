@@ -16,7 +16,7 @@ Where the compiled replay is there, it runs the plans one by one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
@@ -24,6 +24,7 @@ import numpy as np
 
 from ..costs.contention import ContentionModel
 from ..engine.folding import Repeating, find_folds, settled_period_s
+from ..engine.intervals import NUM_DRAWS, DrawnMachine
 from ..engine.simulator import MIN_ITERATIONS
 from ..kernels import lanes as kernels
 from ..space.plan_family import COMPUTE, PlanFamily
@@ -94,7 +95,7 @@ class Replayer:
     """Replays plans of one workload on one machine; what it has learnt of their copies it keeps."""
 
     def __init__(self, contention: ContentionModel) -> None:
-        self._slowdowns = _slowdown_table(contention)
+        self._slowdowns = contention.table()
         self._known: dict[tuple[int, int], _Copies] = {}
         """By ``id`` and depth."""
         self._replayable: dict[tuple[int, int], tuple[PlanFamily, kernels.Replayable]] = {}
@@ -117,13 +118,32 @@ class Replayer:
             periods_s[numbers] = self._compiled_s([plans[number] for number in numbers])
         return rounded_s(periods_s)
 
+    def time_logs(self, plan: ReplayPlan, machine: DrawnMachine) -> FloatArray:
+        """(draws,) logarithms of the period over that of the expected seconds, under every draw of the machine.
+
+        All NaN without the compiled replay; see [Note: Drawn durations] in ``sim/engine/intervals.py``.
+        """
+        if not kernels.is_available():
+            return np.full(NUM_DRAWS, np.nan)
+        lanes, compute_s = self._lanes_of(plan), plan.family.compute_s(np.array([plan.mode]))[0]
+        found_s = [self._period_s(plan, lanes, compute_s, self._slowdowns)]
+        drawn_s = plan.family.drawn_s(plan.mode, plan.depth, machine.factors, machine.arrivals)
+        for (own_s, *beside_s), excess in zip(drawn_s, machine.contention.tolist(), strict=True):
+            slowdowns = 1 + excess * (self._slowdowns - 1)
+            found_s.append(self._period_s(plan, replace(lanes, seconds=tuple(beside_s)), own_s, slowdowns))
+        return np.log(np.array(found_s[1:]) / found_s[0])
+
     def _compiled_s(self, plans: Sequence[ReplayPlan]) -> list[float]:
         """The periods of plans of one family, their tasks not fused: that takes longer than it saves."""
         compute_s = plans[0].family.compute_s(np.array([plan.mode for plan in plans]))
         return [self._compiled_one_s(plan, of_plan_s) for plan, of_plan_s in zip(plans, compute_s, strict=True)]
 
     def _compiled_one_s(self, plan: ReplayPlan, compute_s: FloatArray) -> float:
-        lanes, slowdowns = self._lanes_of(plan), self._slowdowns
+        return self._period_s(plan, self._lanes_of(plan), compute_s, self._slowdowns)
+
+    def _period_s(
+        self, plan: ReplayPlan, lanes: kernels.Replayable, compute_s: FloatArray, slowdowns: FloatArray
+    ) -> float:
         if not plan.num_left_out:
             return lanes.period_s(compute_s, slowdowns, num_iterations=MIN_ITERATIONS, steady_frac=_STEADY_FRAC)
         repeating = self._repeating_of(plan.family)
@@ -447,15 +467,3 @@ def _step(lanes: _Lanes, now_s: FloatArray, slowdowns: FloatArray, programs: _Pr
         waits[ending] = column.take(place, mode="clip")
     done += lanes.first_duration.take(ending, mode="clip")
     lanes.next_s[ending] = programs.durations_s.take(done, mode="clip")
-
-
-def _slowdown_table(contention: ContentionModel) -> FloatArray:
-    """(2**L, L) the slowdown of every lane for every set of running lanes, as bits; 1 for lanes outside the set."""
-    among = contention.lanes
-    table = np.ones((1 << len(among), len(among)))
-    for mask in range(len(table)):
-        lanes = [lane for lane in range(len(among)) if mask >> lane & 1]
-        rates = contention.rates(frozenset(among[lane] for lane in lanes))
-        for lane in lanes:
-            table[mask, lane] = 1 / rates[among[lane]]
-    return table

@@ -17,7 +17,7 @@ from ...shared.cli.options import changes_of, warn
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import ParallelMode, Plan, TrainingMethod
 from ...shared.schema.record import Record
-from ...shared.schema.search_result import BatchSearchResult, Goal
+from ...shared.schema.search_result import BatchSearchResult, Goal, Risk
 from ...shared.workloads.dtypes import TRAINABLE
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..space.step_spec import MOST_MICRO_BATCHES, MOST_RANKS, check_ranks
@@ -76,6 +76,14 @@ GoalName = Annotated[
         "--goal",
         help="What the search is for. longest-sequence and largest-batch choose --sequence-length and --batch-size; "
         "cheapest chooses how many of the machine's devices.",
+    ),
+]
+RiskName = Annotated[
+    Risk,
+    typer.Option(
+        "--risk",
+        help="What is to be short: mean is the predicted time, high the upper end of its interval, for a plan whose "
+        "time is less uncertain.",
     ),
 ]
 BaselinePlans = Annotated[
@@ -143,6 +151,15 @@ def check_goal(goal: Goal, *, batch_size: int | None, sequence_length: int | Non
     for option, value in chosen.get(goal, {}).items():
         if value is not None:
             raise PlanError(f"--goal {goal} chooses the shape, but {option} {value} fixes it. Leave {option} out.")
+
+
+def check_risk(risk: Risk, goal: Goal) -> None:
+    """Raise PlanError if another goal than the fastest plan is to be reached by upper ends."""
+    if risk is not Risk.MEAN and goal is not Goal.FASTEST:
+        raise PlanError(
+            f"--risk {risk} weighs the times of plans at one shape, but --goal {goal} is for something else. Leave one "
+            f"of the two options out."
+        )
 
 
 def check_batch(global_batch: int | None, batch_size: int | None, micro_batches: int | None) -> None:

@@ -43,7 +43,7 @@ from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.optimizer import HostGradients, Optimizer
 from ...shared.schema.plan import Plan
-from ...shared.schema.search_result import BatchSearchResult, Goal, SearchResult
+from ...shared.schema.search_result import BatchSearchResult, Goal, Risk, SearchResult
 from ...shared.schema.workload import Workload
 from ..memory.libraries import rank_host_bytes
 from ..questions.goals import SEQUENCE_STEP, Shapes, search_goal
@@ -63,12 +63,14 @@ from .options import (
     MethodName,
     MicroBatches,
     NumRanks,
+    RiskName,
     StudentPath,
     WhatIfCommand,
     WhatIfQuestions,
     check_batch,
     check_budget,
     check_goal,
+    check_risk,
     machine_of,
     price_files,
     ranks_to_search,
@@ -156,6 +158,7 @@ def search_command(
     shard_ranks: AllowedShardRanks = None,
     questions: WhatIfQuestions = None,
     goal: GoalName = Goal.FASTEST,
+    risk: RiskName = Risk.MEAN,
     margin: Margin = None,
     baseline: BaselinePlans = None,
     tokens: Tokens = None,
@@ -174,6 +177,7 @@ def search_command(
     """
     check_batch(global_batch, batch_size, micro_batches)
     check_goal(goal, batch_size=batch_size, sequence_length=sequence_length, global_batch=global_batch)
+    check_risk(risk, goal)
     keep_apart(
         {"--output": output, "--report": report},
         {
@@ -240,6 +244,7 @@ def search_command(
             margin_frac=DEFAULT_MARGIN_FRAC if margin is None else margin / 100,
             baselines=tuple((str(path), Plan.load(path)) for path in baseline or ()),
             space=space,
+            risk=risk,
             step=Step(
                 micro_batches=micro_batches or 1,
                 max_gradient_norm=max_gradient_norm,
@@ -252,6 +257,7 @@ def search_command(
         )
     if may_be_pipeline(request):
         of_one = {"--what-if": questions, "--goal": goal is not Goal.FASTEST, "--baseline": baseline}
+        of_one["--risk"] = risk is not Risk.MEAN
         others = {"--tokens": tokens, "--shard-ranks": shard_ranks, "--report": report}
         refuse({**of_one, **others}, "a distillation on several ranks")
         search_pipelines(request, output=output, as_json=as_json)

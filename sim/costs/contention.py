@@ -29,6 +29,9 @@ from math import prod
 from types import MappingProxyType
 from typing import Final, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.optimizer import Optimizer
@@ -107,6 +110,30 @@ class ContentionModel:
         """All of them, in their order."""
         among = max(self.slowdowns, key=len)
         return tuple(lane for lane in Lane if lane in among)
+
+    def exceeding(self, times: float) -> Self:
+        """The same with so many times the excess over 1 of every slowdown."""
+        if times == 1:
+            return self
+        return type(self)(
+            _freeze(
+                {
+                    lanes: {lane: 1 + times * (slowdown - 1) for lane, slowdown in slowdowns.items()}
+                    for lanes, slowdowns in self.slowdowns.items()
+                }
+            )
+        )
+
+    def table(self) -> NDArray[np.float64]:
+        """(2**L, L) the slowdown of every lane for every set of running lanes, as bits; 1 for lanes outside the set."""
+        among = self.lanes
+        table = np.ones((1 << len(among), len(among)))
+        for mask in range(len(table)):
+            lanes = [lane for lane in range(len(among)) if mask >> lane & 1]
+            rates = self.rates(frozenset(among[lane] for lane in lanes))
+            for lane in lanes:
+                table[mask, lane] = 1 / rates[among[lane]]
+        return table
 
     def rates(self, active: LaneSet) -> Slowdowns:
         """Progress per second of each active lane, in (0, 1]."""

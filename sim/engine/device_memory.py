@@ -28,6 +28,7 @@ from .timing import Seconds, Timing
 
 _ORDER: Final = tuple(Content)
 Levels = NDArray[np.int64]
+TaskIds = NDArray[np.intp]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,11 +54,38 @@ class _Stays:
 
 
 @dataclass(frozen=True, eq=False)
+class _Buffers:
+    """What comes and goes on the device.  (B,) each."""
+
+    sizes_bytes: Levels
+    made_by: TaskIds
+    is_made_at_end: NDArray[np.bool_]
+    """Of the task that makes it; else at its start."""
+    freed_by: TaskIds
+
+
+@dataclass(frozen=True, eq=False)
+class _Steps:
+    """The steps of all curves of compute tasks.  (S,) each."""
+
+    tasks: TaskIds
+    fractions: NDArray[np.float64]
+    """Of the task's time."""
+    sizes_bytes: Levels
+
+
+@dataclass(frozen=True, eq=False)
 class DeviceMemory:
     """Device memory of a simulated schedule, over the timing's window."""
 
     schedule: Schedule
     timing: Timing
+
+    def at(self, timing: Timing) -> DeviceMemory:
+        """The memory of the same schedule under another timing; what no timing changes is not found again."""
+        other = DeviceMemory(self.schedule, timing)
+        other.__dict__.update(_buffers=self._buffers, _coming=self._coming, _steps=self._steps)
+        return other
 
     @cached_property
     def window_s(self) -> tuple[float, float]:
@@ -107,22 +135,31 @@ class DeviceMemory:
         return [b for b in self.schedule.buffers if not b.is_static and b.memory is Memory.DEVICE]
 
     @cached_property
-    def _stays(self) -> _Stays:
+    def _coming(self) -> _Buffers:
         allocating = {buffer: task for task in self.schedule.tasks for buffer in task.allocates}
         freeing = {buffer: task.id for task in self.schedule.tasks for buffer in task.frees}
         makers = [allocating[buffer.id] for buffer in self._buffers]
-        from_end = np.array([maker.lane is Lane.COMPUTE for maker in makers], dtype=bool)
-        made_by = np.array([maker.id for maker in makers], dtype=np.intp)
-        freed_by = np.array([freeing[buffer.id] for buffer in self._buffers], dtype=np.intp)
-        timing = self.timing
-        return _Stays(
-            begins_s=np.where(from_end, timing.ends_s[:, made_by], timing.starts_s[:, made_by]),
-            ends_s=timing.ends_s[:, freed_by],
+        return _Buffers(
             sizes_bytes=np.array([buffer.size_bytes for buffer in self._buffers], dtype=np.int64),
+            made_by=np.array([maker.id for maker in makers], dtype=np.intp),
+            is_made_at_end=np.array([maker.lane is Lane.COMPUTE for maker in makers], dtype=np.bool_),
+            freed_by=np.array([freeing[buffer.id] for buffer in self._buffers], dtype=np.intp),
         )
 
-    def _curve_changes(self) -> _Changes:
-        """The steps of every compute task's curve: up and down through its stretches, and away at its end."""
+    @cached_property
+    def _stays(self) -> _Stays:
+        timing, coming = self.timing, self._coming
+        return _Stays(
+            begins_s=np.where(
+                coming.is_made_at_end, timing.ends_s[:, coming.made_by], timing.starts_s[:, coming.made_by]
+            ),
+            ends_s=timing.ends_s[:, coming.freed_by],
+            sizes_bytes=coming.sizes_bytes,
+        )
+
+    @cached_property
+    def _steps(self) -> _Steps:
+        """Up and down through the stretches of every compute task's curve, and away at its end."""
         tasks: list[int] = []
         fractions: list[float] = []
         sizes: list[int] = []
@@ -136,11 +173,16 @@ class DeviceMemory:
             tasks.append(task_id)
             fractions.append(1.0)
             sizes.append(-previous_bytes)
-        starts_s, ends_s = self.timing.starts_s[:, tasks], self.timing.ends_s[:, tasks]
-        fracs = np.array(fractions)
+        return _Steps(np.array(tasks, dtype=np.intp), np.array(fractions), np.array(sizes, dtype=np.int64))
+
+    def _curve_changes(self) -> _Changes:
+        """When the steps of the window's curves come, and how large they are: others have come to nothing by then."""
+        steps, row = self._steps, self.timing.window
+        starts_s, ends_s = self.timing.starts_s[row, steps.tasks], self.timing.ends_s[row, steps.tasks]
+        fracs = steps.fractions
         # The last step must fall on the very instant at which the task's buffers come and go.
         times_s = np.where(fracs == 1.0, ends_s, np.minimum(starts_s + fracs * (ends_s - starts_s), ends_s))
-        return _Changes(times_s.ravel(), np.tile(np.array(sizes, dtype=np.int64), self.timing.num_iterations))
+        return _Changes(times_s, steps.sizes_bytes)
 
     def _stretches(self, task: Task) -> list[tuple[float, int]]:
         """A task's curve: (end of stretch as a fraction, bytes above the level at its start).

@@ -20,9 +20,11 @@ from ...shared.schema.record import Record
 from ...shared.schema.schedule import Lane, Schedule
 from ...shared.schema.workload import Workload
 from ..costs.contention import ContentionModel
+from ..costs.error_sources import ErrorModel
 from ..costs.task_costs import CostModel
-from ..memory.libraries import collective_bytes
+from ..memory.libraries import collective_bytes, rank_device_bytes
 from .folding import MORE_KEPT, Folds, find_folds, kept_micro_batches
+from .intervals import with_intervals
 from .kept_schedule import KeptSchedule, kept_schedule
 from .lanes import LaneProcesses
 from .prediction import RankMachine, predicted_record
@@ -77,7 +79,7 @@ def simulate(
         timing = simulate_timing(
             schedule, costs.durations_s(schedule), contention, num_more_iterations=1, on_progress=on_progress
         )
-    return predicted_record(
+    record = predicted_record(
         plan,
         workload,
         RankMachine(
@@ -90,6 +92,15 @@ def simulate(
         timing,
         layout=layout,
         method=method,
+    )
+    return with_intervals(
+        record,
+        costs.durations_s(schedule),
+        contention,
+        schedule,
+        timing,
+        ErrorModel.of(workload, hardware, calibration),
+        limit_bytes=rank_device_bytes(hardware, plan.num_ranks * num_stages, plan.shard_ranks),
     )
 
 

@@ -350,6 +350,7 @@ def search_machine(request: AdviceRequest, offer: Offer, *, cache: Path | None =
         "run": None if request.num_tokens is None else prediction.for_tokens(request.num_tokens).run,
         "micro_batch_size": found.micro_batch_size,
         "iteration_s": prediction.iteration_s,
+        "iteration_interval_s": prediction.iteration_interval_s,
         "num_tokens": prediction.num_tokens,
         "guaranteed_peak_device_bytes": prediction.guaranteed_peak_device_bytes,
         "is_certified": found.result.certificate.is_certified,

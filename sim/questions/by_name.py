@@ -13,7 +13,7 @@ from ...shared.schema.hardware import Device, Hardware
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
 from ...shared.schema.schedule import Schedule
-from ...shared.schema.search_result import SearchResult
+from ...shared.schema.search_result import Risk, SearchResult
 from ...shared.schema.training_options import FULL_TRAINING, TrainingOptions
 from ...shared.schema.workload import Workload
 from ...shared.workloads.source import is_saved_workload, resolve_workload, usual_shape
@@ -48,6 +48,7 @@ class SearchOptions(Shape, total=False):
     space: SearchSpace
     step: Step
     effort: Effort
+    risk: Risk
     baselines: tuple[tuple[str, Plan], ...] | None
 
 

@@ -207,7 +207,7 @@ class BranchAndBound:
 
     def _replay_fewer_buffers(self) -> None:
         """Replay plans like the simplest that is near the best, with as few buffers as leave it near."""
-        near = [one for one in self._known if one.time_s <= self.near_s]
+        near = [one for one in self.known if one.time_s <= self.near_s]
         if not near:
             return
         like = min(near, key=lambda one: one.candidate.simplicity).candidate
@@ -227,11 +227,11 @@ class BranchAndBound:
             self._replay([candidate])
             self.num_replays += 1
         found = (like.layout, (row, *like.index[1:]))
-        times_s = (one.time_s for one in self._known if (one.candidate.layout, one.candidate.index) == found)
+        times_s = (one.time_s for one in self.known if (one.candidate.layout, one.candidate.index) == found)
         return next(times_s, np.inf)
 
     @property
-    def _known(self) -> list[Simulated | Replayed]:
+    def known(self) -> list[Simulated | Replayed]:
         """The plans within the limit of memory that were simulated or replayed."""
         return [*self.fitting, *self.replayed]
 

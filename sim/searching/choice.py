@@ -7,23 +7,31 @@ comparison ([Note: Uncertainty of a comparison] in ``sim/searching/confidence.py
 of its best, the simplest mode counts, then the largest shard groups, then the fewest micro-batches, then the simplest
 plan; if a known plan of the same kind is as fast and needs less memory, that one takes its place.  A plan that does not
 survive ([Note: Plans that survive] in ``sim/searching/survival.py``) makes room for the next.
+
+[Note: Plans by their upper ends]
+Who asks for the least upper end (``Risk.HIGH``) has a plan whose time is less uncertain, for a longer predicted time.
+An upper end is no less than the predicted time, so that no plan slower than the best upper end can win.  Of the plans
+that the search has looked at closely, of all kinds, the fastest are weighed in that order, up to ``_MOST_WEIGHED`` of
+them.  The certificate is one of predicted times, and says nothing of upper ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from ...shared.schema.plan import ParallelMode
 from ...shared.schema.plan_kind import PlanKind
+from ..engine.intervals import interval_of
 from ..space.step_spec import SEVERAL
 from .branch_and_bound import BranchAndBound, OnProgress, Replayed, Simulated, run_in_turns
 from .request import SearchRequest
 from .survival import SegmentRoom
 
+_MOST_WEIGHED: Final = 200
 _SMALLEST_STEP_FRAC: Final = 0.01
 """Limits are not looked for more closely."""
 
@@ -64,6 +72,10 @@ class Choice:
     """A faster plan whose segments are expected to fit with expandable segments alone."""
     passed_over: Chosen | None = None
     """A faster plan of a less simple kind, the gain of which is within the uncertainty."""
+    passed_over_for_risk: Chosen | None = None
+    """The plan that would be chosen by the predicted time, where another one has the lower upper end."""
+    num_weighed: int = 0
+    """Plans whose upper ends were compared."""
 
 
 class Chooser:
@@ -128,6 +140,37 @@ class Chooser:
             if fastest.where.kind is not found.where.kind and fastest.iteration_s < limit_s
             else None,
         )
+
+    def least_high_end(self, choice: Choice) -> Choice:
+        """``choice`` by the upper end of the interval; see [Note: Plans by their upper ends]."""
+        by_mean = choice.chosen
+        own_s = _high_end_s(by_mean.branch, by_mean.plan)
+        best, best_s = by_mean, own_s * (1 - self._request.effort.tolerance_frac)
+        known = [
+            (where, branch, one)
+            for where, branch in self._branches.items()
+            for one in branch.known
+            if not np.isnan(one.time_s)
+        ]
+        known.sort(key=lambda one: one[2].time_s)
+        num_weighed = 1
+        for where, branch, one in known[:_MOST_WEIGHED]:
+            # An upper end lies above the predicted time.
+            if one.time_s >= best_s:
+                break
+            num_weighed += 1
+            if one is by_mean.plan or _high_end_s(branch, one) >= best_s:
+                continue
+            simulated = one if isinstance(one, Simulated) else branch.simulate(one.candidate)
+            if isinstance(one, Replayed):
+                branch.replayed.remove(one)
+            found = Chosen(where, branch, simulated)
+            high_s = _high_end_s(branch, simulated)
+            if high_s < best_s and self._survives(found) and simulated in branch.fitting:
+                best, best_s = found, high_s
+        if best is by_mean:
+            return replace(choice, num_weighed=num_weighed)
+        return replace(choice, chosen=best, passed_over_for_risk=by_mean, passed_over=None, num_weighed=num_weighed)
 
     # -- kinds -------------------------------------------------------------------------------------------------------
 
@@ -295,6 +338,14 @@ class Chooser:
         for branch in self._of(kind).values():
             branch.restart(middle_bytes)
         return True
+
+
+def _high_end_s(branch: BranchAndBound, plan: Simulated | Replayed) -> float:
+    """The upper end of a plan's interval; infinite where nothing tells."""
+    problem, candidate = branch.problem, plan.candidate
+    logs = problem.time_logs(candidate.family, candidate.index)
+    interval = interval_of(plan.time_s, logs, problem.errors)
+    return np.inf if interval is None else interval.high
 
 
 def _simplest(where: Where) -> tuple[int, int, float, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from ...shared.layout.kinds import kind_of
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import ParallelMode
 from ...shared.schema.search_result import BatchChoice, Certificate, ModeChoice, PlanOutcome, SearchResult
+from ..engine.intervals import FloatArray, interval_of, ratio_interval, with_intervals
 from ..engine.prediction import RankMachine, predicted_record
 from ..memory.libraries import collective_bytes
 from .branch_and_bound import BranchAndBound
@@ -56,9 +57,19 @@ def search_result(
         host_budget_bytes=problem.host_budget_bytes,
         margin_frac=margin_frac,
     )
+    prediction = with_intervals(
+        prediction,
+        problem.costs.durations_s(chosen.schedule),
+        problem.contention,
+        chosen.schedule,
+        chosen.timing,
+        problem.errors,
+        limit_bytes=problem.device_budget_bytes,
+    )
     peak_bytes = prediction.guaranteed_peak_device_bytes
     assert peak_bytes == chosen.candidate.peak_bytes <= problem.device_budget_bytes, "the compiled plan fits"
     known = _known([one for one in branches if one.problem is problem], found)
+    told = _Told.of(found)
     return SearchResult(
         model_name=problem.workload.model_name,
         hardware_name=problem.hardware.name,
@@ -70,13 +81,16 @@ def search_result(
         survives=None if margin_frac is None else choice.survives,
         margin_frac=margin_frac,
         uncertainty=request.uncertainty,
-        expandable=_outcome_of(choice.expandable),
-        passed_over=_outcome_of(choice.passed_over),
+        risk=request.risk,
+        expandable=_outcome_of(choice.expandable, told),
+        passed_over_for_risk=_outcome_of(choice.passed_over_for_risk, told),
+        num_weighed=choice.num_weighed,
+        passed_over=_outcome_of(choice.passed_over, told),
         certificate=certify(branches, found.iteration_s, is_interrupted=is_interrupted).model_copy(
             update={"has_fewest_on_disk": not request.space.names_disk and any(b.problem.has_disk for b in branches)}
         ),
-        alternatives=tuple(_outcome(one) for one in _alternatives(chosen.candidate, known)),
-        pareto=tuple(_outcome(one) for one in _pareto_front(known, found)),
+        alternatives=tuple(_outcome(one, told) for one in _alternatives(chosen.candidate, known)),
+        pareto=tuple(_outcome(one, told) for one in _pareto_front(known, found)),
     )
 
 
@@ -209,22 +223,40 @@ def _known(branches: Iterable[BranchAndBound], chosen: Chosen) -> list[_Known]:
     return sorted(known, key=lambda one: one.order)
 
 
-def _outcome_of(chosen: Chosen | None) -> PlanOutcome | None:
+@dataclass(frozen=True, eq=False)
+class _Told:
+    """The recommended plan as others are laid beside it."""
+
+    time_s: float
+    logs: FloatArray
+    """``SearchProblem.time_logs`` of it."""
+
+    @classmethod
+    def of(cls, found: Chosen) -> Self:
+        """Of the plan that was chosen."""
+        candidate = found.plan.candidate
+        return cls(found.iteration_s, found.branch.problem.time_logs(candidate.family, candidate.index))
+
+
+def _outcome_of(chosen: Chosen | None, told: _Told) -> PlanOutcome | None:
     if chosen is None:
         return None
-    return _outcome(_Known(chosen.branch, chosen.plan.candidate, chosen.iteration_s, is_simulated=True))
+    return _outcome(_Known(chosen.branch, chosen.plan.candidate, chosen.iteration_s, is_simulated=True), told)
 
 
-def _outcome(known: _Known) -> PlanOutcome:
+def _outcome(known: _Known, told: _Told) -> PlanOutcome:
     problem, candidate = known.branch.problem, known.candidate
     plan = problem.plan(candidate.layout, *candidate.index)
     grid = problem.layouts[candidate.layout].grid
     prefix = grid.prefix[[candidate.index[0]]]
     pinned_bytes = int(problem.pinned_host_bytes(candidate.layout, prefix, plan.n_swap)[0])
+    logs = problem.time_logs(candidate.family, candidate.index)
     return PlanOutcome(
         plan=plan,
         plan_kind=kind_of(plan, grid.layout, problem.workload),
         iteration_s=known.iteration_s,
+        iteration_interval_s=interval_of(known.iteration_s, logs, problem.errors),
+        ratio_interval=ratio_interval(logs, told.logs, problem.errors, ratio=known.iteration_s / told.time_s),
         is_simulated=known.is_simulated,
         guaranteed_peak_device_bytes=candidate.peak_bytes,
         pinned_host_bytes=pinned_bytes,

@@ -24,13 +24,15 @@ from ...shared.schema.workload import Workload
 from ...shared.workloads.check import check_magnitude
 from ..bounds.least_work import LeastWork, NoLeastWork
 from ..bounds.peak_bounds import MemoryBounds, NoMemoryBounds
-from ..bounds.replay import Replayer
+from ..bounds.replay import Replayer, ReplayPlan
 from ..bounds.round_trips import RoundTrips
 from ..bounds.stretches import least_periods_s
 from ..bounds.throughput import Throughput
 from ..costs.contention import ContentionModel
+from ..costs.error_sources import ErrorModel
 from ..costs.task_costs import CostModel, disk_of
 from ..engine.folding import MORE_KEPT, kept_micro_batches
+from ..engine.intervals import DrawnMachine
 from ..memory.host import default_host_budget_bytes, shares_of_one_memory
 from ..space.chunk_table import ChunkTable, chunk_table
 from ..space.compute_table import ComputeTable, compute_table
@@ -120,9 +122,23 @@ class SearchProblem:
         return sum(layout.grid.num_candidates for layout in self.layouts)
 
     @cached_property
+    def errors(self) -> ErrorModel:
+        """What predicted times and peaks may be off by."""
+        return ErrorModel.of(self.workload, self.together, self.calibration)
+
+    @cached_property
     def replayer(self) -> Replayer:
         """Replays plans of all kinds: they share what is known of their copies."""
         return Replayer(self.contention)
+
+    def time_logs(self, family: tuple[int, int, int], index: tuple[int, int, int]) -> FloatArray:
+        """(draws,) logarithms of one plan's time over the predicted one: ``time_logs`` in ``sim/engine/intervals.py``.
+
+        NaN where the replay does not become periodic.  ``family``, ``index``: of its candidate.
+        """
+        found = self.family(*family)
+        plan = ReplayPlan(found, *index[1:], self.num_left_out_of(found))
+        return self.replayer.time_logs(plan, DrawnMachine(self.errors))
 
     def least_periods_s(self, plans: Sequence[tuple[PlanFamily, IntArray]]) -> list[FloatArray]:
         """(D, K) for each of the families with these rows of modes (K,): no plan takes less."""

@@ -15,6 +15,7 @@ from ...shared.schema.hardware import DeviceKind, Hardware
 from ...shared.schema.optimizer import HostGradients, Optimizer
 from ...shared.schema.plan import ParallelMode, Plan, why_not_parallel, why_not_shard_ranks
 from ...shared.schema.plan_kind import Uncertainty
+from ...shared.schema.search_result import Risk
 from ...shared.schema.workload import Workload
 from ..memory.host import default_host_budget_bytes
 from ..memory.libraries import collective_bytes, more_collective_bytes, rank_device_bytes
@@ -180,6 +181,8 @@ class SearchRequest:
     """What is proven, and at what price."""
     method: Method | None = None
     """The training method, where it is none of protwin's own; None: the workload's."""
+    risk: Risk = Risk.MEAN
+    """What is to be short: the predicted time, or the upper end of its interval."""
     baselines: tuple[tuple[str, Plan], ...] | None = None
     """The user's own plans, with names, to lay beside the recommended one together with what other systems would do;
     None for no baselines at all, and no word about plans that are left out by default."""

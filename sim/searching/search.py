@@ -29,7 +29,7 @@ from dataclasses import replace
 from ...shared.basics.errors import InfeasibleError, PlanError
 from ...shared.schema.plan import ParallelMode
 from ...shared.schema.plan_kind import PlanKind
-from ...shared.schema.search_result import BatchSearchResult
+from ...shared.schema.search_result import BatchSearchResult, Risk
 from ...shared.schema.search_result import SearchResult as SearchResult
 from .baselines import baselines
 from .branch_and_bound import BranchAndBound, OnProgress, was_interrupted
@@ -113,6 +113,8 @@ def _search(request: SearchRequest, *, on_progress: OnProgress | None, keep_inte
     choice = chooser.choice()
     if choice is None:
         raise _nothing_fits(request, branches)
+    if request.risk is Risk.HIGH:
+        choice = chooser.least_high_end(choice)
     size, mode, shard_ranks, _ = choice.chosen.where
     result = search_result(request, choice, tuple(branches.values()), is_interrupted=interrupted)
     if request.baselines is not None:

@@ -5,6 +5,7 @@ All of it comes from the compiler's arrays (``shared/compile/family.py``); secon
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, Self
@@ -18,7 +19,7 @@ from ...shared.compile.homes import static_bytes
 from ...shared.compile.lanes import DeviceBuffers, FamilyLanes, sequences_of_tasks, task_order
 from ...shared.compile.positions import Positions
 from ...shared.compile.program import Draft, Part
-from ...shared.schema.schedule import Lane, Memory, lanes_of
+from ...shared.schema.schedule import Lane, Memory, TaskKind, lanes_of
 from .chunk_table import ChunkTable
 from .compute_table import ComputeTable
 from .lane_order import known_before
@@ -30,6 +31,7 @@ COMPUTE, H2D, D2H, CPU_OPTIM, COLLECTIVE = (
     tuple(Lane).index(lane) for lane in (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU_OPTIM, Lane.COLLECTIVE)
 )
 
+OfKinds = Callable[[Iterable[TaskKind]], Mapping[TaskKind, FloatArray]]
 _REPEATS_FROM: Final = 2
 """The micro-batch that those that follow are like."""
 
@@ -164,12 +166,44 @@ class PlanFamily:
             seconds[:, here] = of_rows[group.rows]
             if group.checkpointed is not None:
                 seconds[1, here] = of_rows[group.checkpointed]
+        self._add_arrivals(seconds)
         return seconds
+
+    def _add_arrivals(self, seconds: FloatArray) -> None:
+        """Add what tasks pay for bytes that have just come; (2, N) as ``_task_s``."""
+        rates = [self.prices.arrival_s_per_byte(group.kind) for _, group in self.draft.groups]
+        if any(rates):
+            arrived_bytes = self.draft.arrived_bytes()
+            for rate, (ids, _) in zip(rates, self.draft.groups, strict=True):
+                here = slice(ids[0], ids[-1] + 1)
+                seconds[:, here] += rate * arrived_bytes[:, here]
 
     def seconds(self, lane: int, depth: int) -> FloatArray:
         """(T,) seconds of the tasks of a lane beside compute, alone on the machine, at the depth of this number."""
         seconds: FloatArray = self._task_s[0, self.lanes.tasks[lane][depth]]
         return seconds
+
+    def drawn_s(self, mode: int, depth: int, of_work: OfKinds, of_arrivals: OfKinds) -> list[tuple[FloatArray, ...]]:
+        """By draw, (T,) seconds of every lane's tasks, with each kind's work and arrivals so many times as long.
+
+        ``of_work``, ``of_arrivals``: (draws,) of some kinds: for what tasks do, and for the bytes that come for them.
+        """
+        kinds = {group.kind for ids, group in self.draft.groups if len(ids)}
+        work, arrivals = of_work(kinds), of_arrivals(kinds)
+        came_s = np.zeros((2, self.draft.num_tasks))
+        self._add_arrivals(came_s)
+        groups = [(len(ids), group.kind) for ids, group in self.draft.groups if len(ids)]
+        does, comes = (
+            np.concatenate([np.broadcast_to(of[kind], (num, len(of[kind]))) for num, kind in groups]).T
+            for of in (work, arrivals)
+        )
+        all_s = does[:, None] * (self._task_s - came_s) + comes[:, None] * came_s
+        tasks = [of_lane[min(depth, len(of_lane) - 1)] for of_lane in self.lanes.tasks]
+        rows = self._is_again(np.array([mode]))[0].astype(np.intp)
+        return [
+            (of_draw[rows, tasks[COMPUTE]], *(of_draw[0, of_lane] for of_lane in tasks[COMPUTE + 1 :]))
+            for of_draw in all_s
+        ]
 
     @cached_property
     def _section_at(self) -> IntArray:
@@ -182,12 +216,16 @@ class PlanFamily:
 
     def compute_s(self, modes: IntArray) -> FloatArray:
         """(K, L) seconds of compute under these choices of modes, alone on the machine; all depths have one program."""
+        kept_s, again_s = self._task_s[:, self.lanes.tasks[COMPUTE][0]]
+        found: FloatArray = np.where(self._is_again(modes), again_s, kept_s)
+        return found
+
+    def _is_again(self, modes: IntArray) -> BoolArray:
+        """(K, L) whether each task of compute is of a checkpointed block."""
         is_checkpoint = self.family.is_checkpoint[modes]
         # Neither the parts outside the blocks nor what has no section, the last number, has a mode.
         outside = np.zeros((len(is_checkpoint), 1), dtype=np.bool_)
-        again = np.concatenate([outside, is_checkpoint, outside, outside], axis=1)[:, self._section_at]
-        kept_s, again_s = self._task_s[:, self.lanes.tasks[COMPUTE][0]]
-        found: FloatArray = np.where(again, again_s, kept_s)
+        found: BoolArray = np.concatenate([outside, is_checkpoint, outside, outside], axis=1)[:, self._section_at]
         return found
 
     @cached_property

@@ -22,8 +22,9 @@ from protwin.calibration import BudgetedSubject, calibrate
 from protwin.calibration.fitting import calibrate as calibrating
 from protwin.calibration.fitting import slowdowns
 from protwin.calibration.fitting.budget_plans import plans_within, working_kinds
-from protwin.calibration.fitting.measurement_plans import bootstrap_plans, random_plans
+from protwin.calibration.fitting.measurement_plans import bootstrap_plans
 from protwin.calibration.fitting.optimizer_costs import OptimizerCosts
+from protwin.calibration.validation.drawing import Draw, draw_plans
 from protwin.runtime import CpuDevice, MemoryLedger, parameters_on_meta
 from protwin.runtime.devices.machine import machine_name
 from protwin.runtime.model.adapters import add_lora, freeze
@@ -62,12 +63,9 @@ def swappable(workload: Workload) -> Workload:
 
 def test_plans_within_a_budget_do_whatever_a_plan_within_it_does() -> None:
     """A plan by chance, and just its memory: each kind of its tasks is one of theirs."""
-    workload, chance = swappable(test_fit.a_workload(5)), random.Random(0)
+    workload = swappable(test_fit.a_workload(5))
     kinds_seen: set[TaskKind] = set()
-    for plan in random_plans(workload, 9, seed=0, most_micro_batches=2):
-        n_swap = chance.choice((0, chance.randint(0, 5)))
-        knobs = {"n_swap": n_swap, "n_checkpoint": chance.randint(0, 5 - n_swap)}
-        drawn = plan.model_copy(update=knobs | {"max_gradient_norm": chance.choice((None, 0.5))})
+    for drawn in draw_plans(workload, Draw(most_micro_batches=2), number=9):
         budget_bytes = max(peak_bytes(drawn, workload), least_plan(workload)[1])
         found = plans_within(workload, budget_bytes)
         assert 1 <= len(found) <= 5
