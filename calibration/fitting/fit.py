@@ -1,28 +1,21 @@
 """Fitting a calibration: the factor of every task kind from pairs of predicted and measured tasks.
 
-For each kind the measured seconds of its tasks are regressed on the modelled ones, by least squares with both
-coefficients kept from being negative.  What a task costs is counted from when it could begin (``since_ready.py``), so
-that hand-over, hooks and launches are in it.  Slowdown by other lanes is part of a measured duration, so the modelled
-seconds are what the simulator predicts under contention, and the fit is repeated with the factors found until they
-settle.
-
-[Note: Slope or intercept]
-Tasks that are alike cannot tell what grows with a task's work from what every task costs alike.  Taken for the one, it
-is carried to models with other tasks as the other.  So an intercept is held to be small until tasks of different sizes
-tell more: the estimate that is most probable if errors grow with the root of a task's work, and intercepts scatter by
-what starting a task takes (``_STARTING_S``) and a share of the task: what it finds cold, or waits for another thread.
+For each kind the measured seconds of its tasks are regressed on the modelled ones, and on the bytes that had just come
+to the device (``calibration/estimation/tasks.py``).  What a task costs is counted from when it could begin
+(``since_ready.py``), so that hand-over, hooks and launches are in it.  Slowdown by other lanes is part of a measured
+duration, so the modelled seconds are what the simulator predicts under contention, and the fit is repeated with the
+factors found until they settle.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
-from scipy.optimize import nnls
 
 from ...shared.basics.errors import CalibrationError
 from ...shared.compile.compile import compile_schedule
@@ -34,18 +27,11 @@ from ...shared.schema.workload import Workload
 from ...sim.costs.contention import ContentionModel
 from ...sim.costs.task_costs import CostModel
 from ...sim.engine.simulator import simulate_timing
+from ..estimation.linear import Estimate, FloatArray, expected
+from ..estimation.tasks import NOTHING_KNOWN, Coefficient, Priors, estimate_tasks
 from .since_ready import seconds_since_ready
 
 _ROUNDS: Final = 4
-_STARTING_S: Final = 3e-4
-"""Hooks, launches and a thread's wake-up, as far as one knows before measuring ([Note: Slope or intercept])."""
-_STARTING_FRAC: Final = 0.3
-"""Of a usual task of the kind, on top."""
-_LEAST_ERROR_FRAC: Final = 1e-3
-"""Of a task: no measurement is truer."""
-_TIMES: Final = 4
-"""The errors are as large as the last estimate leaves them: so often."""
-_LOWEST: Final = 0.02
 
 
 @dataclass(frozen=True)
@@ -82,6 +68,15 @@ def _of_rank(measured: Record, rank: RankRecord) -> Record:
     return measured.model_copy(update={**{name: getattr(rank, name) for name in OF_RANKS}, "tasks": tuple(tasks)})
 
 
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """A calibration, and how sure its coefficients are."""
+
+    calibration: Calibration
+    estimates: Mapping[TaskKind, Estimate]
+    """Of every kind that a pair has: its coefficients' values and covariance (``Coefficient``)."""
+
+
 def fit_calibration(
     pairs: Sequence[Pair],
     hardware: Hardware,
@@ -91,10 +86,26 @@ def fit_calibration(
     software: Mapping[str, str],
     optimizers: Mapping[str, Any] = MappingProxyType({}),
 ) -> Calibration:
+    """The calibration of ``fit``, with nothing known before; raises as that does."""
+    found = fit(pairs, hardware, contention=contention, machine=machine, software=software, optimizers=optimizers)
+    return found.calibration
+
+
+def fit(
+    pairs: Sequence[Pair],
+    hardware: Hardware,
+    *,
+    contention: Sequence[Contention] = (),
+    machine: str,
+    software: Mapping[str, str],
+    optimizers: Mapping[str, Any] = MappingProxyType({}),
+    priors: Mapping[TaskKind, Priors] = MappingProxyType({}),
+) -> Fit:
     """The calibration that makes the simulator agree best with ``pairs``, task by task.
 
     ``optimizers``: what steps of each take, measured by themselves, as fields of the calibration; factors are fitted on
-    top of them.
+    top of them.  ``priors``: what is known of coefficients by kind, in the place of what is assumed of any machine;
+    kinds that no pair has keep the means.
 
     Raises CalibrationError without pairs, for records that were not measured, or if tasks of a kind are far faster
     than the hardware's description allows, which means that it describes another machine.
@@ -118,21 +129,41 @@ def fit_calibration(
         **optimizers,
     )
     bare = calibration.model_copy(update={"contention": ()})
+    estimates: dict[TaskKind, Estimate] = {}
     for _ in range(_ROUNDS):
-        calibration = _refit(calibration, bare, pairs, schedules, hardware)
-    return _with_gap(calibration, pairs)
+        seen = _seen(calibration, bare, pairs, schedules, hardware)
+        estimates = {
+            kind: estimate_tasks(kind, *of_kind.columns, hardware, priors.get(kind, NOTHING_KNOWN))
+            for kind, of_kind in seen.items()
+        } | {kind: expected(of_kind) for kind, of_kind in priors.items() if kind not in seen}
+        calibration = _with_estimates(calibration, estimates)
+    return Fit(_with_gap(calibration, pairs), estimates)
 
 
-def _refit(
+@dataclass
+class _Seen:
+    """Tasks of one kind in all pairs: seconds that they should take, bytes that came for them, seconds they took."""
+
+    modelled_s: list[float] = field(default_factory=list)
+    arrived_bytes: list[float] = field(default_factory=list)
+    measured_s: list[float] = field(default_factory=list)
+
+    @property
+    def columns(self) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """(n,) each."""
+        modelled_s, arrived_bytes, measured_s = map(np.array, (self.modelled_s, self.arrived_bytes, self.measured_s))
+        return modelled_s, arrived_bytes, measured_s
+
+
+def _seen(
     calibration: Calibration,
     without_factors: Calibration,
     pairs: Sequence[Pair],
     schedules: Sequence[Schedule],
     hardware: Hardware,
-) -> Calibration:
-    """One round: slowdowns under the present factors, then factors under these slowdowns."""
-    modelled: dict[TaskKind, list[float]] = {}
-    measured: dict[TaskKind, list[float]] = {}
+) -> dict[TaskKind, _Seen]:
+    """All tasks by kind; what was measured of them, less the slowdowns under the present factors."""
+    found: dict[TaskKind, _Seen] = {}
     for pair, schedule in zip(pairs, schedules, strict=True):
         plan = pair.measured.plan
         bare, current = (
@@ -144,44 +175,30 @@ def _refit(
         seconds = seconds_since_ready(pair.measured, schedule)
         for task in schedule.tasks:
             slowdown = float(taken[task.id]) / current[task.id] if current[task.id] > 0 else 1.0
-            modelled.setdefault(task.kind, []).append(bare[task.id])
-            measured.setdefault(task.kind, []).append(seconds[task.id] / max(1.0, slowdown))
+            of_kind = found.setdefault(task.kind, _Seen())
+            of_kind.modelled_s.append(bare[task.id])
+            of_kind.arrived_bytes.append(float(task.arrived_bytes))
+            of_kind.measured_s.append(seconds[task.id] / max(1.0, slowdown))
+    return found
+
+
+def _with_estimates(calibration: Calibration, estimates: Mapping[TaskKind, Estimate]) -> Calibration:
+    """``calibration`` with these coefficients."""
     factors, overheads = dict(calibration.factors), {}
-    for kind in modelled:
-        factors[kind], overheads[kind] = _regress(kind, np.array(modelled[kind]), np.array(measured[kind]))
-    return calibration.model_copy(update={"factors": factors, "overhead_s": overheads})
-
-
-def _regress(kind: TaskKind, modelled: np.ndarray, measured: np.ndarray) -> tuple[Factor, float]:
-    """Slope and intercept (seconds) of measured over modelled, by [Note: Slope or intercept].
-
-    With the slope's relative standard deviation.  Raises CalibrationError if the slope is far below what the hardware's
-    description allows.
-    """
-    present = modelled > 0
-    if not present.any():
-        return Factor(), float(np.median(measured))
-    x, y = modelled[present], measured[present]
-    # A task's scatter grows with its duration: so weighted, all that is measured tells alike.
-    root = np.sqrt(x)
-    rows, target = np.stack([root, 1 / root], axis=1), y / root
-    alone = float(root @ target / (root @ root))
-    if alone < _LOWEST:
-        raise CalibrationError(
-            f"{kind} took {alone:.3g} times what the hardware's description says. It describes another machine: probe "
-            f"this one (protwin hardware probe)."
-        )
-    known = np.array([[0.0, 1 / (_STARTING_S + _STARTING_FRAC * float(np.median(y)))]])
-    found = np.array([alone, 0.0])
-    for _ in range(_TIMES):
-        error = max(float(np.sqrt(np.mean((target - rows @ found) ** 2))), _LEAST_ERROR_FRAC * float(target.mean()))
-        found, _ = nnls(np.concatenate([rows / error, known]), np.append(target / error, 0.0))
-    covariance = np.linalg.inv(rows.T @ rows / error**2 + known.T @ known)
-    slope, overhead_s = float(found[0]), float(found[1])
-    if slope < _LOWEST:
-        # What the tasks cost does not grow with their work: a slope must be something all the same.
-        slope, overhead_s = alone, 0.0
-    return Factor(value=slope, relative_std=float(np.sqrt(covariance[0, 0])) / slope, num_pairs=len(x)), overhead_s
+    arrivals, arrival_stds = {}, {}
+    for kind, found in estimates.items():
+        overheads[kind] = found[Coefficient.OVERHEAD_S]
+        factors[kind] = Factor()
+        if Coefficient.SLOPE in found.names:
+            slope, std = found[Coefficient.SLOPE], found.std(Coefficient.SLOPE)
+            factors[kind] = Factor(value=slope, relative_std=std / slope, num_pairs=found.num_rows)
+        if Coefficient.ARRIVAL_S_PER_BYTE in found.names:
+            arrivals[kind] = found[Coefficient.ARRIVAL_S_PER_BYTE]
+            arrival_stds[kind] = found.std(Coefficient.ARRIVAL_S_PER_BYTE)
+    fields = {"factors": factors, "overhead_s": overheads}
+    return calibration.model_copy(
+        update={**fields, "arrival_s_per_byte": arrivals, "arrival_std_s_per_byte": arrival_stds}
+    )
 
 
 def _with_gap(calibration: Calibration, pairs: Sequence[Pair]) -> Calibration:

@@ -52,6 +52,10 @@ class Calibration(Document):
     """Kinds that are absent have factor 1."""
     overhead_s: dict[TaskKind, NonNegativeFloat] = {}
     """Seconds added to every task of a kind: hooks, launches, thread hand-over."""
+    arrival_s_per_byte: dict[TaskKind, NonNegativeFloat] = {}
+    """Seconds added to a task for every byte that it is the first to read since a copy brought it; absent: 0."""
+    arrival_std_s_per_byte: dict[TaskKind, NonNegativeFloat] = {}
+    """Standard deviation of each of these."""
     contention: tuple[Contention, ...] = ()
     """Measured sets of lanes; sets that are absent are composed from what is known (``sim/costs/contention.py``)."""
     host_optimizer_factors: dict[Optimizer, PositiveFloat] = {}
@@ -87,6 +91,10 @@ class Calibration(Document):
     def overhead(self, kind: TaskKind) -> float:
         """Seconds added to every task of a kind; of kinds as ``factor`` says."""
         return self.overhead_s.get(self._fitted(kind), 0.0)
+
+    def arrival(self, kind: TaskKind) -> float:
+        """Seconds added for every byte that has just come; of kinds as ``factor`` says."""
+        return self.arrival_s_per_byte.get(self._fitted(kind), 0.0)
 
     def _fitted(self, kind: TaskKind) -> TaskKind:
         """The kind whose figures count for ``kind``."""

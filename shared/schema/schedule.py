@@ -286,6 +286,9 @@ class Task:
     """Which ranks these are."""
     stated_s: float | None = None
     """Seconds that the schedule itself states: of an added kind, which has no price in ``sim/costs``; else None."""
+    arrived_bytes: int = 0
+    """Bytes that a compute task is the first to read since a copy, a collective or another stage brought them to the
+    device: whole chunks, swapped activations, what a stage receives."""
 
     @property
     def lane(self) -> Lane:

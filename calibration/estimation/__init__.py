@@ -1,0 +1,1 @@
+"""Estimating what tasks cost, from measurements and from what is known before them."""

@@ -1,0 +1,100 @@
+"""What the tasks of one kind cost: a factor of their modelled seconds, some for each, and some for bytes that came.
+
+[Note: Slope or intercept]
+Tasks that are alike cannot tell what grows with a task's work from what every task costs alike.  Taken for the one, it
+is carried to models with other tasks as the other.  So an intercept is held to be small until tasks of different sizes
+tell more: the estimate that is most probable if errors grow with the root of a task's work, and intercepts scatter by
+what starting a task takes (``_STARTING_S``) and a share of the task: what it finds cold, or waits for another thread.
+
+[Note: Cold reads]
+What a copy has just written is in no cache of the core that computes with it, or in those of another core.  A task that
+is the first to read it pays for that, by the byte.  Phases are measured with everything in place, so that no factor of
+them holds it, and plans differ in how much arrives: a factor that does holds for none of them.  Until tasks with and
+without such bytes tell more, a byte is held to cost nothing, give or take what it takes at the bandwidth of the memory
+that it lies in (``cold_read_prior``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+
+from ...shared.basics.errors import CalibrationError
+from ...shared.schema.hardware import Hardware
+from ...shared.schema.schedule import TaskKind
+from .linear import Estimate, FloatArray, Prior, estimate
+
+_STARTING_S: Final = 3e-4
+"""Hooks, launches and a thread's wake-up, as far as one knows before measuring ([Note: Slope or intercept])."""
+_STARTING_FRAC: Final = 0.3
+"""Of a usual task of the kind, on top."""
+_LOWEST: Final = 0.02
+
+
+class Coefficient(StrEnum):
+    """Of a kind's seconds: modelled seconds * slope + overhead_s + arrived bytes * arrival_s_per_byte."""
+
+    SLOPE = "slope"
+    OVERHEAD_S = "overhead_s"
+    ARRIVAL_S_PER_BYTE = "arrival_s_per_byte"
+
+
+Priors = Mapping[str, Prior]
+"""By ``Coefficient``."""
+NOTHING_KNOWN: Final[Priors] = MappingProxyType({})
+
+
+def cold_read_prior(hardware: Hardware) -> Prior:
+    """What a byte that has just come to the device costs its first reader: 0 s, give or take one read of it."""
+    return Prior(0.0, 1 / hardware.device.memory_bandwidth_bytes_per_s)
+
+
+def estimate_tasks(
+    kind: TaskKind,
+    modelled_s: FloatArray,
+    arrived_bytes: FloatArray,
+    measured_s: FloatArray,
+    hardware: Hardware,
+    priors: Priors = NOTHING_KNOWN,
+) -> Estimate:
+    """The coefficients of tasks of one kind; (n,) each of what they should take, read first, and took.
+
+    ``priors`` stand in the place of [Note: Slope or intercept] and [Note: Cold reads], for instance those of an earlier
+    calibration.  Where no task has modelled seconds, all that they take is overhead, by the median.
+    Raises CalibrationError if the slope is far below what the hardware's description allows.
+    """
+    present = modelled_s > 0
+    if not present.any():
+        return _of_overhead_alone(measured_s)
+    x, y, arrived = modelled_s[present], measured_s[present], arrived_bytes[present]
+    alone = float(y.sum() / x.sum())
+    if alone < _LOWEST:
+        raise CalibrationError(
+            f"{kind} took {alone:.3g} times what the hardware's description says. It describes another machine: probe "
+            f"this one (protwin hardware probe)."
+        )
+    columns: dict[str, FloatArray] = {Coefficient.SLOPE: x, Coefficient.OVERHEAD_S: np.ones_like(x)}
+    starting = Prior(0.0, _STARTING_S + _STARTING_FRAC * float(np.median(y)))
+    known: dict[str, Prior] = {Coefficient.OVERHEAD_S: starting}
+    if arrived.any() or Coefficient.ARRIVAL_S_PER_BYTE in priors:
+        columns[Coefficient.ARRIVAL_S_PER_BYTE] = arrived
+        known[Coefficient.ARRIVAL_S_PER_BYTE] = cold_read_prior(hardware)
+    # A task's scatter grows with its duration: so weighted, all that is measured tells alike.
+    found = estimate(columns, y, 1 / np.sqrt(x), known | dict(priors))
+    if found[Coefficient.SLOPE] < _LOWEST:
+        # What the tasks cost does not grow with their work: a slope must be something all the same.
+        values = np.zeros_like(found.values)
+        values[0] = alone
+        return Estimate(found.names, values, found.covariance, found.num_rows)
+    return found
+
+
+def _of_overhead_alone(measured_s: FloatArray) -> Estimate:
+    """Half of the measurements take longer."""
+    variance = float(np.var(measured_s)) / len(measured_s)
+    value = np.array([float(np.median(measured_s))])
+    return Estimate((Coefficient.OVERHEAD_S,), value, np.array([[variance]]), len(measured_s))
