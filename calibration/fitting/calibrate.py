@@ -35,6 +35,7 @@ from .optimizer_costs import optimizer_costs
 from .slowdowns import measure_slowdowns
 from .subject import Subject, check_disk_described
 from .trained_as import TRAINED_WHOLE, TrainedAs
+from .updating import evidence_by_kind
 
 _WARM_UP: Final = 3
 _RANK_TIMEOUT_S: Final = 600.0
@@ -101,7 +102,9 @@ def calibrate(
             optimizers=optimizers,
         )
     )
-    return found.model_copy(update={"num_runs": len(chosen)})
+    # For records to come, which add to it.
+    evidence = subject.of_first(lambda: evidence_by_kind(pairs, subject.hardware, found))
+    return found.model_copy(update={"num_runs": len(chosen), "evidence": evidence})
 
 
 def run_plan(

@@ -23,7 +23,7 @@ from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from tests.runtime.equality import first
-from tests.runtime.models import SEED, Case, cases, differences, llama, token_batches
+from tests.runtime.models import SEED, Case, cases, differences, held, llama, token_batches
 from tests.runtime.resuming import kept, mixed, offloaded, on_disk, sgd
 from tests.strategies.plans import plans
 
@@ -75,7 +75,7 @@ class Followed:
                     need = more
                     ledger.budget_bytes = more if has_budget else None
                     assert training.plan == other
-                for batch in rows[step * plan.micro_batches : (step + 1) * plan.micro_batches]:
+                for batch in held(case, rows[step * plan.micro_batches : (step + 1) * plan.micro_batches]):
                     loss = case.loss(model, batch)
                     loss.backward()
                     self.losses.append(loss.item())
@@ -98,7 +98,7 @@ class Followed:
 @settings(max_examples=2, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_random_plans_follow_each_other(data: st.DataObject) -> None:
-    check_random_plans(data, ["hand-written, partly narrow", "hand-written, batch statistics", "gpt2, groups"])
+    check_random_plans(data, ["hand-written, partly narrow", "hand-written, batch statistics"])
 
 
 @pytest.mark.slow
