@@ -92,19 +92,17 @@ def calibrate(
         "host_optimizer_tensor_s": on_host.tensor_s,
         "device_optimizer_tensor_s": on_device.tensor_s,
     }
-    found = subject.of_first(
-        lambda: fit_calibration(
-            pairs,
-            subject.hardware,
-            contention=contention,
-            machine=subject.make_device().description,
-            software=software_versions(),
-            optimizers=optimizers,
+
+    def fitted() -> Calibration:
+        machine, software = subject.make_device().description, software_versions()
+        found = fit_calibration(
+            pairs, subject.hardware, contention=contention, machine=machine, software=software, optimizers=optimizers
         )
-    )
-    # For records to come, which add to it.
-    evidence = subject.of_first(lambda: evidence_by_kind(pairs, subject.hardware, found))
-    return found.model_copy(update={"num_runs": len(chosen), "evidence": evidence})
+        # For records to come, which add to it.
+        evidence = evidence_by_kind(pairs, subject.hardware, found)
+        return found.model_copy(update={"num_runs": len(chosen), "evidence": evidence})
+
+    return subject.of_first(fitted)
 
 
 def run_plan(

@@ -105,8 +105,8 @@ def test_what_one_model_has_told_serves_another() -> None:
         predicted = simulate(pair.measured.plan, pair.workload, MACHINE, known)
         return abs(predicted.iteration_s / pair.measured.iteration_s - 1)
 
-    assert max(error(pair, found) for pair in others) < 0.03
-    assert max(error(pair, lanes_alone) for pair in others) > 0.05
+    assert max(error(pair, found) for pair in others) < 0.005
+    assert max(error(pair, lanes_alone) for pair in others) > 0.03
 
 
 def test_a_machine_that_has_changed_is_followed() -> None:
