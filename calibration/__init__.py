@@ -14,16 +14,20 @@ if TYPE_CHECKING:
     from .fitting.calibrate import calibrate as calibrate
     from .fitting.fit import Pair as Pair
     from .fitting.fit import fit_calibration as fit_calibration
+    from .fitting.replanning import Replanner as Replanner
     from .fitting.slowdowns import measure_slowdowns as measure_slowdowns
     from .fitting.subject import Subject as Subject
+    from .fitting.updating import updated as updated
 
 _HOMES = {
     "BudgetedSubject": "fitting.budgeted",
     "Pair": "fitting.fit",
+    "Replanner": "fitting.replanning",
     "Subject": "fitting.subject",
     "calibrate": "fitting.calibrate",
     "fit_calibration": "fitting.fit",
     "measure_slowdowns": "fitting.slowdowns",
+    "updated": "fitting.updating",
 }
 
 __all__ = sorted(_HOMES)
