@@ -82,8 +82,9 @@ class Training(Counted):
             owner=self,
             callbacks=callbacks,
         )
-        self._take(plan, self._assembly.build())
         self._checkpointable = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
+        # Last of all: whatever is raised afterwards, nobody would give the model back.
+        self._take(plan, self._assembly.build())
 
     def _take(self, plan: Plan, parts: Parts) -> None:
         self.plan = plan
