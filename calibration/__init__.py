@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from .fitting.calibrate import calibrate as calibrate
     from .fitting.fit import Pair as Pair
     from .fitting.fit import fit_calibration as fit_calibration
+    from .fitting.replanning import Replanner as Replanner
     from .fitting.slowdowns import measure_slowdowns as measure_slowdowns
     from .fitting.subject import Subject as Subject
+    from .fitting.updating import updated as updated
     from .validation.fidelity import Fidelity as Fidelity
     from .validation.validate import Trial as Trial
     from .validation.validate import validate as validate
@@ -24,11 +26,13 @@ _HOMES = {
     "BudgetedSubject": "fitting.budgeted",
     "Fidelity": "validation.fidelity",
     "Pair": "fitting.fit",
+    "Replanner": "fitting.replanning",
     "Subject": "fitting.subject",
     "Trial": "validation.validate",
     "calibrate": "fitting.calibrate",
     "fit_calibration": "fitting.fit",
     "measure_slowdowns": "fitting.slowdowns",
+    "updated": "fitting.updating",
     "validate": "validation.validate",
 }
 

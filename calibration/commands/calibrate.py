@@ -6,17 +6,18 @@ import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
+from ...runtime.commands.run_options import OptionalModel
 from ...runtime.commands.run_ranks import in_one_voice, rank_at_hand, ranks_to_measure, start_ranks
 from ...shared.basics.progress import progress_bar
 from ...shared.catalogue.machines import load_hardware
 from ...shared.catalogue.models import load_model_configuration
 from ...shared.cli.options import (
     AutocastName,
-    ConfigurationName,
+    BatchSize,
     DeviceBudget,
     DTypeName,
     FrozenParts,
@@ -27,8 +28,7 @@ from ...shared.cli.options import (
     OptimizerName,
     OutputPath,
     Seed,
-    StatedBatchSize,
-    StatedSequenceLength,
+    SequenceLength,
     command_app,
     examples,
     keep_apart,
@@ -40,10 +40,12 @@ from ...shared.schema.optimizer import Optimizer
 from ...shared.students.student import Student
 from ...shared.tables.calibration import calibration_tables
 from ..fitting.trained_as import TrainedAs
+from .learning import EarlierCalibration, Forgetting, FromRecords, TrainedWorkloads, check_learning, learnt
 
 __all__ = ["calibrate"]
 
 calibrate = command_app()
+_STEPS: Final = 7
 
 
 @calibrate.command(
@@ -53,14 +55,20 @@ calibrate = command_app()
         "--workload-output workload.json --output calibration.json",
         "protwin calibrate --model config.json --batch-size 4 --sequence-length 128 --hardware machine.toml "
         "--device-budget 10GiB --lora-rank 16 --workload-output workload.json --output calibration.json",
+        "protwin calibrate --from measured.json --workload workload.json --hardware machine.toml "
+        "--calibration calibration.json --output newer.json",
     )
 )
 @in_one_voice
 def calibrate_command(
-    model: ConfigurationName,
-    batch_size: StatedBatchSize,
-    sequence_length: StatedSequenceLength,
     hardware: HardwareName,
+    model: OptionalModel = None,
+    batch_size: BatchSize = None,
+    sequence_length: SequenceLength = None,
+    from_records: FromRecords = None,
+    workload: TrainedWorkloads = None,
+    calibration: EarlierCalibration = None,
+    forgetting: Forgetting = None,
     device_budget_bytes: DeviceBudget = None,
     lora_rank: LoraRank = None,
     lora_targets: LoraTargets = None,
@@ -72,7 +80,9 @@ def calibrate_command(
         typer.Option("--student", metavar="FILE", help="Measure distillation into this student (student.toml)."),
     ] = None,
     dtype: DTypeName = None,
-    steps: Annotated[int, typer.Option("--steps", metavar="N", min=2, help="Timed iterations of each plan.")] = 7,
+    steps: Annotated[
+        int | None, typer.Option("--steps", metavar="N", min=2, help=f"Timed iterations of each plan ({_STEPS}).")
+    ] = None,
     seed: Seed = 0,
     disk_folder: Annotated[
         Path | None,
@@ -98,12 +108,43 @@ def calibrate_command(
     that torchrun starts, on a machine that was probed with as many.  With --device-budget up to five that never have
     more on the device, and the model stays on the host: so a model is measured that does not fit.  The factors hold for
     this machine; a workload that is searched with them should be the timed one (--workload-output).
+
+    With --from nothing is run: records that protwin run wrote, of any models that this machine has trained, update a
+    calibration, or make one where there is none.  What was known of the same kinds of tasks counts for --forgetting.
     """
+    learning = {"--workload": workload, "--calibration": calibration, "--forgetting": forgetting}
+    measuring = {
+        "--model": model,
+        "--batch-size": batch_size,
+        "--sequence-length": sequence_length,
+        "--device-budget": device_budget_bytes,
+        "--lora-rank": lora_rank,
+        "--lora-targets": lora_targets,
+        "--freeze": frozen,
+        "--autocast": autocast,
+        "--optimizer": optimizer,
+        "--student": student,
+        "--dtype": dtype,
+        "--steps": steps,
+        "--disk-folder": disk_folder,
+        "--ranks": ranks,
+        "--workload-output": workload_output,
+    }
+    read = {f"--from {path}": path for path in from_records or ()}
+    read |= {f"--workload {path}": path for path in workload or ()}
     keep_apart(
         {"--workload-output": workload_output, "--output": output},
-        {"--model": model, "--student": student, "--hardware": hardware},
+        {"--model": model, "--student": student, "--hardware": hardware, "--calibration": calibration, **read},
         as_json=as_json,
     )
+    check_learning(from_records, learning, measuring)
+    if from_records:
+        found = learnt(from_records, workload or (), calibration, hardware, forgetting)
+        give(found, output, as_json=as_json, tables=lambda: calibration_tables(found))
+        return
+    assert model is not None
+    assert batch_size is not None
+    assert sequence_length is not None
     machine = load_hardware(hardware)
     described = load_model_configuration(model)
     trained_as = TrainedAs(
@@ -121,14 +162,14 @@ def calibrate_command(
     from ..fitting.calibrate import calibrate_configuration
 
     with progress_bar("calibrating") if speaks else nullcontext() as on_progress:
-        workload, factors = calibrate_configuration(
+        traced, factors = calibrate_configuration(
             described.config,
             described.name,
             machine,
             batch_size=batch_size,
             sequence_length=sequence_length,
             dtype=dtype,
-            steps=steps,
+            steps=_STEPS if steps is None else steps,
             seed=seed,
             disk_folder=disk_folder,
             num_ranks=num_ranks,
@@ -138,5 +179,5 @@ def calibrate_command(
     if not speaks:
         return
     if workload_output is not None:
-        workload.save(workload_output)
+        traced.save(workload_output)
     give(factors, output, as_json=as_json, tables=lambda: calibration_tables(factors))

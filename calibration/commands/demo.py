@@ -30,8 +30,8 @@ from ...runtime.devices.ledger import CpuOutOfMemoryError, MemoryLedger
 from ...runtime.devices.probe import probe_hardware
 from ...runtime.devices.process_settings import leave_a_core_for_lanes
 from ...runtime.model.configurations import build_model
+from ...runtime.timing.plain_loop import train_plainly
 from ...runtime.training.carry_out import carry_out
-from ...runtime.training.plain_loop import train_plainly
 from ...shared.basics.documents import write_atomically
 from ...shared.basics.progress import progress_bar
 from ...shared.basics.units import format_bytes, format_seconds

@@ -31,9 +31,9 @@ from ...runtime.devices.ledger import MemoryLedger
 from ...runtime.model.configurations import build_model
 from ...runtime.ranks.rank_probe import probe_ranks
 from ...runtime.ranks.world import World, exchanged, join_world
+from ...runtime.timing.plain_loop import train_plainly
 from ...runtime.tracing.tracing import trace
 from ...runtime.training.carry_out import carry_out
-from ...runtime.training.plain_loop import train_plainly
 from ...shared.basics.documents import write_atomically
 from ...shared.basics.progress import no_progress, progress_bar
 from ...shared.basics.units import format_bytes, format_seconds

@@ -13,9 +13,9 @@ from scipy.optimize import nnls
 
 FloatArray = npt.NDArray[np.float64]
 
-_LEAST_ERROR_FRAC: Final = 1e-3
+LEAST_ERROR_FRAC: Final = 1e-3
 """Of the mean target: no measurement is truer."""
-_TIMES: Final = 4
+TIMES: Final = 4
 """The errors are as large as the last estimate leaves them: so often."""
 
 
@@ -81,9 +81,9 @@ def estimate(
     found = np.zeros(len(names))
     found[0] = rows[:, 0] @ wanted
     error = 1.0
-    for _ in range(_TIMES):
+    for _ in range(TIMES):
         left = wanted - rows @ found
-        error = max(float(np.sqrt(np.mean(left**2))), _LEAST_ERROR_FRAC * float(wanted.mean()))
+        error = max(float(np.sqrt(np.mean(left**2))), LEAST_ERROR_FRAC * float(wanted.mean()))
         found, _ = nnls(
             np.concatenate([rows / error, prior_rows]), np.concatenate([wanted / error, prior_rows @ means])
         )

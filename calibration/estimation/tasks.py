@@ -32,7 +32,7 @@ _STARTING_S: Final = 3e-4
 """Hooks, launches and a thread's wake-up, as far as one knows before measuring ([Note: Slope or intercept])."""
 _STARTING_FRAC: Final = 0.3
 """Of a usual task of the kind, on top."""
-_LOWEST: Final = 0.02
+LOWEST: Final = 0.02
 
 
 class Coefficient(StrEnum):
@@ -46,6 +46,11 @@ class Coefficient(StrEnum):
 Priors = Mapping[str, Prior]
 """By ``Coefficient``."""
 NOTHING_KNOWN: Final[Priors] = MappingProxyType({})
+
+
+def starting_prior(usual_s: float) -> Prior:
+    """What a task of a kind that usually takes ``usual_s`` costs however small it is ([Note: Slope or intercept])."""
+    return Prior(0.0, _STARTING_S + _STARTING_FRAC * usual_s)
 
 
 def cold_read_prior(hardware: Hardware) -> Prior:
@@ -72,20 +77,19 @@ def estimate_tasks(
         return _of_overhead_alone(measured_s)
     x, y, arrived = modelled_s[present], measured_s[present], arrived_bytes[present]
     alone = float(y.sum() / x.sum())
-    if alone < _LOWEST:
+    if alone < LOWEST:
         raise CalibrationError(
             f"{kind} took {alone:.3g} times what the hardware's description says. It describes another machine: probe "
             f"this one (protwin hardware probe)."
         )
     columns: dict[str, FloatArray] = {Coefficient.SLOPE: x, Coefficient.OVERHEAD_S: np.ones_like(x)}
-    starting = Prior(0.0, _STARTING_S + _STARTING_FRAC * float(np.median(y)))
-    known: dict[str, Prior] = {Coefficient.OVERHEAD_S: starting}
+    known: dict[str, Prior] = {Coefficient.OVERHEAD_S: starting_prior(float(np.median(y)))}
     if arrived.any() or Coefficient.ARRIVAL_S_PER_BYTE in priors:
         columns[Coefficient.ARRIVAL_S_PER_BYTE] = arrived
         known[Coefficient.ARRIVAL_S_PER_BYTE] = cold_read_prior(hardware)
     # A task's scatter grows with its duration: so weighted, all that is measured tells alike.
     found = estimate(columns, y, 1 / np.sqrt(x), known | dict(priors))
-    if found[Coefficient.SLOPE] < _LOWEST:
+    if found[Coefficient.SLOPE] < LOWEST:
         # What the tasks cost does not grow with their work: a slope must be something all the same.
         values = np.zeros_like(found.values)
         values[0] = alone

@@ -35,6 +35,7 @@ from .optimizer_costs import optimizer_costs
 from .slowdowns import measure_slowdowns
 from .subject import Subject, check_disk_described
 from .trained_as import TRAINED_WHOLE, TrainedAs
+from .updating import evidence_by_kind
 
 _WARM_UP: Final = 3
 _RANK_TIMEOUT_S: Final = 600.0
@@ -91,17 +92,17 @@ def calibrate(
         "host_optimizer_tensor_s": on_host.tensor_s,
         "device_optimizer_tensor_s": on_device.tensor_s,
     }
-    found = subject.of_first(
-        lambda: fit_calibration(
-            pairs,
-            subject.hardware,
-            contention=contention,
-            machine=subject.make_device().description,
-            software=software_versions(),
-            optimizers=optimizers,
+
+    def fitted() -> Calibration:
+        machine, software = subject.make_device().description, software_versions()
+        found = fit_calibration(
+            pairs, subject.hardware, contention=contention, machine=machine, software=software, optimizers=optimizers
         )
-    )
-    return found.model_copy(update={"num_runs": len(chosen)})
+        # For records to come, which add to it.
+        evidence = evidence_by_kind(pairs, subject.hardware, found)
+        return found.model_copy(update={"num_runs": len(chosen), "evidence": evidence})
+
+    return subject.of_first(fitted)
 
 
 def run_plan(

@@ -147,7 +147,7 @@ def fit(
             kind: estimate_tasks(kind, *of_kind.columns, hardware, priors.get(kind, NOTHING_KNOWN))
             for kind, of_kind in seen.items()
         } | {kind: expected(of_kind) for kind, of_kind in priors.items() if kind not in seen}
-        calibration = _with_estimates(calibration, estimates)
+        calibration = with_estimates(calibration, estimates)
     return Fit(_with_gap(calibration, pairs), estimates)
 
 
@@ -193,7 +193,7 @@ def _seen(
     return found
 
 
-def _with_estimates(calibration: Calibration, estimates: Mapping[TaskKind, Estimate]) -> Calibration:
+def with_estimates(calibration: Calibration, estimates: Mapping[TaskKind, Estimate]) -> Calibration:
     """``calibration`` with these coefficients."""
     factors, overheads = dict(calibration.factors), {}
     arrivals, arrival_stds = {}, {}
@@ -223,3 +223,20 @@ def _with_gap(calibration: Calibration, pairs: Sequence[Pair]) -> Calibration:
 
 def _end_of_iteration_s(record: Record) -> float:
     return next(timing.end_s for timing in record.tasks if timing.kind is TaskKind.DEVICE_ADAM)
+
+
+def columns_of(
+    pair: Pair, hardware: Hardware, calibration: Calibration, without_factors: Calibration
+) -> dict[TaskKind, tuple[FloatArray, FloatArray, FloatArray]]:
+    """By kind (n,) seconds that its tasks should take, bytes that came for them, and seconds they took by themselves.
+
+    Slowdowns by other lanes are those under ``calibration``; what should be is by ``without_factors``.
+    """
+    schedule = compile_schedule(pair.measured.plan, pair.workload)
+    seen = _seen(calibration, without_factors, [pair], [schedule], hardware)
+    return {kind: of_kind.columns for kind, of_kind in seen.items()}
+
+
+def gap_s(record: Record) -> float:
+    """What passes between two iterations, the training loop's own work."""
+    return max(0.0, record.iteration_s - _end_of_iteration_s(record))

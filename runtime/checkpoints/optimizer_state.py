@@ -6,6 +6,7 @@ A parameter's state may lie in one optimizer on the host, in one on the device, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,8 +34,9 @@ _OF_THE_MACHINE: Final = frozenset({"capturable", "differentiable", "foreach", "
 _PartOf = Callable[[nn.Parameter, slice | None], tuple[Mapping[str, Any], torch.Tensor | None]]
 """Gives a parameter's state and master, or those of a stretch of its scalars, in new tensors."""
 
-WholeStates = Mapping[nn.Parameter, tuple[Mapping[str, Any], torch.Tensor | None]]
-"""The state of every parameter, and the master of those that are narrower."""
+WholeState = tuple[Mapping[str, Any], torch.Tensor | None]
+"""The state of a parameter, and its master if it is narrower than that."""
+WholeStates = Mapping[nn.Parameter, WholeState]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,8 @@ class OptimizerState:
         self._placed = placed
         self._param_groups = param_groups
         self._names = names
-        self._options = frozenset(key for group in param_groups for key in group) - {"params"}
-        """What groups had when the plan was carried out: the options of the optimizer, without those of schedulers."""
+        self.options = frozenset(key for group in param_groups for key in group) - {"params"}
+        """What groups had when training began: the options of the optimizer, without those of schedulers."""
         self._shares: dict[nn.Parameter, list[_Share]] = {}
         for stepper, parameters, stretches in placed.optimizers.steppers():
             for place, (parameter, stretch) in enumerate(zip(parameters, stretches, strict=True)):
@@ -196,6 +198,34 @@ class OptimizerState:
                     found[parameter] = {key: _copied(value, shares) for key, value in state.items()}
         return found
 
+    def taken(self) -> dict[nn.Parameter, WholeState]:
+        """The state of every parameter and the master of narrow ones, on the host; where they were, they are no more.
+
+        The training that has it is to be closed, or given it back (``set_taken``).
+        """
+        found: dict[nn.Parameter, WholeState] = {}
+        for parameter, shares in self._shares.items():
+            state = {key: _copied(value, shares) for key, value in _whole_state(parameter, shares).items()}
+            master = _master(parameter, shares)
+            found[parameter] = state, None if master is None else _copied(master, shares)
+            for share in shares:
+                share.stepper.give_up_state(share.place)
+        return found
+
+    def set_taken(self, states: dict[nn.Parameter, WholeState]) -> None:
+        """Give every optimizer its part of what ``taken`` gave, which is emptied on the way."""
+        waiting = Counter({parameter: len(shares) for parameter, shares in self._shares.items()})
+
+        def part(parameter: nn.Parameter, stretch: slice | None) -> tuple[dict[str, Any], torch.Tensor | None]:
+            found = _part_of_whole(states, parameter, stretch)
+            waiting[parameter] -= 1
+            if not waiting[parameter]:
+                del states[parameter]
+            return found
+
+        with torch.no_grad():
+            self._place_states(part)
+
     def checked(self, states: Mapping[nn.Parameter, Mapping[str, Any]]) -> WholeStates:
         """The state of all parameters with their masters, from torch's form; without ``states`` there is none.
 
@@ -219,7 +249,7 @@ class OptimizerState:
 
     def set_by_parameter(self, groups: Sequence[Mapping[str, Any]], states: WholeStates) -> None:
         """Replace the options of all groups and the state of all parameters, which were checked."""
-        own = ({k: v for k, v in group.items() if k in self._options} for group in self._param_groups)
+        own = ({k: v for k, v in group.items() if k in self.options} for group in self._param_groups)
         kept = ({k: v for k, v in group.items() if k not in ("params", "param_names")} for group in groups)
         self._place_options([{**mine, **theirs} for mine, theirs in zip(own, kept, strict=True)])
         with torch.no_grad():

@@ -121,7 +121,8 @@ class DeviceChunk:
         values.made(lambda: self._allocate(stepping))
         self._gathering = Lock()
         """Held while the home is copied to the device, or rewritten."""
-        self._origins = [parameter.device for parameter in parameters]
+        self.origins = [parameter.device for parameter in parameters]
+        """Where each of them is to be in the end."""
         self.masters: list[torch.Tensor] = []
         """Host weights of trainable parameters that CPU Adam steps, in order; float32."""
         self.targets: list[torch.Tensor | None] = []
@@ -451,8 +452,8 @@ class DeviceChunk:
 
         Those that are ``returning`` go back: nobody has changed them, and they are in files.
         """
-        pairs = zip(self.parameters, self._origins, strict=True)
-        self._origins = [
+        pairs = zip(self.parameters, self.origins, strict=True)
+        self.origins = [
             torch.device("cpu") if origin.type == "meta" and parameter not in returning else origin
             for parameter, origin in pairs
         ]
@@ -467,7 +468,7 @@ class DeviceChunk:
             source = self._current()
         except FileError as error:
             failure, source = error, torch.full((self.chunk.size_bytes,), 255, dtype=torch.uint8)
-        for placed, parameter, origin in zip(self.chunk.parameters, self.parameters, self._origins, strict=True):
+        for placed, parameter, origin in zip(self.chunk.parameters, self.parameters, self.origins, strict=True):
             value = view_of(source, placed.offset_bytes, parameter)
             bring_back(parameter)
             set_values(parameter, value.to(origin, copy=True))

@@ -146,6 +146,15 @@ class PlacedModel:
         for chunk in self.chunks:
             chunk.keep(returning)
 
+    def origins(self) -> dict[nn.Parameter, torch.device]:
+        """Where parameters are to be in the end."""
+        return {p: origin for chunk in self.chunks for p, origin in zip(chunk.parameters, chunk.origins, strict=True)}
+
+    def return_to(self, origins: Mapping[nn.Parameter, torch.device]) -> None:
+        """Parameters are to be there in the end."""
+        for chunk in self.chunks:
+            chunk.origins = [origins[parameter] for parameter in chunk.parameters]
+
     def separate(self) -> None:
         """Other ranks are asked for nothing any more: weights that are in parts are lost."""
         if self.ranks is not None:

@@ -461,13 +461,11 @@ class ShardedChunk(DeviceChunk):
         if self._shards.between_steps.is_closed:
             return self._lost_values()
         values = self.values()
-        return [
-            values[spec.name].to(origin, copy=True) for spec, origin in zip(self._specs, self._origins, strict=True)
-        ]
+        return [values[spec.name].to(origin, copy=True) for spec, origin in zip(self._specs, self.origins, strict=True)]
 
     def _lost_values(self) -> list[torch.Tensor]:
         with torch._C.DisableTorchFunctionSubclass():
-            pairs = zip(self.parameters, self._origins, strict=True)
+            pairs = zip(self.parameters, self.origins, strict=True)
             return [torch.full_like(parameter, torch.nan, device=origin) for parameter, origin in pairs]
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Final
 import typer
 
 from ...shared.cli.options import rate_option
+from ..recording.replanning import LEAST_STEPS
 
 TEXT_STEPS: Final = 10
 """Steps of training on text, where nothing else is asked for."""
@@ -35,6 +36,15 @@ class LossWeighting(StrEnum):
 
 
 PlanPath = Annotated[Path, typer.Option("--plan", metavar="FILE", dir_okay=False, help="What to carry out.")]
+ReplanAfter = Annotated[
+    int | None,
+    typer.Option(
+        "--replan-after",
+        metavar="N",
+        min=LEAST_STEPS,
+        help="Search again after N steps with what they have measured, and go on by a better plan.",
+    ),
+]
 RankCount = Annotated[
     int | None,
     typer.Option("--ranks", metavar="N", min=1, help="Start the plan's ranks on this machine, by torchrun."),

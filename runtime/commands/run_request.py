@@ -34,7 +34,7 @@ from .run_model import RunModel
 from .run_options import TEXT_STEPS
 from .run_ranks import ALONE, RunRank, note_accepted
 from .run_record import check_record
-from .run_training import DiskChoice, RunExtent, RunTraining
+from .run_training import DiskChoice, ReplanChoice, RunExtent, RunTraining
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,7 @@ class RunRequest:
     save: Path | None
     device: DeviceChoice
     disk: DiskChoice | None
+    replan: ReplanChoice | None
     wants_record: bool
     rank: RunRank = ALONE
 
@@ -109,10 +110,18 @@ class RunRequest:
             saves=self.save is not None,
         )
         training = RunTraining(
-            self.plan, workload, extent, found.source, found.evaluation, self.checkpoints, self.disk, self.rank
+            self.plan,
+            workload,
+            extent,
+            found.source,
+            found.evaluation,
+            self.checkpoints,
+            self.disk,
+            self.rank,
+            self.replan,
         )
         if self.wants_record:
-            check_record(extent.steps, training.pauses)
+            check_record(extent.steps, training.pauses, training.begins_anew)
         device = self.device.at_hand(self.rank.local_rank)
         check_ranks_on(self.plan, device.torch_device)
         check_runs_on(self.plan.optimizer, device.torch_device)

@@ -21,6 +21,7 @@ from ..data.sources import Batch, DataSource, PackedSource, num_learned
 from ..devices.device import TrainingDevice
 from ..optimizers.named import named_optimizer
 from ..ranks.world import exchanged
+from ..recording.replanning import Replan
 from ..training.carry_out import carry_out
 from ..training.training import Training
 from .learning_rates import LearningRates
@@ -56,6 +57,16 @@ class DiskChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplanChoice:
+    """When a better plan is looked for, and by whom."""
+
+    after: int
+    """Steps."""
+    replanner: Callable[[Workload, int | None], Replan]
+    """From the workload and the bytes that the device has, None: no limit is known."""
+
+
+@dataclass(frozen=True, slots=True)
 class RunTraining:
     """What is trained on data."""
 
@@ -67,6 +78,7 @@ class RunTraining:
     checkpoints: RunCheckpoints
     disk: DiskChoice | None = None
     rank: RunRank = ALONE
+    replan: ReplanChoice | None = None
 
     def run(self, built: BuiltModel, device: TrainingDevice, tell: Tell) -> Record | None:
         """Train the model, which is ordinary again afterwards, and ``tell`` how its loss went.
@@ -86,7 +98,7 @@ class RunTraining:
             if done >= steps:
                 raise PlanError(f"the checkpoint is at step {done} already; --steps is {steps}. Raise it.")
             if self.extent.wants_record:
-                check_record(steps, self.pauses, done)
+                check_record(steps, self.pauses, done + self.begins_anew)
             if done == 0:
                 self._evaluate(training, tell)
             batches, losses = self.source.batches(num_batches), []
@@ -101,7 +113,7 @@ class RunTraining:
                     self._evaluate(training, tell)
             losses = _mean_over_ranks(training, losses)
             tell(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} over {len(losses)} steps")
-            missing = missing_for_record(steps, self.pauses, done)
+            missing = missing_for_record(steps, self.pauses, done + self.begins_anew)
             if missing is not None and not self.extent.wants_record:
                 tell(f"no times: {missing}")
                 return None
@@ -109,7 +121,10 @@ class RunTraining:
 
     def _begun(self, built: BuiltModel, device: TrainingDevice) -> Training:
         disk = self.disk
-        on_disk: dict[str, Any] = {} if disk is None else {"disk_folder": disk.folder, "stated_disk": disk.stated}
+        chosen: dict[str, Any] = {} if disk is None else {"disk_folder": disk.folder, "stated_disk": disk.stated}
+        if self.replan is not None:
+            replanner = self.replan.replanner(self.workload, device.limit_bytes)
+            chosen |= {"replan_after": self.replan.after, "replan": replanner}
         return carry_out(
             built.model,
             self.plan,
@@ -117,8 +132,13 @@ class RunTraining:
             optimizer=named_optimizer(self.plan.optimizer, lr=self.extent.rates.peak),
             device=device,
             weights=built.weights,
-            **on_disk,
+            **chosen,
         )
+
+    @property
+    def begins_anew(self) -> int:
+        """Steps after which what was measured may count no longer: the plan may change."""
+        return 0 if self.replan is None else self.replan.after
 
     @property
     def pauses(self) -> dict[str, int | None]:

@@ -145,6 +145,10 @@ class ChunkOptimizer:
         kept = {name for name, value in state.items() if self.place.has((place, name), value)}
         return {name: on_disk((place, name)) if name in kept else value for name, value in state.items()}
 
+    def give_up_state(self, place: int) -> None:
+        """The optimizer's state of one weight goes."""
+        self.optimizer.state.pop(self._weights[place], None)
+
     def weight_of(self, place: int) -> torch.Tensor:
         """One weight as it is now; what is kept on a disk is read from there, as ``state_of`` does."""
         weight = self._weights[place]

@@ -53,6 +53,15 @@ class TrainingOptimizer(torch.optim.Optimizer):
         self._write_state = write_state
         self._is_complete = True
 
+    @property
+    def options(self) -> StepOptions:
+        """What the steps of the present plan are done with."""
+        return self._options
+
+    def go_on_with(self, options: StepOptions, *, is_ahead: bool) -> None:
+        """Between two steps: from now on these optimizers stand behind it; groups and state_dict stay what they are."""
+        self._options, self._is_ahead = options, is_ahead
+
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def begin_iteration(self) -> None:

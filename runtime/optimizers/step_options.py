@@ -50,6 +50,12 @@ class StepOptions:
         self._planned: dict[int, GroupOptions] = {}
         self._number = 0
 
+    def anew(self) -> StepOptions:
+        """The same groups with what optimizers have filled in, for optimizers that have done no step yet."""
+        found = StepOptions(self.groups, self._labels)
+        found.defaults, found._filled = self.defaults, self._filled
+        return found
+
     def group_of(self, parameter: nn.Parameter) -> int:
         """The index of a parameter's group."""
         return self._group_of[id(parameter)]

@@ -85,6 +85,11 @@ class Summaries:
         self._num_steps = 0
         self._held_blocks = Counter[str]()
 
+    def go_on_by(self, schedule: Schedule) -> None:
+        """The plan has changed: what was predicted holds no longer, and the pause is no step's."""
+        self._schedule, self._predicted_step_s = schedule, None
+        self._started_s, self._num_steps = time.perf_counter(), 0
+
     def end_step(
         self, step: int, peak_device_bytes: int, logs: Sequence[IterationLog], held_blocks: Sequence[str] = ()
     ) -> None:

@@ -12,6 +12,8 @@ from typing import Final
 
 WARM_UP: Final = 3
 """Iterations at the beginning that do not count."""
+LEAST_TIMED: Final = 5
+"""Timed iterations from which on their times say something about a machine."""
 LEAST_EVERY: Final = 3
 """Iterations between two pauses, or two metered ones, from which on there are two others in a row."""
 

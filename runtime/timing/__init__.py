@@ -1,1 +1,1 @@
-"""Tracing with time a model that does not fit on its device, and leaving it as it was found."""
+"""Training for measurements: plainly, or within the budget of a device, and leaving the model as it was found."""

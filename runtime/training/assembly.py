@@ -53,6 +53,7 @@ from ..recording.allocator_metering import AllocatorMetering
 from ..recording.ledger_metering import LedgerMetering
 from ..recording.metering import Metering
 from ..recording.recorder import Recorder
+from ..recording.replanning import Replanning
 from .compute_lane import ComputeLane
 from .consensus import check_ranks_on, facts_of_optimizer, facts_of_pipeline, facts_of_plan
 from .evaluation import EvaluatedModel, Evaluation, whole_model
@@ -110,6 +111,8 @@ class TrainingSettings:
     """The models that an evaluation calls; None: the whole."""
     saved: SavedPart | None = None
     """What a checkpoint holds; None: everything."""
+    replanning: Replanning | None = None
+    """Who looks for a better plan after the first steps."""
 
     @property
     def everybody(self) -> World | None:
@@ -142,6 +145,14 @@ class Callbacks:
     has_gradients: Callable[[], bool]
     optimizer_state: Callable[[], ParameterStates]
     set_optimizer_state: Callable[[list[dict[str, Any]], ParameterStates], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Kept:
+    """What users and schedulers hold of a training while its plan changes."""
+
+    optimizer: TrainingOptimizer
+    scaler: LossScaler | BlockScalers | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -198,6 +209,23 @@ class Assembly:
     owner: object
     """Whose the model is meanwhile (``owner_of``)."""
     callbacks: Callbacks
+    kept: Kept | None = None
+    """What of an earlier plan's parts stays; None: training begins."""
+
+    def going_on(self, plan: Plan, *, progress: Progress, kept: Kept) -> Assembly:
+        """The same for another plan, in the middle of training: what was on the meta device has values by now."""
+        settings = replace(self.settings, weights=None, returning=frozenset())
+        return replace(self, plan=plan, settings=settings, progress=progress, kept=kept)
+
+    def check_plan(self) -> Layout:
+        """The layout of the plan.  Raises PlanError if it cannot be carried out on this device, whoever has the model.
+
+        What is to be checked of a model that nobody has is left to ``build``.
+        """
+        self._check_device()
+        prepared = self._planned()
+        check_devices(prepared.schedule, [self.settings.device.limit_bytes])
+        return prepared.layout
 
     def build(self) -> Parts:
         """Take the model over, and start the lanes; of several ranks, on all or on none.
@@ -267,15 +295,22 @@ class Assembly:
 
     def _prepare(self) -> Prepared:
         """Check everything that can be checked before anything moves."""
-        model, plan, workload, device = self.model, self.plan, self.workload, self.settings.device
-        check_ranks_on(plan, device.torch_device)
-        check_runs_on(plan.optimizer, device.torch_device)
+        model, workload = self.model, self.workload
+        self._check_device()
         check_unwrapped(model)
         check_model(model, workload, traced_hash=self.settings.traced_hash)
         check_values(model, self.settings.weights, self.settings.world)
+        return self._planned()
+
+    def _check_device(self) -> None:
+        check_ranks_on(self.plan, self.settings.device.torch_device)
+        check_runs_on(self.plan.optimizer, self.settings.device.torch_device)
+
+    def _planned(self) -> Prepared:
+        model, plan, workload = self.model, self.plan, self.workload
         self.settings.check(plan)
         check_disk_folder(plan, self.settings.disk_folder)
-        scaler = scaler_for(self.settings.loss_scaling, plan, self.workload)
+        scaler = self.kept.scaler if self.kept else scaler_for(self.settings.loss_scaling, plan, workload)
         layout = layout_of(workload, plan.chunk_bytes)
         schedule = compile_schedule(plan, workload, layout)
         verify_schedule(schedule, plan, workload, layout)
@@ -346,8 +381,12 @@ class Assembly:
 
     def _policy(self, scaler: LossScaler | BlockScalers | None) -> StepPolicy:
         settings, plan = self.settings, self.plan
+        if self.kept is None:
+            options = group_options(self.model, settings.parameter_groups, self.workload)
+        else:
+            options = self.kept.optimizer.options.anew()
         return StepPolicy(
-            group_options(self.model, settings.parameter_groups, self.workload),
+            options,
             settings.optimizer,
             on_host(plan.optimizer, settings.optimizer),
             check_gradients=settings.check_gradients,
@@ -380,14 +419,7 @@ class Assembly:
         undo.callback(lambda: placed.take_back_steps(num_completed=progress.iteration))
         offloaded_weights = OffloadedWeights(placed.named_offloaded())
         ownership = TakenOver(model)
-        optimizer = TrainingOptimizer(
-            policy.options,
-            step=self.callbacks.step,
-            has_gradients=self.callbacks.has_gradients,
-            is_ahead=any(task.kind is TaskKind.CPU_ADAM for task in schedule.tasks),
-            read_state=self.callbacks.optimizer_state,
-            write_state=self.callbacks.set_optimizer_state,
-        )
+        optimizer = self._optimizer(policy, schedule)
         state = CheckpointState(model, workload, placed, optimizer, device, plan=plan, part=saved, scaler=policy.scaler)
         access = undo.enter_context(refusing_access(model))
         steppers = [stepper.optimizer for stepper, _, _ in placed.optimizers.steppers()]
@@ -401,6 +433,20 @@ class Assembly:
             access=access,
             offloaded_weights=offloaded_weights,
             taken_over=ownership,
+        )
+
+    def _optimizer(self, policy: StepPolicy, schedule: Schedule) -> TrainingOptimizer:
+        is_ahead = any(task.kind is TaskKind.CPU_ADAM for task in schedule.tasks)
+        if self.kept is not None:
+            self.kept.optimizer.go_on_with(policy.options, is_ahead=is_ahead)
+            return self.kept.optimizer
+        return TrainingOptimizer(
+            policy.options,
+            step=self.callbacks.step,
+            has_gradients=self.callbacks.has_gradients,
+            is_ahead=is_ahead,
+            read_state=self.callbacks.optimizer_state,
+            write_state=self.callbacks.set_optimizer_state,
         )
 
     def _store(self, undo: ExitStack, layout: Layout, schedule: Schedule) -> ChunkStore | None:

@@ -15,6 +15,7 @@ from ...shared.pipelines.pipeline import Pipeline
 from ...shared.schema.hardware import Disk
 from ...shared.schema.plan import Plan
 from ...shared.schema.workload import Workload
+from ..checkpoints.plan_change import check_change
 from ..chunks.saved_weights import SavedWeights
 from ..devices.cpu_device import CpuDevice
 from ..devices.cuda_device import CudaDevice
@@ -27,6 +28,7 @@ from ..ranks.agreement import agreed
 from ..ranks.failures import tell_failure
 from ..ranks.own_device import device_of_rank
 from ..ranks.world import World, exchanged, join_world
+from ..recording.replanning import Replan, Replanning
 from .assembly import TrainingSettings
 from .training import Training
 
@@ -50,6 +52,8 @@ def carry_out(
     stated_disk: Disk | None = None,
     weights: str | Path | SavedWeights | None = None,
     rank_timeout_s: float = 600.0,
+    replan_after: int | None = None,
+    replan: Replan | None = None,
 ) -> Training:
     """Take over ``model`` and train it as ``plan`` says.
 
@@ -85,6 +89,10 @@ def carry_out(
     device has to be large enough.  A rank that keeps others waiting for longer than
     ``rank_timeout_s`` ends their training.
 
+    ``replan_after`` steps are measured, then ``replan`` is asked for a better plan, which training goes on by
+    (``Training.change_plan``): ``protwin.calibration.Replanner`` searches one.  What stands against it is told on
+    standard error, and the plan stays.  Of one rank, without a disk.
+
     Until the end, ``use_cache`` of a transformers model is off, as it has to be in a plain loop of the same bits: a
     key-value cache changes the strides of keys, and with them the order in which kernels may add.
 
@@ -112,6 +120,7 @@ def carry_out(
             stated_disk=stated_disk,
             world=world,
             weights=_saved(weights),
+            replanning=replanning_of(plan, replan_after, replan),
         )
 
     def begin() -> Training:
@@ -119,6 +128,20 @@ def carry_out(
         return Training(model, shared, workload, agreed(world, lambda: chosen(shared)))
 
     return begun(world, begin)
+
+
+def replanning_of(plan: Plan, after: int | None, replan: Replan | None) -> Replanning | None:
+    """Who looks for a better plan.  Raises PlanError if one argument lacks the other, or the plan cannot change."""
+    if after is None and replan is None:
+        return None
+    if after is None or replan is None:
+        missing = "replan, who searches a plan from what was measured" if replan is None else "replan_after, how many"
+        raise PlanError(
+            f"{missing} {'' if replan is None else 'steps are measured '}is missing. Pass both: replan_after=20, "
+            f"replan=protwin.calibration.Replanner(request)."
+        )
+    check_change(plan, plan)
+    return Replanning(after, replan)
 
 
 def checked_plan(model: nn.Module, plan: Plan | None, workload: Workload) -> Plan | ProtwinError | None:

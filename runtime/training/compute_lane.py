@@ -6,7 +6,7 @@ when it ends, its chunks are released, its gradients leave, and whoever waits fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -239,6 +239,14 @@ class ComputeLane:
             )
         self._progress.fail(error)
         self._lanes.separate(error)
+
+    def failing_with(self, work: Callable[[], None]) -> None:
+        """Do ``work``; what it raises ends training."""
+        try:
+            work()
+        except BaseException as error:
+            self.failed(error)
+            raise
 
     # -- giving an iteration up --------------------------------------------------------------------------------------
 

@@ -37,6 +37,28 @@ def refuse_with_ranks(plan: Plan, what: str) -> None:
         )
 
 
+def refuse_own_checkpointing(modules: Iterable[nn.Module]) -> None:
+    """Raise ScheduleError if one of ``modules``, of transformers, would checkpoint its activations."""
+    if any(getattr(module, "gradient_checkpointing", False) is True for module in modules):
+        raise ScheduleError(
+            "the model checkpoints activations itself. Call model.gradient_checkpointing_disable(): the plan "
+            "decides which blocks are checkpointed (n_checkpoint)."
+        )
+
+
+def weight_of_rank(num_tokens: int, of_ranks: Sequence[int]) -> float | None:
+    """What the loss of a rank with ``num_tokens`` counts in the mean over ranks; None if all have as many.
+
+    Raises PlanError if a number is negative or all are 0.
+    """
+    if min(of_ranks) < 0 or not any(of_ranks):
+        raise PlanError(
+            f"ranks are to be weighed by their tokens, but these are {by_rank(of_ranks)}. Pass how many tokens of its "
+            f"batch each rank learns from: none may be negative, nor all of them 0."
+        )
+    return None if len(set(of_ranks)) == 1 else num_tokens * len(of_ranks) / sum(of_ranks)
+
+
 def check_disk_folder(plan: Plan, folder: str | Path | None) -> None:
     """Raise PlanError if ``plan`` has chunks on a disk, and no folder is named; FileError if that is none.
 

@@ -160,6 +160,13 @@ class Progress:
         if self.phase is TrainingPhase.CLOSED:
             raise ScheduleError("this training is closed. Carry the plan out again.")
 
+    def check_records(self) -> None:
+        """Raise ScheduleError if ranks cannot make a record together any more."""
+        if self.phase is TrainingPhase.CLOSED:
+            raise ScheduleError(
+                "ranks make a record together, but this training is closed. Call record() before close()."
+            )
+
     def check_usable(self) -> None:
         """Raise ScheduleError if the training is closed, or has failed."""
         self.check_open()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,6 +25,7 @@ from ...shared.schema.schedule import TaskKind
 from ...shared.schema.workload import Workload
 from ...shared.tables.explain import explain
 from ..checkpoints.checkpoints import write_checkpoint
+from ..checkpoints.plan_change import check_change, check_host
 from ..checkpoints.rank_checkpoint import write_by_ranks
 from ..checkpoints.saved import Saved
 from ..checkpoints.saved_by_ranks import RankPlace, open_checkpoint
@@ -33,16 +35,17 @@ from ..model.nested_tensors import tensors_in
 from ..optimizers.facade import ParameterStates
 from ..optimizers.loss_scaling import LossScaler
 from ..ranks.agreement import agree, agreed
-from ..ranks.launch import by_rank
+from ..recording.counts import Counted, Counts
 from ..recording.rank_records import record_of_ranks
 from ..recording.summaries import StepSummary, Summaries, to_stderr
-from .assembly import Assembly, Callbacks, TrainingSettings
+from .assembly import Assembly, Callbacks, Kept, Parts, TrainingSettings
 from .evaluation import refuse_other_gradient_mode
-from .guards import refuse_with_ranks, state_on_host
+from .guards import refuse_own_checkpointing, refuse_with_ranks, state_on_host, weight_of_rank
+from .plan_changes import changed_parts
 from .progress import Call, Progress, TrainingPhase
 
 
-class Training:
+class Training(Counted):
     """A model in the hands of a schedule.
 
     It lives as long as the model, whose ``training_of`` it is, until it is closed.
@@ -51,7 +54,6 @@ class Training:
     def __init__(self, model: nn.Module, plan: Plan, workload: Workload, settings: TrainingSettings) -> None:
         # First of all: whatever is raised below, __del__ asks for the phase.
         self._progress = Progress(plan.micro_batches)
-        self.plan = plan
         self.workload = workload
         self.device = settings.device
         self.world = settings.world
@@ -59,7 +61,11 @@ class Training:
         self.everybody, self.stages = settings.everybody, settings.stages  # all ranks; who has what of a pipeline
         self.model = model
         self._resumed_steps = 0
+        self._earlier = Counts()
+        """What was done by plans before the present one."""
+        self._earlier_peak_bytes = 0
         self._summaries: Summaries | None = None
+        self._replanning = settings.replanning
         callbacks = Callbacks(
             enter_model=self._enter_model,
             step=self._step,
@@ -67,7 +73,7 @@ class Training:
             optimizer_state=self._optimizer_state,
             set_optimizer_state=self._set_optimizer_state,
         )
-        parts = Assembly(
+        self._assembly = Assembly(
             model=model,
             plan=plan,
             workload=workload,
@@ -75,12 +81,18 @@ class Training:
             progress=self._progress,
             owner=self,
             callbacks=callbacks,
-        ).build()
+        )
         self._checkpointable = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
+        # Last of all: whatever is raised afterwards, nobody would give the model back.
+        self._take(plan, self._assembly.build())
+
+    def _take(self, plan: Plan, parts: Parts) -> None:
+        self.plan = plan
         self.schedule = parts.schedule
         self.loss_scaler = parts.loss_scaler  # of the losses, if they are scaled
         self.optimizer = parts.held.optimizer
         """What schedulers take: the user's parameter groups."""
+        self._held = parts.held
         self._layout = parts.layout
         self._recorder = parts.recorder
         self._metering = parts.metering
@@ -95,7 +107,8 @@ class Training:
         self._walker = parts.walker
         self._buffers = parts.buffers
         self._undo = parts.undo
-        self._undo.callback(self.__dict__.pop, "_state", None)
+        for name in ("_state", "_held"):
+            self._undo.callback(self.__dict__.pop, name, None)
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -108,11 +121,7 @@ class Training:
         if is_evaluating:
             return
         self._progress.check(Call.FORWARD, self._compute.task_at_hand)
-        if any(getattr(block, "gradient_checkpointing", False) is True for block in self._checkpointable):
-            raise ScheduleError(
-                "the model checkpoints activations itself. Call model.gradient_checkpointing_disable(): the plan "
-                "decides which blocks are checkpointed (n_checkpoint)."
-            )
+        refuse_own_checkpointing(self._checkpointable)
         self._taken_over.check()
         self._placed.check_parameters()
         self._offloaded_weights.check()
@@ -140,12 +149,8 @@ class Training:
         """
         self._progress.check_usable()
         of_ranks = [num_tokens] if self._placed.ranks is None else self._placed.ranks.numbers(num_tokens)
-        if min(of_ranks) < 0 or not any(of_ranks):
-            raise PlanError(
-                f"ranks are to be weighed by their tokens, but these are {by_rank(of_ranks)}. Pass how many tokens of "
-                f"its batch each rank learns from: none may be negative, nor all of them 0."
-            )
-        return loss if len(set(of_ranks)) == 1 else loss * (num_tokens * len(of_ranks) / sum(of_ranks))
+        weight = weight_of_rank(num_tokens, of_ranks)
+        return loss if weight is None else loss * weight
 
     def step(self) -> None:
         """Step the persistent chunks and end the iteration; the others are stepped by CPU Adam meanwhile.
@@ -161,21 +166,16 @@ class Training:
         self._offloaded_weights.check()
         self.optimizer.begin_step()
         self._recorder.add(self._compute.step_on_device())
-        self._settle_buffers()
+        if self._buffers is not None:
+            self._compute.failing_with(self._buffers.settle)
         self.optimizer.end_step()
         if self.loss_scaler is not None:
             self.loss_scaler.end_step()
         if self._summaries is not None:
             held = self._placed.held_blocks
             self._summaries.end_step(self.num_steps, self.peak_device_bytes, self._recorder.logs, held)
-
-    def _settle_buffers(self) -> None:
-        if self._buffers is not None:
-            try:
-                self._buffers.settle()
-            except BaseException as error:
-                self._compute.failed(error)
-                raise
+        if self._replanning is not None:
+            self._replanning.after_step(self)
 
     def skip_step(self) -> None:
         """Give the running iteration up, with all its micro-batches, and let the next forward begin it anew.
@@ -280,6 +280,34 @@ class Training:
         if self.plan.parallel is ParallelMode.SHARDED:
             refuse_with_ranks(self.plan, f"{what}: every rank has parts of it")
 
+    def change_plan(self, plan: Plan) -> None:
+        """Go on by ``plan`` from the next forward on: what follows is bit for bit what would have followed.
+
+        To be called between step() and the next forward.  The model, its parameters, ``optimizer`` with its groups and
+        hooks, schedulers, the loss scaler and random states stay the same; weights and the optimizer's state move, by
+        way of the host's memory (``change_bytes`` of ``runtime/checkpoints/plan_change.py``), without files.  A Record
+        is of the plan that is carried out when it is made.  Raises PlanError, with nothing changed, if ``plan`` is for
+        another workload, optimizer or step, does not fit the device or the host, or if one of the two has several
+        ranks, state on a disk, or a student; if the device has no room after all, its out-of-memory error, and goes on
+        by the plan that it had.
+        """
+        self._check_between_steps("the plan can be changed")
+        self._offloaded_weights.check()
+        check_change(self.plan, plan)
+        kept, progress = Kept(optimizer=self.optimizer, scaler=self.loss_scaler), Progress(plan.micro_batches)
+        assemble = partial(self._assembly.going_on, progress=progress, kept=kept)
+        check_host(self.workload, assemble(plan).check_plan(), plan)
+        self.synchronize()
+        with self._compute.changing_state(Call.BETWEEN_STEPS):
+            done, peak_bytes = self.counts, self.peak_device_bytes
+            now = changed_parts(assemble, self.plan, plan, self._held, self._undo)
+        self._resumed_steps += self._progress.iteration
+        self._earlier, self._earlier_peak_bytes, self._progress = done, peak_bytes, progress
+        self._take(now.plan, now.parts)
+        if self._summaries is not None:
+            self._summaries.go_on_by(self.schedule)
+        now.check()
+
     # -- saving and resuming -----------------------------------------------------------------------------------------
 
     def save(self, folder: str | Path, *, scheduler: Scheduler | None = None, data_position: Any = None) -> None:
@@ -324,7 +352,8 @@ class Training:
             return open_checkpoint(folder, model_hash=self.workload.model_hash, place=place)
 
         saved = agreed(ranks, opened)
-        agree(ranks, {"the checkpoint that they resume from": _told(saved)})
+        told = f"step {saved.manifest.step} ({saved.manifest.digest[:16]})"
+        agree(ranks, {"the checkpoint that they resume from": told})
         agreed(ranks, lambda: self._state.check(saved, scheduler, allow_changed_step=allow_changed_step))
         self.synchronize()
         self._lanes.settle(self._progress.iteration)
@@ -349,9 +378,18 @@ class Training:
     # -- asking ------------------------------------------------------------------------------------------------------
 
     @property
-    def num_iterations(self) -> int:
-        """Completed iterations."""
-        return self._progress.iteration
+    def counts(self) -> Counts:
+        """What was moved and stepped so far."""
+        work = self._lanes.work
+        return self._earlier + Counts(
+            num_iterations=self._progress.iteration,
+            num_gathers=work.num_gathers,
+            num_cpu_adam_steps=work.num_cpu_adam_steps,
+            bytes_host_to_device=work.bytes_host_to_device + work.rows.moved_bytes,
+            bytes_device_to_host=work.bytes_device_to_host,
+            bytes_read_from_disk=work.bytes_read_from_disk,
+            bytes_written_to_disk=work.bytes_written_to_disk,
+        )
 
     @property
     def num_steps(self) -> int:
@@ -361,37 +399,7 @@ class Training:
     @property
     def peak_device_bytes(self) -> int:
         """Highest level seen by the ledger so far; on CUDA, by the allocator."""
-        return self._metering.peak_bytes
-
-    @property
-    def bytes_host_to_device(self) -> int:
-        """Bytes gathered so far."""
-        return self._lanes.work.bytes_host_to_device + self._lanes.work.rows.moved_bytes
-
-    @property
-    def bytes_device_to_host(self) -> int:
-        """Bytes of gradients offloaded so far."""
-        return self._lanes.work.bytes_device_to_host
-
-    @property
-    def num_gathers(self) -> int:
-        """Chunks gathered so far."""
-        return self._lanes.work.num_gathers
-
-    @property
-    def num_cpu_adam_steps(self) -> int:
-        """Chunks stepped by CPU Adam so far."""
-        return self._lanes.work.num_cpu_adam_steps
-
-    @property
-    def bytes_read_from_disk(self) -> int:
-        """Bytes that lanes have read so far of chunks on the disk."""
-        return self._lanes.work.bytes_read_from_disk
-
-    @property
-    def bytes_written_to_disk(self) -> int:
-        """Bytes that lanes have written so far of chunks on the disk."""
-        return self._lanes.work.bytes_written_to_disk
+        return max(self._earlier_peak_bytes, self._metering.peak_bytes)
 
     def explain(self) -> str:
         """What every iteration does with each block and chunk, as text: two tables and a summary.
@@ -408,14 +416,11 @@ class Training:
         ``predicted`` is what the search or the simulator says of the plan.  Raises ProtwinError unless ``steps`` is
         positive.
         """
+        of_ranks = self.plan.micro_batches * self.plan.num_ranks
+        samples, tokens = self.workload.num_samples * of_ranks, self.workload.num_tokens * of_ranks
+        predicted_s = None if predicted is None else predicted.iteration_s
         self._summaries = Summaries(
-            steps,
-            to,
-            self.schedule,
-            self.device,
-            num_samples=self.workload.num_samples * self.plan.micro_batches * self.plan.num_ranks,
-            num_tokens=self.workload.num_tokens * self.plan.micro_batches * self.plan.num_ranks,
-            predicted_step_s=None if predicted is None else predicted.iteration_s,
+            steps, to, self.schedule, self.device, num_samples=samples, num_tokens=tokens, predicted_step_s=predicted_s
         )
 
     def record(self, *, hardware_name: str = "", since: int = 0, until: int | None = None) -> Record:
@@ -423,17 +428,16 @@ class Training:
 
         ``since=n, until=n + 1`` is iteration n alone.  The first three count in no Record, nor does the latest.
 
+        After ``change_plan`` it is of the iterations since then, and the first three of these count in none.
         Several ranks make it together: all of them have to call this, and each gets what all have measured, with the
         times and the memory of the rank that waits least for the others.
 
         Raises ProtwinError if there are too few of them; of several ranks ScheduleError after ``close``.
         """
+        since, until = since - self._earlier.num_iterations, until and until - self._earlier.num_iterations
         if self.world is None:
             return self._recorder.record(hardware_name=hardware_name, since=since, until=until)
-        if self._progress.phase is TrainingPhase.CLOSED:
-            raise ScheduleError(
-                "ranks make a record together, but this training is closed. Call record() before close()."
-            )
+        self._progress.check_records()
         return record_of_ranks(self._recorder, self.world, hardware_name=hardware_name, since=since, until=until)
 
     # -- ending ------------------------------------------------------------------------------------------------------
@@ -493,8 +497,3 @@ class Training:
         if error is not None:
             self._compute.failed(error)
         self.close()
-
-
-def _told(saved: Saved) -> str:
-    """Says which checkpoint it is."""
-    return f"step {saved.manifest.step} ({saved.manifest.digest[:16]})"

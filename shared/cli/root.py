@@ -54,7 +54,7 @@ APPS: Final[dict[str, str]] = {
     "advise": "protwin.sim.commands.advise:advise",
     "largest": "protwin.calibration.commands.largest:largest",
     "simulate": "protwin.sim.commands.simulate:simulate",
-    "run": "protwin.runtime.commands.run:run",
+    "run": "protwin.calibration.commands.run:run",
     "bypass": "protwin.calibration.commands.bypass:bypass",
     "checkpoint": "protwin.runtime.offline.command:checkpoint",
     "compare": "protwin.calibration.commands.compare:compare",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import ClassVar, Final, Self
+from typing import Annotated, ClassVar, Final, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -43,6 +43,29 @@ class Contention(FrozenModel):
         return self
 
 
+class Evidence(FrozenModel):
+    """Sums over the tasks of one kind in all records, of which earlier ones count in part.
+
+    Rows are what a task should take, 1, and the bytes that it is the first to read, all over the root of what it should
+    take; tasks that should take nothing have sums of their own (``calibration/estimation/evidence.py``).
+    """
+
+    num_tasks: NonNegativeFloat = 0.0
+    squares: Annotated[tuple[float, ...], Field(min_length=9, max_length=9)] = (0.0,) * 9
+    """Products of every two columns, row by row of their matrix."""
+    products: Annotated[tuple[float, ...], Field(min_length=3, max_length=3)] = (0.0,) * 3
+    """Of every column with the measured seconds, over the same root."""
+    measured_square: NonNegativeFloat = 0.0
+    measured_s: NonNegativeFloat = 0.0
+    num_without_work: NonNegativeFloat = 0.0
+    without_work_s: NonNegativeFloat = 0.0
+    without_work_square: NonNegativeFloat = 0.0
+    known_precision: Annotated[tuple[float, ...], Field(min_length=3, max_length=3)] = (0.0,) * 3
+    """One over the variance of what was known of each coefficient without sums."""
+    known_values: Annotated[tuple[float, ...], Field(min_length=3, max_length=3)] = (0.0,) * 3
+    """That times what was known."""
+
+
 class Calibration(Document):
     """Factors that make the simulator agree with one machine."""
 
@@ -61,6 +84,8 @@ class Calibration(Document):
     """Seconds added to a task for every byte that it is the first to read since a copy brought it; absent: 0."""
     arrival_std_s_per_byte: dict[TaskKind, NonNegativeFloat] = {}
     """Standard deviation of each of these."""
+    evidence: dict[TaskKind, Evidence] = {}
+    """What the coefficients were estimated from, for records to come; absent: they are all that is known."""
     contention: tuple[Contention, ...] = ()
     """Measured sets of lanes; sets that are absent are composed from what is known (``sim/costs/contention.py``)."""
     host_optimizer_factors: dict[Optimizer, PositiveFloat] = {}

@@ -14,8 +14,10 @@ from protwin.shared.schema.calibration import Calibration
 from protwin.shared.schema.schedule import TaskKind
 from protwin.shared.schema.workload import Workload
 from tests.calibration.fitting.test_budgeted import HERE
+from tests.calibration.fitting.test_fit import MACHINE, a_workload, true_calibration
+from tests.calibration.fitting.test_updating import an_old_calibration, runs
 from tests.cli.conftest import Protwin
-from tests.cli.refusals import refusal
+from tests.cli.refusals import contents, refusal
 from tests.cli.test_whole_chain import MODEL
 
 SMALL = MODEL | {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
@@ -66,3 +68,53 @@ def test_the_least_budget_is_said_and_is_enough(
 )
 def test_what_makes_no_sense_is_refused(protwin_here: Protwin, here: Path, options: tuple[str, ...], said: str) -> None:
     assert said in refusal(protwin_here, here, (*HERE_WITH, *options))
+
+
+# -- from records of runs --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def learning(work: Path) -> Path:
+    """The folder with two records of a machine, their workloads, and what was known."""
+    for number, workload in enumerate((a_workload(), a_workload(5))):
+        workload.save(work / f"workload{number}.json")
+        for name, pair in zip("ab", runs(workload, true_calibration()), strict=False):
+            pair.measured.save(work / f"{name}{number}.json")
+    (work / "machine.toml").write_text(hardware_to_toml(MACHINE))
+    an_old_calibration().save(work / "old.json")
+    return work
+
+
+LEARN = ("calibrate", "--hardware=machine.toml", "--from=a0.json", "--workload=workload0.json")
+
+
+def test_a_calibration_learns_from_records_of_several_models(protwin_here: Protwin, learning: Path) -> None:
+    before = contents(learning)
+    more = ("--from=b0.json", "--from=a1.json", "--workload=workload1.json", "--calibration=old.json")
+    result = protwin_here(*LEARN, *more, "--output=new.json")
+    assert result.returncode == 0, result.stderr
+    found, old = (Calibration.load(learning / f"{name}.json") for name in ("new", "old"))
+    assert found.num_runs == old.num_runs + 3
+    assert found.fitted_to == ("another", "eight blocks")
+    assert found.factor(TaskKind.FORWARD) != old.factor(TaskKind.FORWARD)
+    assert contents(learning) == before | {learning / "new.json": (learning / "new.json").read_bytes()}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (LEARN[:-1], "--workload is missing"),
+        ((*LEARN[:-1], "--workload=workload1.json"), "a0.json is a record of workload"),
+        ((*LEARN, "--steps=3"), "--steps says what to run"),
+        ((*LEARN, "--calibration=old.json", "--output=old.json"), "would take the place of --calibration"),
+        ((*LEARN, "--output=a0.json"), "would take the place of --from a0.json"),
+        ((*LEARN, "--forgetting=0"), "forgetting is 0.0"),
+        ((*LEARN, "--calibration=machine.toml"), "machine.toml"),
+        (("calibrate", "--hardware=machine.toml", "--calibration=old.json"), "goes with --from FILE"),
+        (("calibrate", "--hardware=machine.toml", "--model=gpt2"), "--batch-size is missing"),
+    ],
+)
+def test_records_that_say_nothing_are_refused(
+    protwin_here: Protwin, learning: Path, options: tuple[str, ...], said: str
+) -> None:
+    assert said in refusal(protwin_here, learning, options)

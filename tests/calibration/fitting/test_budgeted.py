@@ -29,8 +29,8 @@ from protwin.runtime import CpuDevice, MemoryLedger, parameters_on_meta
 from protwin.runtime.devices.machine import machine_name
 from protwin.runtime.model.adapters import add_lora, freeze
 from protwin.runtime.optimizers.chunk_optimizer import ChunkOptimizer
+from protwin.runtime.timing.plain_loop import train_plainly
 from protwin.runtime.timing.within_budget import least_plan
-from protwin.runtime.training.plain_loop import train_plainly
 from protwin.shared.basics.errors import CalibrationError, DeviceOutOfMemoryError, FileError, InfeasibleError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.calibration import Calibration

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from protwin.runtime import CpuDevice, CpuOutOfMemoryError, carry_out
 from protwin.runtime.devices.ledger import MemoryLedger
-from protwin.runtime.training.plain_loop import train_plainly
+from protwin.runtime.timing.plain_loop import train_plainly
 from protwin.shared.basics.errors import PlanError
 from protwin.shared.basics.units import format_bytes, format_enough_bytes
 from protwin.shared.compile.compile import compile_schedule

@@ -5,16 +5,53 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import typer
 
+from ...runtime.commands.learning_rates import LearningRates
+from ...runtime.commands.run_budget import check_budget
+from ...runtime.commands.run_options import (
+    TEXT_STEPS,
+    CheckpointEvery,
+    CheckpointFolder,
+    DataPaths,
+    DeviceToHost,
+    DiskFolder,
+    Epochs,
+    EvaluateEvery,
+    EvaluationPath,
+    HostToDevice,
+    LearningRate,
+    LossWeighting,
+    LossWeightingName,
+    OptionalModel,
+    PlanPath,
+    RankCount,
+    ReplanAfter,
+    ResumeFlag,
+    SaveFolder,
+    Schedule,
+    ScheduleName,
+    StatedMachine,
+    Steps,
+    TextPath,
+    TokenizerFolder,
+    WarmupSteps,
+    WeightsFolder,
+    WorkloadPath,
+)
+from ...runtime.commands.run_ranks import has_to_start, in_one_voice, rank_at_hand, start_ranks, was_accepted
+from ...runtime.commands.run_record import check_record
+from ...runtime.devices.process_settings import prefer_expandable_segments
 from ...shared.basics.documents import write_atomically
 from ...shared.basics.errors import ProtwinError
 from ...shared.catalogue.machines import load_hardware
 from ...shared.catalogue.models import load_model_configuration
 from ...shared.cli.options import (
     BatchSize,
+    CalibrationPath,
     DeviceBudget,
     DTypeName,
     FrozenParts,
@@ -36,45 +73,13 @@ from ...shared.cli.output import is_standard_output, tell
 from ...shared.cli.output import save as save_document
 from ...shared.cli.streams import say
 from ...shared.compile.compile import compile_schedule
+from ...shared.schema.calibration import Calibration
+from ...shared.schema.hardware import Hardware
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
 from ...shared.schema.workload import Workload
 from ...shared.workloads.dtypes import choose_dtype
-from ..devices.process_settings import prefer_expandable_segments
-from .learning_rates import LearningRates
-from .run_budget import check_budget
-from .run_options import (
-    TEXT_STEPS,
-    CheckpointEvery,
-    CheckpointFolder,
-    DataPaths,
-    DeviceToHost,
-    DiskFolder,
-    Epochs,
-    EvaluateEvery,
-    EvaluationPath,
-    HostToDevice,
-    LearningRate,
-    LossWeighting,
-    LossWeightingName,
-    OptionalModel,
-    PlanPath,
-    RankCount,
-    ResumeFlag,
-    SaveFolder,
-    Schedule,
-    ScheduleName,
-    StatedMachine,
-    Steps,
-    TextPath,
-    TokenizerFolder,
-    WarmupSteps,
-    WeightsFolder,
-    WorkloadPath,
-)
-from .run_ranks import has_to_start, in_one_voice, rank_at_hand, start_ranks, was_accepted
-from .run_record import check_record
 
 __all__ = ["run"]
 
@@ -122,6 +127,8 @@ def run_command(
     device_budget_bytes: DeviceBudget = None,
     host_to_device: HostToDevice = None,
     device_to_host: DeviceToHost = None,
+    replan_after: ReplanAfter = None,
+    calibration: CalibrationPath = None,
     seed: Seed = 0,
     output: OutputPath = None,
     timeline: TimelinePath = None,
@@ -133,7 +140,8 @@ def run_command(
     text, bytes as tokens.  Uses the first CUDA device where there is one, with expandable segments of PyTorch's
     allocator unless PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF is set; else the CPU as a device.  --output writes
     the measured record, which protwin compare lays beside the predicted one.  --ranks starts as many processes, by
-    torchrun, each with its part of the data; torchrun -m protwin run does the same.
+    torchrun, each with its part of the data; torchrun -m protwin run does the same.  --replan-after searches again with
+    what the first steps have measured on --hardware, and goes on by a faster plan if there is one.
     """
     outputs = {"--output": output, "--timeline": timeline}
     read = {"--plan": plan, "--workload": workload, "--model": model, "--text": text, "--evaluation": evaluation}
@@ -146,7 +154,9 @@ def run_command(
     asked = None if dtype is None else str(choose_dtype(None, dtype, None).dtype)
     chosen, given = _planned(plan, optimizer, workload, device_budget_bytes)
     starts = has_to_start(chosen, ranks, os.environ)
-    stated = None if hardware is None else load_hardware(hardware).disk
+    machine = None if hardware is None else load_hardware(hardware)
+    check_replan(replan_after, machine, calibration, chosen, steps)
+    known = None if calibration is None else Calibration.load(calibration)
     # A folder may be called like a model of the catalogue.
     named = model if weights is None else str(weights / "config.json")
     assert named is not None
@@ -158,11 +168,19 @@ def run_command(
         raise typer.Exit(start_ranks(chosen.num_ranks, sys.argv[1:]))
     rank = rank_at_hand(os.environ)
     # This imports torch, which reads the settings of its allocator.
-    from .run_checkpoints import RunCheckpoints
-    from .run_data import DataChoice
-    from .run_model import RunModel
-    from .run_request import DeviceChoice, RunRequest, Shape
-    from .run_training import DiskChoice
+    from ...runtime.commands.run_checkpoints import RunCheckpoints
+    from ...runtime.commands.run_data import DataChoice
+    from ...runtime.commands.run_model import RunModel
+    from ...runtime.commands.run_request import DeviceChoice, RunRequest, Shape
+    from ...runtime.commands.run_training import DiskChoice, ReplanChoice
+
+    def replanner(workload: Workload, budget_bytes: int | None) -> Callable[[Record], Plan | None]:
+        from ...sim.searching.request import SearchRequest
+        from ..fitting.replanning import Replanner
+
+        assert machine is not None
+        asked = SearchRequest(workload=workload, hardware=machine, calibration=known, device_budget_bytes=budget_bytes)
+        return Replanner(asked)
 
     request = RunRequest(
         plan=chosen,
@@ -176,7 +194,8 @@ def run_command(
         checkpoints=RunCheckpoints(checkpoint, checkpoint_every, is_resuming, was_accepted(os.environ)),
         save=save,
         device=DeviceChoice(device_budget_bytes, host_to_device, device_to_host),
-        disk=None if disk_folder is None else DiskChoice(disk_folder, stated),
+        disk=None if disk_folder is None else DiskChoice(disk_folder, None if machine is None else machine.disk),
+        replan=None if replan_after is None else ReplanChoice(replan_after, replanner),
         wants_record=wants_record,
         rank=rank,
     )
@@ -196,6 +215,23 @@ def _planned(
     given = Workload.load(workload)
     check_budget(chosen, given, device_budget_bytes)
     return chosen, given
+
+
+def check_replan(
+    after: int | None, hardware: Hardware | None, calibration: Path | None, plan: Plan, steps: int | None
+) -> None:
+    """Raise ProtwinError if a plan is to be searched again, and cannot be."""
+    if after is None:
+        if calibration is not None:
+            raise ProtwinError("--calibration is what a search knows before, and --replan-after N is missing.")
+        return
+    if hardware is None:
+        raise ProtwinError("--replan-after searches a plan for this machine: describe it by --hardware machine.toml.")
+    if plan.num_ranks > 1 or plan.n_disk_state:
+        what = f"has {plan.num_ranks} ranks" if plan.num_ranks > 1 else "has chunks on a disk"
+        raise ProtwinError(f"--replan-after: the plan {what}, and cannot change while it is carried out. Leave it out.")
+    if steps is not None and after >= steps:
+        raise ProtwinError(f"--replan-after is {after} of --steps {steps}: no step would be left. Lower it.")
 
 
 def _tell_nobody(line: str) -> None:

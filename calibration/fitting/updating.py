@@ -1,0 +1,183 @@
+"""Learning from runs: any measured record updates a calibration, or makes one where there is none.
+
+What tasks have told is kept as sums ([Note: Evidence]), so that records may come at once or one after another, in any
+order.  Before new ones are added, what was known of the kinds that they have is multiplied by ``forgetting``: with 0.5
+the latest update counts as much as all before it.  What lanes do to each other, and what optimizers cost by themselves,
+no record tells; it stays what was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from ...runtime.recording.timed_iterations import LEAST_TIMED
+from ...shared.basics.errors import CalibrationError
+from ...shared.compile.compile import compile_schedule
+from ...shared.schema.calibration import Calibration, Evidence
+from ...shared.schema.hardware import Hardware
+from ...shared.schema.record import Origin, Record
+from ...shared.schema.schedule import TaskKind
+from ...shared.schema.workload import Workload
+from ..estimation.evidence import estimate_evidence, evidence_before, evidence_of, together
+from .fit import Pair, columns_of, fit, gap_s, pairs_of, with_estimates
+
+FORGETTING: Final = 0.5
+"""What is left of what was known, with every update."""
+MOST_NOISE_FRAC: Final = 0.25
+"""Of an iteration: beyond it, times say more about what else ran on the machine."""
+
+
+def updated(
+    calibration: Calibration | None,
+    pairs: Sequence[Pair],
+    hardware: Hardware,
+    *,
+    forgetting: float = FORGETTING,
+) -> Calibration:
+    """``calibration`` with what ``pairs`` have told; without one, a calibration from them alone.
+
+    ``forgetting``: what is left (0..1) of what was known of kinds of tasks that the new records have; 1 forgets
+    nothing, and the order of updates does not matter.  A pair is a measured Record with its workload; workloads may
+    differ.
+    Raises CalibrationError if a record is of another machine, software or workload, predicted, of fewer than
+    ``LEAST_TIMED`` iterations, or noisier than ``MOST_NOISE_FRAC``, if there is none, and as ``fit`` does.
+    """
+    if not 0 < forgetting <= 1:
+        raise CalibrationError(f"forgetting is {forgetting}; what is left of what was known lies above 0, up to 1.")
+    if not pairs:
+        raise CalibrationError("there are no measured records to learn from. Give one at least (--from).")
+    for pair in pairs:
+        _check(pair, calibration, hardware, pairs[0].measured.software)
+    known = calibration or Calibration(
+        hardware_name=hardware.name, machine=pairs[0].measured.machine, software=dict(pairs[0].measured.software)
+    )
+    new = evidence_by_kind(pairs, hardware, known)
+    evidence = dict(known.evidence)
+    for kind, of_kind in new.items():
+        before = evidence_before(known, kind)
+        evidence[kind] = of_kind if before is None else together(before, of_kind, forgotten=forgetting)
+    estimates = {kind: estimate_evidence(evidence[kind], hardware) for kind in new}
+    found = with_estimates(known, estimates)
+    names = dict.fromkeys((*known.fitted_to, *(pair.workload.model_name for pair in pairs)))
+    num_before = 0 if calibration is None else known.num_runs
+    return found.model_copy(
+        update={
+            **{name: getattr(known, name) | getattr(found, name) for name in _BY_KIND},
+            "evidence": evidence,
+            "iteration_noise_frac": _noise_frac(known, forgetting * num_before, pairs),
+            "fitted_to": tuple(names),
+            "num_runs": num_before + len(pairs),
+        }
+    )
+
+
+_BY_KIND: Final = ("factors", "overhead_s", "arrival_s_per_byte", "arrival_std_s_per_byte")
+
+
+def _noise_frac(known: Calibration, num_before: float, pairs: Sequence[Pair]) -> float:
+    """The mean over runs, of which those before count as ``num_before``."""
+    noise = [pair.measured.iteration_noise_frac for pair in pairs]
+    return (num_before * known.iteration_noise_frac + sum(noise)) / (num_before + len(noise))
+
+
+def evidence_by_kind(pairs: Sequence[Pair], hardware: Hardware, calibration: Calibration) -> dict[TaskKind, Evidence]:
+    """What the tasks of ``pairs`` tell, each pair by itself, with the contention that ``calibration`` has."""
+    found: dict[TaskKind, Evidence] = {}
+    for pair in (one for given in pairs for one in pairs_of(given.workload, given.measured)):
+        for kind, of_kind in _evidence_of_one(pair, hardware, calibration).items():
+            found[kind] = together(found[kind], of_kind) if kind in found else of_kind
+    return found
+
+
+def _evidence_of_one(pair: Pair, hardware: Hardware, calibration: Calibration) -> dict[TaskKind, Evidence]:
+    """Slowdowns are those under the factors of this record alone, so that it tells the same whatever else is known."""
+    measured_alone = {
+        name: getattr(calibration, name)
+        for name in (
+            "host_optimizer_factors",
+            "device_optimizer_factors",
+            "host_optimizer_tensor_s",
+            "device_optimizer_tensor_s",
+        )
+    }
+    own = fit(
+        [pair],
+        hardware,
+        contention=calibration.contention,
+        machine=calibration.machine,
+        software=calibration.software,
+        optimizers=measured_alone,
+    ).calibration
+    bare = Calibration(
+        hardware_name=hardware.name, machine=calibration.machine, software=calibration.software, **measured_alone
+    )
+    columns = columns_of(pair, hardware, own, bare)
+    # What passes between iterations is part of the task that ends one.
+    columns[TaskKind.DEVICE_ADAM][2][-1] += gap_s(pair.measured)
+    return {kind: evidence_of(*of_kind) for kind, of_kind in columns.items()}
+
+
+def paired(records: Sequence[tuple[str, Record]], workloads: Sequence[Workload]) -> list[Pair]:
+    """Every record, by its name, with its workload.  Raises CalibrationError if one is of none of ``workloads``."""
+    of_identity = {workload.identity: workload for workload in workloads}
+    found = []
+    for name, record in records:
+        if record.plan.workload_id not in of_identity:
+            known = ", ".join(f"{identity} ({one.model_name})" for identity, one in of_identity.items())
+            raise CalibrationError(
+                f"{name} is a record of workload {record.plan.workload_id} ({record.model_name}); given: {known}. Give "
+                f"the workload that was trained (--workload)."
+            )
+        found.append(Pair(of_identity[record.plan.workload_id], record))
+    return found
+
+
+def _check(pair: Pair, calibration: Calibration | None, hardware: Hardware, software: Mapping[str, str]) -> None:
+    record = pair.measured
+    if record.origin is not Origin.MEASURED:
+        raise CalibrationError("a predicted record was given as a measurement. Learn from records of real runs.")
+    if calibration is not None and calibration.hardware_name != hardware.name:
+        raise CalibrationError(
+            f"the calibration is of {calibration.hardware_name}, and the hardware is {hardware.name}. Give the "
+            f"hardware file that it was made with, or leave the calibration out."
+        )
+    machines = {record.machine, *(one.machine for one in record.ranks)}
+    strange = sorted(machines - {hardware.name, _of_ranks(hardware.name)})
+    if strange:
+        raise CalibrationError(
+            f"the record was measured on {strange[0]}, and the hardware is {hardware.name}. What one machine takes "
+            f"says nothing about another: give the hardware file of that machine."
+        )
+    expected = software if calibration is None else calibration.software
+    changed = sorted(
+        name for name in expected.keys() | record.software.keys() if expected.get(name) != record.software.get(name)
+    )
+    if changed:
+        name = changed[0]
+        raise CalibrationError(
+            f"the record was measured with {name} {record.software.get(name, 'unknown')}, and what is known was with "
+            f"{name} {expected.get(name, 'unknown')}. Calibrate anew with this software."
+        )
+    if record.plan_id != compile_schedule(record.plan, pair.workload).plan_id:
+        raise CalibrationError(f"a record of plan {record.plan_id} does not belong to its workload.")
+    _check_times(record)
+
+
+def _check_times(record: Record) -> None:
+    """Raise CalibrationError if its times say too little."""
+    if record.num_iterations < LEAST_TIMED:
+        raise CalibrationError(
+            f"the record has {record.num_iterations} timed iterations; {LEAST_TIMED} are the least that say something "
+            f"about a machine. Train longer."
+        )
+    if record.iteration_noise_frac > MOST_NOISE_FRAC:
+        raise CalibrationError(
+            f"iterations of the record lie {record.iteration_noise_frac:.0%} apart, and {MOST_NOISE_FRAC:.0%} is the "
+            f"most that times can be learnt from: something else runs on the machine. Measure again when it is quiet."
+        )
+
+
+def _of_ranks(hardware_name: str) -> str:
+    """The machine of which ``hardware_name`` is all, where it was probed by several ranks (``name_of_ranks``)."""
+    return hardware_name.rpartition(", shared by ")[0] or hardware_name
