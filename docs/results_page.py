@@ -224,6 +224,36 @@ def fidelity(content: Any) -> Iterator[str]:
             for one in content
         ],
     )
+    judged = [one for one in content if one.get("num_rounds") is not None]  # older files do not say
+    if judged:
+        yield ""
+        yield from _intervals_and_blame(judged)
+
+
+def _intervals_and_blame(judged: Sequence[Any]) -> Iterator[str]:
+    """What ``protwin validate`` says besides: intervals, noise, and the kind of task that is to blame most."""
+
+    def percent(share_frac: float | None, digits: int = 1, sign: str = "") -> str:
+        return "–" if share_frac is None else f"{share_frac * 100:{sign}.{digits}f} %"
+
+    headings = ("model", "signed mean", "noise", "drift", "within 90 % intervals", "half width", "peaks within theirs")
+    yield from _table(
+        (*headings, "peak error, measured times", "to blame most"),
+        [
+            (
+                one["model"],
+                percent(one["signed_mean_iteration_error_frac"], sign="+"),
+                percent(one["median_noise_frac"]),
+                percent(one["drift_frac"]),
+                percent(one["time_coverage_frac"], 0),
+                percent(one["median_half_width_frac"]),
+                percent(one["peak_coverage_frac"], 0),
+                percent(one["mean_retimed_peak_error_frac"], 2),
+                ", ".join(f"{kind['kind']} {percent(kind['blame_frac'], sign='+')}" for kind in one["kinds"][:1]),
+            )
+            for one in judged
+        ],
+    )
 
 
 def fidelity_of_ranks(content: Any) -> Iterator[str]:

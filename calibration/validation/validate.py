@@ -52,7 +52,7 @@ _PLAIN: Final = 4
 """Times as many plain steps as steps of one plan: all are compared with them."""
 _OPTIMIZER_SECONDS: Final = 4.0
 _RESERVE_FRAC: Final = 0.05
-"""Of the time, for fitting and judging at the end."""
+"""Of the time, beside what fitting and predicting took the first time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +134,8 @@ class _Validation:
     plain_s: list[float] = field(default_factory=list)
     fits: dict[str, Any] = field(default_factory=dict)
     """What every fit is given besides records."""
+    thinking_s: float = 0.0
+    """What a fit and a prediction of every drawn plan take: they come once more at the end."""
 
     def run(self) -> tuple[Fidelity, dict[str, Record]]:
         """Everything."""
@@ -149,7 +151,9 @@ class _Validation:
         self.turns.add(fitted)
         for name in fitted:
             self.turns.turn(name)
+        thinking_s = time.perf_counter()
         first = self._calibration(fitted)
+        self.thinking_s = time.perf_counter() - thinking_s
         judged, budget_bytes = self._judged(first, chosen)
         if not self.turns.add(judged):
             self.notes.append("Memory does not hold all trainings at once, so every turn began a training anew.")
@@ -252,16 +256,19 @@ class _Validation:
         if minutes is None:
             return len(drawn)
 
-        def predicted_s(plan: Plan) -> float:
-            return simulate(plan, self.subject.workload, self.subject.hardware, calibration).iteration_s
-
+        begun_s = time.perf_counter()
+        predicted_s = {
+            plan.identity: simulate(plan, self.subject.workload, self.subject.hardware, calibration).iteration_s
+            for plan in (*drawn, *picks)
+        }
+        self.thinking_s += time.perf_counter() - begun_s
         usual_s = {name: quiet_seconds([seconds_of(one) for one in bursts]) for name, bursts in turns.bursts.items()}
         a_turn = statistics.median(turns.spent_s[name] / usual_s[name] for name in usual_s)
         a_begin = statistics.median(turns.begin_s[name] / usual_s[name] for name in usual_s)
-        left_s = (1 - _RESERVE_FRAC) * 60 * minutes - (time.perf_counter() - self.begun_s)
+        left_s = self._left_s(minutes)
 
         def cost_s(plan: Plan) -> float:
-            return predicted_s(plan) * (a_begin + _USUAL_ROUNDS * a_turn)
+            return predicted_s[plan.identity] * (a_begin + _USUAL_ROUNDS * a_turn)
 
         fixed_s = _USUAL_ROUNDS * sum(turns.spent_s.values()) + sum(map(cost_s, picks))
         need_s, number = fixed_s, 0
@@ -277,6 +284,10 @@ class _Validation:
                 f"take about {format_duration(least_s)}. Give more minutes, or a smaller model or batch."
             )
         return number
+
+    def _left_s(self, minutes: float) -> float:
+        """What is left of the time for turns."""
+        return (1 - _RESERVE_FRAC) * 60 * minutes - self.thinking_s - (time.perf_counter() - self.begun_s)
 
     # -- turns -------------------------------------------------------------------------------------------------------
 
@@ -307,7 +318,7 @@ class _Validation:
         minutes = self.trial.minutes
         left_s = float("inf")
         if minutes is not None:
-            left_s = (1 - _RESERVE_FRAC) * 60 * minutes - (time.perf_counter() - self.begun_s)
+            left_s = self._left_s(minutes)
         if num_rounds < _LEAST_ROUNDS:
             if left_s + 60 * (minutes or 0) < 0:
                 raise CalibrationError(

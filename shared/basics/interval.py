@@ -17,6 +17,7 @@ class Interval(FrozenModel):
     """
 
     low: float
+    """At most ``high``."""
     high: float
     """At least ``low``."""
 

@@ -161,7 +161,7 @@ class ErrorModel:
             yield Source(f"{lane} of data sheets" if known is None else f"{lane} unmeasured", *self.lanes[lane])
             return
         assert fitted is not None
-        yield Source.of_std(f"factor of {fitted}", known.factors[fitted].relative_std)
+        yield Source.of_std(f"factor of {fitted}", min(known.factors[fitted].relative_std, _MOST_STD))
         if fitted is not kind:
             yield Source.of_std(f"{kind} as {fitted}", ALIKE_STD)
 

@@ -79,29 +79,15 @@ def simulate(
         timing = simulate_timing(
             schedule, costs.durations_s(schedule), contention, num_more_iterations=1, on_progress=on_progress
         )
-    record = predicted_record(
-        plan,
-        workload,
-        RankMachine(
-            hardware=costs.hardware,
-            collective_bytes=collective_bytes(hardware, plan.num_ranks * num_stages, plan.shard_ranks),
-            price_usd_per_hour=rent_of_stage(hardware, plan.num_ranks, num_stages),
-        ),
-        calibration,
-        schedule,
-        timing,
-        layout=layout,
-        method=method,
+    rank = RankMachine(
+        hardware=costs.hardware,
+        collective_bytes=collective_bytes(hardware, plan.num_ranks * num_stages, plan.shard_ranks),
+        price_usd_per_hour=rent_of_stage(hardware, plan.num_ranks, num_stages),
     )
-    return with_intervals(
-        record,
-        costs.durations_s(schedule),
-        contention,
-        schedule,
-        timing,
-        ErrorModel.of(workload, hardware, calibration),
-        limit_bytes=rank_device_bytes(hardware, plan.num_ranks * num_stages, plan.shard_ranks),
-    )
+    record = predicted_record(plan, workload, rank, calibration, schedule, timing, layout=layout, method=method)
+    durations_s, errors = costs.durations_s(schedule), ErrorModel.of(workload, hardware, calibration)
+    limit_bytes = rank_device_bytes(hardware, plan.num_ranks * num_stages, plan.shard_ranks)
+    return with_intervals(record, durations_s, contention, schedule, timing, errors, limit_bytes=limit_bytes)
 
 
 def simulate_plan(

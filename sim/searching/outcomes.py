@@ -13,11 +13,12 @@ from ...shared.catalogue.rank_share import rent_of_stage
 from ...shared.layout.kinds import kind_of
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import ParallelMode
+from ...shared.schema.record import Record
 from ...shared.schema.search_result import BatchChoice, Certificate, ModeChoice, PlanOutcome, SearchResult
 from ..engine.intervals import FloatArray, interval_of, ratio_interval, with_intervals
 from ..engine.prediction import RankMachine, predicted_record
 from ..memory.libraries import collective_bytes
-from .branch_and_bound import BranchAndBound
+from .branch_and_bound import BranchAndBound, Simulated
 from .candidates import Candidate
 from .choice import Choice, Chosen
 from .infeasible import explain_infeasible
@@ -37,35 +38,8 @@ def search_result(
     """
     found = choice.chosen
     chosen, problem = found.plan, found.branch.problem
-    prediction = predicted_record(
-        chosen.plan,
-        problem.workload,
-        RankMachine(
-            hardware=problem.hardware,
-            collective_bytes=collective_bytes(problem.together, problem.world_ranks, problem.step.shard_ranks),
-            price_usd_per_hour=rent_of_stage(problem.together, problem.step.num_ranks, problem.workload.num_stages),
-        ),
-        problem.calibration,
-        chosen.schedule,
-        chosen.timing,
-        layout=problem.layouts[chosen.candidate.layout].grid.layout,
-        method=problem.method,
-    )
     margin_frac = None if problem.hardware.device.kind is DeviceKind.CPU else request.margin_frac
-    prediction = prediction.asking(
-        device_budget_bytes=problem.device_budget_bytes,
-        host_budget_bytes=problem.host_budget_bytes,
-        margin_frac=margin_frac,
-    )
-    prediction = with_intervals(
-        prediction,
-        problem.costs.durations_s(chosen.schedule),
-        problem.contention,
-        chosen.schedule,
-        chosen.timing,
-        problem.errors,
-        limit_bytes=problem.device_budget_bytes,
-    )
+    prediction = _prediction(problem, chosen).asking(margin_frac=margin_frac)
     peak_bytes = prediction.guaranteed_peak_device_bytes
     assert peak_bytes == chosen.candidate.peak_bytes <= problem.device_budget_bytes, "the compiled plan fits"
     known = _known([one for one in branches if one.problem is problem], found)
@@ -91,6 +65,33 @@ def search_result(
         ),
         alternatives=tuple(_outcome(one, told) for one in _alternatives(chosen.candidate, known)),
         pareto=tuple(_outcome(one, told) for one in _pareto_front(known, found)),
+    )
+
+
+def _prediction(problem: SearchProblem, chosen: Simulated) -> Record:
+    """The record of the recommended plan, with its intervals; the margin is not in its question yet."""
+    record = predicted_record(
+        chosen.plan,
+        problem.workload,
+        RankMachine(
+            hardware=problem.hardware,
+            collective_bytes=collective_bytes(problem.together, problem.world_ranks, problem.step.shard_ranks),
+            price_usd_per_hour=rent_of_stage(problem.together, problem.step.num_ranks, problem.workload.num_stages),
+        ),
+        problem.calibration,
+        chosen.schedule,
+        chosen.timing,
+        layout=problem.layouts[chosen.candidate.layout].grid.layout,
+        method=problem.method,
+    )
+    return with_intervals(
+        record.asking(device_budget_bytes=problem.device_budget_bytes, host_budget_bytes=problem.host_budget_bytes),
+        problem.costs.durations_s(chosen.schedule),
+        problem.contention,
+        chosen.schedule,
+        chosen.timing,
+        problem.errors,
+        limit_bytes=problem.device_budget_bytes,
     )
 
 

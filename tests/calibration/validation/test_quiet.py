@@ -18,7 +18,9 @@ from protwin.calibration.validation.quiet import (
     scatter_frac,
     uncertainty_frac,
 )
+from protwin.shared.schema.calibration import Calibration, Factor
 from protwin.shared.schema.record import Origin, Record
+from protwin.shared.schema.schedule import TaskKind
 from protwin.sim import simulate
 from tests.calibration.fitting.test_fit import MACHINE, a_workload
 
@@ -77,6 +79,29 @@ def test_one_record_of_the_quiet_bursts() -> None:
         assert quiet.end_s == pytest.approx(1.01 * one.end_s)
     assert found.memory in [bursts[place].memory for place in (1, 3)]
     assert found.iteration_noise_frac == pytest.approx(0.19 / 1.35, rel=0.1), "of all bursts, not of the quiet ones"
+
+
+def test_drift_widens_what_is_promised() -> None:
+    """A link that is throttled in the middle: the calibration allows for what the rounds differ by."""
+    workload = a_workload(4)
+    plan = bootstrap_plans(workload)[1]
+
+    def half_width_frac(noise_frac: float) -> float:
+        known = Calibration(
+            hardware_name=MACHINE.name,
+            machine=MACHINE.name,
+            factors={kind: Factor(relative_std=0.01) for kind in TaskKind},
+            iteration_noise_frac=noise_frac,
+            iteration_error_frac=0.02,
+            num_runs=5,
+            fitted_to=(workload.model_name,),
+        )
+        predicted = simulate(plan, workload, MACHINE, known)
+        assert predicted.iteration_interval_s is not None
+        return predicted.iteration_interval_s.half_width_frac(predicted.iteration_s)
+
+    calm, disturbed = (drift_frac(rounds(12, slow, 1.3)) for slow in (range(0), range(6, 12)))
+    assert half_width_frac(disturbed) > 1.5 * half_width_frac(calm)
 
 
 def _slower(record: Record, factor: float) -> Record:

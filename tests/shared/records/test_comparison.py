@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protwin.shared.basics.errors import ProtwinError
+from protwin.shared.basics.interval import Interval
 from protwin.shared.records.comparison import Comparison, Difference, compare_records, signed_error_frac
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.record import LaneUse, MemoryCurve, Origin, Record, TaskTiming
 from protwin.shared.schema.schedule import LANE_OF, Lane, Memory, TaskKind
+from protwin.shared.tables.comparison import comparison_sentences
 from tests.shared.laid_out import laid_out
 
 PLAN = Plan(workload_id="w", chunk_bytes=1024, n_persist=1, n_buffer=2)
@@ -259,3 +261,21 @@ def test_a_prediction_that_is_off_by_a_factor_is_off_by_that_factor_everywhere(f
     if abs(factor - 1) > 0.11:
         assert found.first_parting is not None
         assert found.first_parting.predicted_start_s == min(t.start_s for t in predicted.tasks)
+
+
+def test_a_measurement_lies_inside_its_interval_or_outside() -> None:
+    tasks = [timing(0, 0.0, 1.0)]
+    predicted = record(Origin.SIMULATED, tasks).model_copy(
+        update={
+            "iteration_interval_s": Interval(low=9.0, high=12.0),
+            "peak_interval_bytes": Interval(low=900, high=1_000),
+        }
+    )
+    found = compare_records(predicted, record(Origin.MEASURED, tasks, iteration_s=12.0, peaks=(1_001, 500)))
+    assert found.iteration.is_inside is True
+    assert found.peak_device is not None
+    assert found.peak_device.is_inside is False
+    assert (found.forward.is_inside, found.peak_pinned and found.peak_pinned.is_inside) == (None, None)
+    assert "time lies inside 9 s to 12 s, the device peak outside 900 B to 1000 B" in comparison_sentences(found)[0]
+    silent = compare_records(record(Origin.SIMULATED, tasks), record(Origin.MEASURED, tasks))
+    assert "intervals" not in comparison_sentences(silent)[0]
