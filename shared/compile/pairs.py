@@ -149,7 +149,9 @@ class Pairs(Sections):
         wait = self.draft.wait
         self.receives = self._exchange(TaskKind.RECEIVE, 0, received_bytes)
         wait(self.receives.ravel(), self.forwards[:, : self.receives.shape[1]].ravel())
-        wait(self.forwards[:, 1 : 1 + self.receives.shape[1]].ravel(), self.receives.ravel())
+        receiving = self.forwards[:, 1 : 1 + self.receives.shape[1]].ravel()
+        wait(receiving, self.receives.ravel())
+        self.draft.arrive(receiving, receiving, received_bytes)
         last_teacher = self.num_blocks - 1
         self.sends = self._exchange(TaskKind.SEND, last_teacher, sent_bytes)
         wait(self.sends.ravel(), self.forwards[:, last_teacher : last_teacher + self.sends.shape[1]].ravel())

@@ -166,6 +166,8 @@ class Draft:
         self.reads: list[Uses] = []
         self.updates: list[Uses] = []
         """What is written and was there before."""
+        self.arrivals: list[tuple[IntArray, IntArray, IntArray]] = []
+        """What ``arrive`` was told."""
         self.phases: dict[int, Phase] = {}
         """By task."""
         self.at_end_bytes = 0
@@ -187,6 +189,26 @@ class Draft:
         """Let ``tasks`` wait for ``others``, of the previous iteration if ``is_previous``; either may be absent."""
         if tasks.shape[-1] and others.shape[-1]:
             self.waits.append(Wait(tasks, others, is_previous))
+
+    def arrive(self, tasks: IntArray, otherwise: IntArray, size_bytes: Integers) -> None:
+        """Let ``tasks`` be the first that read so many bytes since something brought them to the device.
+
+        ``otherwise``: tasks of the same sections, that do where a plan does not have those.  (n,) each.
+        """
+        if len(tasks):
+            self.arrivals.append((tasks, otherwise, spread(size_bytes, tasks.shape)))
+
+    def arrived_bytes(self) -> IntArray:
+        """(2, N) what every task is the first to read; and the same of tasks whose block is checkpointed."""
+        is_there = np.ones((2, self.num_tasks), dtype=np.bool_)
+        for ids, group in self.groups:
+            if group.checkpointed is not None:
+                is_there[:, ids] = group.rows != NOT_THERE, group.checkpointed != NOT_THERE
+        found = np.zeros((2, self.num_tasks), dtype=np.int64)
+        for tasks, otherwise, size_bytes in self.arrivals:
+            for of_modes, there in zip(found, is_there, strict=True):
+                np.add.at(of_modes, np.where(there[tasks], tasks, otherwise), size_bytes)
+        return found
 
     def buffers(self, group: BufferGroup) -> IntArray:
         """Add a group of buffers; gives their ids, (n,).  What one task makes is numbered in the order of adding."""

@@ -114,6 +114,7 @@ class Residency:
         arrivals = self.gathers.copy()
         arrivals[self.exchanged] = self.exchanges
         self.draft.wait(sections.step_begin[stays.first_step], arrivals)
+        self._read_first(stays.first_step, facts.part("gathered_bytes")[stays.chunk])
         self._wait_for_room()
         self.buffers = self.draft.buffers(
             BufferGroup(
@@ -129,6 +130,10 @@ class Residency:
             )
         )
         """(G,)"""
+
+    def _read_first(self, steps: IntArray, size_bytes: IntArray) -> None:
+        """Let the first task of each of ``steps`` be the first that reads so many bytes since they came."""
+        self.draft.arrive(self.sections.step_begin[steps], self.sections.step_end[steps], size_bytes)
 
     def coming(self, kind: TaskKind, work: Work, stays: IntArray, *, number: int = COPIES) -> IntArray:
         """Add the ``number``th task of these stays' gathers."""
@@ -175,6 +180,7 @@ class Residency:
         """(H,)"""
         self.draft.wait(self.renewals, sections.step_end[self._last_use], is_previous=True)
         self.draft.wait(sections.step_begin[self._first_use], self.renewals)
+        self._read_first(self._first_use, self.family.facts.size_bytes[chunks])
 
     def micro_batch_of(self, steps: IntArray) -> IntArray:
         """The micro-batch of each step."""
@@ -260,6 +266,7 @@ class Residency:
         self.draft.wait(self.fetches, self.offloads)
         self._wait_for_window(self.fetches, steps)
         self.draft.wait(sections.step_begin[steps], self.fetches)
+        self._read_first(steps, self.family.swappable_bytes[self._swap_facts["section"] - 1])
         self.fetched = self._swap_buffers(self.fetches, sections.step_end[steps], replaces=self.saved)
 
     def _swap_buffers(self, made_by: IntArray, freed_by: IntArray, replaces: Integers = NOT_THERE) -> IntArray:

@@ -11,7 +11,7 @@ import numpy as np
 from ..schema.schedule import Allocation, RankAxis, Section, Task, TaskKind
 from .family import Family
 from .lanes import heirs, is_there, lanes_of_tasks, task_order
-from .program import NOT_THERE, BufferGroup, Draft, IntArray, Uses, Wait, Work, sections_by_number, spread
+from .program import NOT_THERE, BoolArray, BufferGroup, Draft, IntArray, Uses, Wait, Work, sections_by_number, spread
 
 _BEFORE_TASKS: Final = -(2**62)
 """What is there for good comes before what tasks make."""
@@ -43,6 +43,7 @@ def tasks_and_buffers(
         for uses in (*_lifetimes(draft.buffer_groups), draft.reads, draft.updates)
     )
     kinds, axes, stated_s, places, work = _of_tasks(draft, order)
+    arrived = _arrived_bytes(draft, family.is_checkpoint[row])[order].tolist()
     section, chunk, micro_batch = places
     tasks = map(
         Task,
@@ -60,6 +61,7 @@ def tasks_and_buffers(
         *work,
         axes,
         stated_s,
+        arrived,
     )
     return tuple(tasks), buffers
 
@@ -99,6 +101,18 @@ def _of_tasks(
         columns[: len(_PLACES)],
         columns[len(_PLACES) :],
     )
+
+
+def _arrived_bytes(draft: Draft, is_checkpoint: BoolArray) -> IntArray:
+    """(N,) what every task is the first to read on the device where these blocks, (n,), are checkpointed."""
+    kept, again = draft.arrived_bytes()
+    outside = np.zeros(1, dtype=np.bool_)
+    found: IntArray = kept.copy()
+    # By number: the prologue, the blocks, the epilogue, and no section.
+    in_mode = np.concatenate([outside, is_checkpoint, outside, outside])
+    for ids, group in draft.groups:
+        found[ids] = np.where(in_mode[group.section], again[ids], kept[ids])
+    return found
 
 
 def _named(numbers: Iterable[int], names: Sequence[Any]) -> list[Any]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from ..schema.schedule import (
     Allocation,
     AllocationId,
     ChunkId,
     Content,
+    Lane,
     Memory,
     OuterSection,
     Section,
@@ -26,6 +28,10 @@ from .claim import Claim, reject
 
 Name = tuple[Content, ChunkId | None, Section | None, int]
 """The micro-batch is -1 for what a device has for good of a chunk that is sharded over all of them."""
+
+
+_BRINGING: Final = (TaskKind.GATHER, TaskKind.ALL_GATHER, TaskKind.ACTIVATION_FETCH)
+"""What fills whole buffers of the device."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,31 @@ def check_compute_task(claim: Claim, task: Task, entry: Expected) -> None:
         size_bytes = entry.makes[_name(claim, buffer)]
         if buffer.size_bytes != size_bytes:
             reject(f"{task.name} allocates {buffer.size_bytes} bytes of {buffer.content}, not {size_bytes}")
+
+
+def check_arrivals(claim: Claim) -> None:
+    """Compute tasks say how many bytes they are the first to read since something brought them to the device.
+
+    Found by who reads what, in the order of the schedule, over two iterations: what is brought late is read first in
+    the next one.  All other tasks are the first to read nothing.
+    """
+    fresh: dict[AllocationId, int] = {}
+    for is_second in (False, True):
+        for task in claim.schedule.tasks:
+            if task.lane is not Lane.COMPUTE:
+                fresh.update(_brought(claim, task))
+            arrived_bytes = sum(fresh.pop(b, 0) for b in task.reads) if task.lane is Lane.COMPUTE else 0
+            if is_second and task.arrived_bytes != arrived_bytes:
+                reject(f"{task.name} is first to read {arrived_bytes} bytes that came, not {task.arrived_bytes}")
+
+
+def _brought(claim: Claim, task: Task) -> dict[AllocationId, int]:
+    """The bytes that a task brings to the device, by buffer."""
+    if task.kind is TaskKind.RECEIVE:
+        return dict.fromkeys(task.writes, task.moved_bytes)
+    if task.kind not in _BRINGING:
+        return {}
+    return {b: claim.buffer(b).size_bytes for b in task.writes if claim.buffer(b).memory is Memory.DEVICE}
 
 
 def _names(claim: Claim, buffers: Iterable[AllocationId]) -> list[Name]:

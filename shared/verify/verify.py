@@ -19,6 +19,7 @@ from ..schema.schedule import Memory, Schedule
 from ..schema.workload import Workload, check_plan
 from .bypass import BYPASS
 from .claim import Claim, check_form
+from .compute_tasks import check_arrivals
 from .data_flow import check_no_deadlock
 from .full_training import FULL_TRAINING
 from .guaranteed_peak import guaranteed_device_peak
@@ -26,7 +27,11 @@ from .happens_before import HappensBefore
 from .rules import Rule, Rules, Stage
 
 RULES: Final = {TrainingMethod.FULL: FULL_TRAINING, TrainingMethod.BYPASS: BYPASS}
-COMMON: Final = (Rule(Stage.FORM, check_form), Rule(Stage.DATA_FLOW, check_no_deadlock))
+COMMON: Final = (
+    Rule(Stage.FORM, check_form),
+    Rule(Stage.DATA_FLOW, check_no_deadlock),
+    Rule(Stage.RANK_ORDER, check_arrivals),
+)
 """Rules of every method."""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from ...shared.compile.program import Work
@@ -13,6 +15,8 @@ from ..space.prices import FloatArray, PriceList
 from ..space.space import BoolArray, IntArray
 from .throughput import Throughput
 
+_READING: Final = (TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.TEACHER_FORWARD)
+"""What may begin a step, and so be the first to read its chunks."""
 BOUND_FRAC = 1 - 1e-5
 """Covers what the simulator tolerates as periodic, and rounding."""
 
@@ -26,7 +30,8 @@ class LeastWork:
         self._throughput = throughput
         self._compute = compute
         self._compute_s = micro_batches * compute.seconds.sum(axis=1)  # (K,)
-        self._adam_s = table.device_adam_s  # (P,)
+        self._once_s: FloatArray = table.device_adam_s + _arrivals_s(table, compute.prices)
+        """(P,) of compute beside the tasks of sections alone."""
         swap_out_s, swap_in_s = (np.append(0.0, of.cumsum()) for of in (compute.swap_out_s, compute.swap_in_s))
         self._swap_s = micro_batches * np.stack([swap_in_s, swap_out_s])  # (2, n + 1)
 
@@ -59,13 +64,25 @@ class LeastWork:
         """(F, K) no plan with these prefixes and rows of modes, all with the same blocks swapped, takes less."""
         lanes_s = self._lanes_s[prefixes].copy()
         lanes_s[:, :2] += self._swap_s[:, self._compute.modes.n_swap[modes[0]]]
-        compute_s = self._compute_s[modes] + self._adam_s[prefixes, None]
+        compute_s = self._compute_s[modes] + self._once_s[prefixes, None]
         weights = self._throughput.weights
         others_s = lanes_s @ weights[:, 1:].T
         least_s = np.repeat(others_s.max(axis=1)[:, None], len(modes), axis=1)
         for vertex in np.flatnonzero(weights[:, 0]):
             np.maximum(least_s, weights[vertex, 0] * compute_s + others_s[:, vertex, None], out=least_s)
         return least_s * BOUND_FRAC
+
+
+def _arrivals_s(table: ChunkTable, prices: PriceList) -> FloatArray:
+    """(P,) the least that compute pays for chunks that come: each once, for the task that pays least by the byte.
+
+    Chunks in buffers come for one stay at least, and new values of those that the host steps once.
+    """
+    rate = min(map(prices.arrival_s_per_byte, _READING))
+    facts, coming = table.facts, (*GATHERED, ChunkResidency.HOST_STEPPED)
+    is_read = np.isin(np.arange(len(facts.size_bytes)), facts.uses[1])
+    arrived_bytes = np.minimum(facts.part("gathered_bytes"), facts.size_bytes)
+    return table.places.sum_of(np.where(is_read, rate * arrived_bytes, 0.0), *coming)
 
 
 def _together_s(table: ChunkTable, compute: ComputeTable) -> FloatArray:

@@ -81,7 +81,7 @@ class RoundTrips(LeastWork):
         """(F, K) no plan with these prefixes and rows of modes, all with the same blocks swapped, takes less."""
         until_s = self._until_s[modes]
         swaps = self._copies.windows(int(self._modes.n_swap[modes[0]]), self._ahead, self._positions, until_s)
-        least_s = self._micro_batches * (until_s[:, -1] + swaps.beyond_s) + self._device_adam_s[prefixes, None]
+        least_s = self._micro_batches * (until_s[:, -1] + swaps.beyond_s) + self._once_s[prefixes, None]
         for trip in self._trips:
             least_s = np.maximum(least_s, self._trip_s(trip, prefixes, until_s, swaps))
         sharper_s: FloatArray = np.maximum(least_s * BOUND_FRAC, super().period_s(prefixes, modes))

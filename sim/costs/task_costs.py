@@ -135,8 +135,18 @@ class CostModel:
     def task_s(self, task: Task) -> float:
         """Seconds of ``task`` alone on its lane: modelled, measured or stated seconds * factor + overhead of its kind.
 
+        And what the bytes that have come for it cost (``arrival_s_per_byte``).
+
         Raises ScheduleError if its kind has no price here and it states no seconds.
         """
+        seconds = self._task_s(task)
+        return seconds + self.arrival_s_per_byte(task.kind) * task.arrived_bytes if task.arrived_bytes else seconds
+
+    def arrival_s_per_byte(self, kind: TaskKind) -> float:
+        """What a task of ``kind`` pays for every byte that it is the first to read on the device; calibrated."""
+        return 0.0 if self.calibration is None else self.calibration.arrival(kind)
+
+    def _task_s(self, task: Task) -> float:
         if task.stated_s is not None:
             return self._calibrated(task.stated_s, task.kind)
         match task.kind:

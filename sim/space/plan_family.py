@@ -164,7 +164,17 @@ class PlanFamily:
             seconds[:, here] = of_rows[group.rows]
             if group.checkpointed is not None:
                 seconds[1, here] = of_rows[group.checkpointed]
+        self._add_arrivals(seconds)
         return seconds
+
+    def _add_arrivals(self, seconds: FloatArray) -> None:
+        """Add what tasks pay for bytes that have just come; (2, N) as ``_task_s``."""
+        rates = [self.prices.arrival_s_per_byte(group.kind) for _, group in self.draft.groups]
+        if any(rates):
+            arrived_bytes = self.draft.arrived_bytes()
+            for rate, (ids, _) in zip(rates, self.draft.groups, strict=True):
+                here = slice(ids[0], ids[-1] + 1)
+                seconds[:, here] += rate * arrived_bytes[:, here]
 
     def seconds(self, lane: int, depth: int) -> FloatArray:
         """(T,) seconds of the tasks of a lane beside compute, alone on the machine, at the depth of this number."""

@@ -34,6 +34,10 @@ class PriceList:
             self._of_rows[key] = work, seconds
         return seconds
 
+    def arrival_s_per_byte(self, kind: TaskKind) -> float:
+        """What a task of ``kind`` pays for every byte that it is the first to read on the device."""
+        return self._costs.arrival_s_per_byte(kind)
+
     def _price(self, task: Task) -> float:
         """Equal tasks are priced once."""
         stepped = task.num_stepped, task.stepped_bytes, task.num_tensors

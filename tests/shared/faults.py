@@ -319,7 +319,14 @@ def changed_task_fields(schedule: Schedule) -> Iterator[Fault]:
             *({"chunk": chunk} for chunk in (None, ChunkId(0), ChunkId(1), ChunkId(99)) if chunk != task.chunk),
             *(
                 {field: getattr(task, field) + 1}
-                for field in ("moved_bytes", "num_stepped", "stepped_bytes", "num_tensors", "num_ranks")
+                for field in (
+                    "moved_bytes",
+                    "num_stepped",
+                    "stepped_bytes",
+                    "num_tensors",
+                    "num_ranks",
+                    "arrived_bytes",
+                )
             ),
             *({"axis": axis} for axis in RankAxis if axis is not task.axis),
             {"micro_batch": task.micro_batch + 1},

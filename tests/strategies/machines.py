@@ -14,6 +14,10 @@ from protwin.shared.schema.workload import DType, OperationClass
 
 _RATES: Final = st.floats(1e6, 1e12)
 TIMES_S: Final = st.floats(0, 1e-2)
+ARRIVALS_S_PER_BYTE: Final = st.floats(0, 1e-5)
+"""Of random models, whose chunks have hundreds or thousands of bytes."""
+READING: Final = (TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.TEACHER_FORWARD)
+"""Kinds that begin steps, and so are the first to read what has come for these."""
 _MEMORY: Final = st.integers(2**20, 2**40)
 
 
@@ -88,7 +92,7 @@ def contentions(draw: DrawFn) -> Contention:
 
 @st.composite
 def calibrations(draw: DrawFn) -> Calibration:
-    """Factors, overheads and contention, any of them absent."""
+    """Factors, overheads, prices of arrivals and contention, any of them absent."""
     factors = st.builds(Factor, value=st.floats(0.1, 10), relative_std=st.floats(0, 1), num_pairs=st.integers(0, 100))
     return Calibration(
         hardware_name="random machine",
@@ -96,6 +100,7 @@ def calibrations(draw: DrawFn) -> Calibration:
         software=draw(st.dictionaries(st.sampled_from(("python", "torch")), st.just("1.0"))),
         factors=draw(st.dictionaries(st.sampled_from(TaskKind), factors)),
         overhead_s=draw(st.dictionaries(st.sampled_from(TaskKind), TIMES_S)),
+        arrival_s_per_byte=draw(st.dictionaries(st.sampled_from(READING), ARRIVALS_S_PER_BYTE)),
         contention=tuple(draw(st.lists(contentions(), max_size=4, unique_by=lambda entry: frozenset(entry.lanes)))),
         iteration_noise_frac=draw(st.floats(0, 0.5)),
         fitted_to=tuple(draw(st.lists(st.sampled_from(("gpt2", "llama")), unique=True))),

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import pytest
 
-from protwin.calibration.fitting.fit import Pair, fit_calibration
+from protwin.calibration.estimation.linear import Prior
+from protwin.calibration.estimation.tasks import Coefficient
+from protwin.calibration.fitting.fit import Pair, fit, fit_calibration
 from protwin.calibration.fitting.measurement_plans import bootstrap_plans, random_plans, spanning_plans
 from protwin.shared.basics.errors import CalibrationError
 from protwin.shared.compile.compile import compile_schedule
@@ -134,6 +136,50 @@ def test_predictions_under_the_fit_are_the_machine() -> None:
     for plan in plans.values():
         truth_s = simulate(plan, workload, MACHINE, true_calibration()).iteration_s
         assert simulate(plan, workload, MACHINE, found).iteration_s == pytest.approx(truth_s, rel=0.01)
+
+
+def test_what_arrived_bytes_cost_comes_back() -> None:
+    """A chunk costs its first reader a fifth of a forward: of what every task takes alike it is told apart.
+
+    It is what reading it two or three times at the memory's bandwidth takes.
+    """
+    workload = a_workload()
+    slower = MACHINE.device.model_copy(update={"memory_bandwidth_bytes_per_s": 1e9})
+    box = MACHINE.model_copy(update={"device": slower})
+    arrival = {TaskKind.FORWARD: 2e-9, TaskKind.BACKWARD: 3e-9, TaskKind.RECOMPUTE: 2e-9}
+    truth = true_calibration().model_copy(update={"arrival_s_per_byte": arrival})
+    pairs = runs_of(workload, truth)
+    found = fit(pairs, box, contention=SLOW, machine="here", software={})
+    for kind, seconds in arrival.items():
+        assert found.calibration.arrival(kind) == pytest.approx(seconds, rel=0.1), kind
+        std = found.calibration.arrival_std_s_per_byte[kind]
+        assert std == found.estimates[kind].std(Coefficient.ARRIVAL_S_PER_BYTE) > 0
+    assert found.calibration.arrival(TaskKind.DEVICE_ADAM) == 0
+    # The wrong variant knows that they cost nothing, and takes offloaded plans for faster than they are.
+    nothing = {kind: {Coefficient.ARRIVAL_S_PER_BYTE: Prior(0.0, 1e-20)} for kind in arrival}
+    blind = fit(pairs, box, contention=SLOW, machine="here", software={}, priors=nothing)
+    errors = {
+        name: [
+            abs(simulate(plan, workload, MACHINE, one.calibration).iteration_s / truth_s - 1)
+            for plan in spanning_plans(workload).values()
+            for truth_s in [simulate(plan, workload, MACHINE, truth).iteration_s]
+        ]
+        for name, one in (("found", found), ("blind", blind))
+    }
+    assert max(errors["found"]) < 0.01
+    assert max(errors["blind"]) > 3 * max(errors["found"])
+
+
+def test_a_kind_that_no_run_had_keeps_what_was_known() -> None:
+    """As an earlier calibration knows it; kinds that runs had go by both."""
+    known = {Coefficient.SLOPE: Prior(3.0, 0.3), Coefficient.OVERHEAD_S: Prior(1e-3, 1e-4)}
+    priors = {TaskKind.ALL_REDUCE: known, TaskKind.FORWARD: {Coefficient.SLOPE: Prior(9.0, 1e-9)}}
+    pairs = runs_of(a_workload(), true_calibration())[:1]
+    found = fit(pairs, MACHINE, machine="here", software={}, priors=priors).calibration
+    kept = found.factors[TaskKind.ALL_REDUCE]
+    assert (kept.value, kept.relative_std, kept.num_pairs) == pytest.approx((3.0, 0.1, 0))
+    assert found.overhead(TaskKind.ALL_REDUCE) == 1e-3
+    assert found.factor(TaskKind.FORWARD) == pytest.approx(9.0)
 
 
 def test_every_kind_that_a_plan_can_have_is_fitted() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -318,6 +319,22 @@ def test_calibration_multiplies_and_adds_by_kind(kind: TaskKind) -> None:
             factors={other: Factor(value=9.0) for other in TaskKind if other not in (kind, stand_in)},
         )
         assert CostModel(machine(disk=DISK), others, use_measured=use_measured, together=ranks).task_s(task) == alone
+
+
+def test_bytes_that_have_just_come_cost_their_first_reader() -> None:
+    """On top of factor and overhead; kinds that were not fitted go by their like."""
+    calibration = Calibration(
+        hardware_name=MACHINE,
+        machine=MACHINE,
+        factors={TaskKind.FORWARD: Factor(value=2.0)},
+        arrival_s_per_byte={TaskKind.FORWARD: 0.25},
+    )
+    costs = CostModel(machine(), calibration, use_measured=True)
+    for kind in (TaskKind.FORWARD, TaskKind.TEACHER_FORWARD, TaskKind.RECOMPUTE):
+        assert costs.task_s(replace(compute(kind, MEASURED), arrived_bytes=12)) == 2 * 7 + 3
+        assert costs.task_s(compute(kind, MEASURED)) == 2 * 7
+    arrived = replace(compute(TaskKind.BACKWARD, MEASURED), arrived_bytes=12)
+    assert costs.task_s(arrived) == CostModel(machine(), use_measured=True).task_s(arrived) == 7
 
 
 def test_both_directions_have_their_own_link() -> None:
