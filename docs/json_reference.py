@@ -34,6 +34,7 @@ _UNITS: Final = {
     "_bytes": "bytes",
     "_flops": "FLOP",
     "_frac": "fraction (1 is the whole)",
+    "_s_per_byte": "seconds per byte",
     "_s": "seconds",
     "_id": "identity",
     "_hash": "hash",

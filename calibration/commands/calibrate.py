@@ -40,7 +40,7 @@ from ...shared.schema.optimizer import Optimizer
 from ...shared.students.student import Student
 from ...shared.tables.calibration import calibration_tables
 from ..fitting.trained_as import TrainedAs
-from .learning import EarlierCalibration, Forgetting, FromRecords, TrainedWorkloads, check_learning, learnt
+from .learning import EarlierCalibration, Forgetting, FromRecords, TrainedWorkloads, check_ways, given_options, learnt
 
 __all__ = ["calibrate"]
 
@@ -61,6 +61,7 @@ _STEPS: Final = 7
 )
 @in_one_voice
 def calibrate_command(
+    context: typer.Context,
     hardware: HardwareName,
     model: OptionalModel = None,
     batch_size: BatchSize = None,
@@ -112,24 +113,6 @@ def calibrate_command(
     With --from nothing is run: records that protwin run wrote, of any models that this machine has trained, update a
     calibration, or make one where there is none.  What was known of the same kinds of tasks counts for --forgetting.
     """
-    learning = {"--workload": workload, "--calibration": calibration, "--forgetting": forgetting}
-    measuring = {
-        "--model": model,
-        "--batch-size": batch_size,
-        "--sequence-length": sequence_length,
-        "--device-budget": device_budget_bytes,
-        "--lora-rank": lora_rank,
-        "--lora-targets": lora_targets,
-        "--freeze": frozen,
-        "--autocast": autocast,
-        "--optimizer": optimizer,
-        "--student": student,
-        "--dtype": dtype,
-        "--steps": steps,
-        "--disk-folder": disk_folder,
-        "--ranks": ranks,
-        "--workload-output": workload_output,
-    }
     read = {f"--from {path}": path for path in from_records or ()}
     read |= {f"--workload {path}": path for path in workload or ()}
     keep_apart(
@@ -137,7 +120,7 @@ def calibrate_command(
         {"--model": model, "--student": student, "--hardware": hardware, "--calibration": calibration, **read},
         as_json=as_json,
     )
-    check_learning(from_records, learning, measuring)
+    check_ways(given_options(context), is_learning=bool(from_records))
     if from_records:
         found = learnt(from_records, workload or (), calibration, hardware, forgetting)
         give(found, output, as_json=as_json, tables=lambda: calibration_tables(found))

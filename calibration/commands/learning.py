@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Final
 
 import typer
 
@@ -65,20 +65,34 @@ def learnt(
     return updated(known, pairs, load_hardware(hardware), forgetting=FORGETTING if forgetting is None else forgetting)
 
 
-def check_learning(records: Sequence[Path] | None, learning: Mapping[str, Any], measuring: Mapping[str, Any]) -> None:
+def given_options(context: typer.Context) -> list[str]:
+    """The options on the command line of the command that runs, by name."""
+    found = []
+    for option in context.command.params:
+        source = None if option.name is None else context.get_parameter_source(option.name)
+        if source is not None and source.name == "COMMANDLINE":
+            found.append(option.opts[0])
+    return found
+
+
+def check_ways(given: Sequence[str], *, is_learning: bool) -> None:
     """Raise ProtwinError if options of the two ways to calibrate are mixed, or one is missing.
 
-    ``learning`` and ``measuring``: the values of the options of each, by name.
+    ``is_learning``: from records; else by short trainings.
     """
-    wrong = measuring if records else learning
-    given = next((option for option, value in wrong.items() if value not in (None, [])), None)
-    if records and given is not None:
-        raise ProtwinError(f"--from learns from records of runs, and {given} says what to run. Leave one of them out.")
-    if given is not None:
-        raise ProtwinError(f"{given} goes with --from FILE, a record to learn from, which is missing.")
-    if not records:
-        missing = next(
-            (option for option in ("--model", "--batch-size", "--sequence-length") if measuring[option] is None), None
+    of_records = [option for option in given if option in _OF_RECORDS]
+    if not is_learning and of_records:
+        raise ProtwinError(f"{of_records[0]} goes with --from FILE, a record to learn from, which is missing.")
+    of_trainings = [option for option in given if option not in _OF_RECORDS | _OF_BOTH]
+    if is_learning and of_trainings:
+        raise ProtwinError(
+            f"--from learns from records of runs, and {of_trainings[0]} says what to run. Leave one of them out."
         )
-        if missing is not None:
-            raise ProtwinError(f"{missing} is missing: it says what to train. Or give records, --from FILE.")
+    missing = [option for option in _NEEDED if option not in given]
+    if not is_learning and missing:
+        raise ProtwinError(f"{missing[0]} is missing: it says what to train. Or give records, --from FILE.")
+
+
+_OF_RECORDS: Final = frozenset({"--from", "--workload", "--calibration", "--forgetting"})
+_OF_BOTH: Final = frozenset({"--hardware", "--output", "--json"})
+_NEEDED: Final = ("--model", "--batch-size", "--sequence-length")

@@ -51,15 +51,21 @@ class Evidence(FrozenModel):
     """
 
     num_tasks: NonNegativeFloat = 0.0
+    """Of those that should take something."""
     squares: Annotated[tuple[float, ...], Field(min_length=9, max_length=9)] = (0.0,) * 9
     """Products of every two columns, row by row of their matrix."""
     products: Annotated[tuple[float, ...], Field(min_length=3, max_length=3)] = (0.0,) * 3
     """Of every column with the measured seconds, over the same root."""
     measured_square: NonNegativeFloat = 0.0
+    """Squares of the measured seconds over the same root."""
     measured_s: NonNegativeFloat = 0.0
+    """Measured seconds."""
     num_without_work: NonNegativeFloat = 0.0
+    """Tasks that should take nothing."""
     without_work_s: NonNegativeFloat = 0.0
+    """Their measured seconds."""
     without_work_square: NonNegativeFloat = 0.0
+    """The squares of these."""
     known_precision: Annotated[tuple[float, ...], Field(min_length=3, max_length=3)] = (0.0,) * 3
     """One over the variance of what was known of each coefficient without sums."""
     known_values: Annotated[tuple[float, ...], Field(min_length=3, max_length=3)] = (0.0,) * 3

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from ..basics.units import format_seconds
 from ..schema.calibration import Calibration
-from ..schema.schedule import LANES_ALONE, Lane
+from ..schema.schedule import LANES_ALONE, Lane, TaskKind
 from .labels import LANE_NAMES, kind_name
 from .table import Parts, Table
+
+_MIB: Final = 2**20
 
 
 def calibration_tables(calibration: Calibration) -> Parts:
@@ -17,6 +21,7 @@ def calibration_tables(calibration: Calibration) -> Parts:
             f"{factor.value:.3f}",
             f"{factor.relative_std * factor.value:.3f}",
             format_seconds(calibration.overhead_s.get(kind, 0.0)),
+            _per_mib(calibration, kind),
             str(factor.num_pairs),
         )
         for kind, factor in calibration.factors.items()
@@ -30,7 +35,7 @@ def calibration_tables(calibration: Calibration) -> Parts:
     return (
         Table(
             title=f"Calibration of {calibration.hardware_name}",
-            columns=("task kind", ">factor", ">± 1 sigma", ">overhead", ">tasks"),
+            columns=("task kind", ">factor", ">± 1 sigma", ">overhead", ">per MiB that came", ">tasks"),
             rows=factors,
         ),
         Table(
@@ -40,3 +45,9 @@ def calibration_tables(calibration: Calibration) -> Parts:
         ),
         f"Run-to-run noise of an iteration: {calibration.iteration_noise_frac:.1%}",
     )
+
+
+def _per_mib(calibration: Calibration, kind: TaskKind) -> str:
+    """What a task of ``kind`` pays for a MiB that it is the first to read."""
+    rate, std = calibration.arrival_s_per_byte.get(kind), calibration.arrival_std_s_per_byte.get(kind, 0.0)
+    return "" if rate is None else f"{format_seconds(rate * _MIB)} ± {format_seconds(std * _MIB)}"

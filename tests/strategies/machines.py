@@ -16,6 +16,8 @@ _RATES: Final = st.floats(1e6, 1e12)
 TIMES_S: Final = st.floats(0, 1e-2)
 ARRIVALS_S_PER_BYTE: Final = st.floats(0, 1e-5)
 """Of random models, whose chunks have hundreds or thousands of bytes."""
+READING: Final = (TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.TEACHER_FORWARD)
+"""Kinds that begin steps, and so are the first to read what has come for these."""
 _MEMORY: Final = st.integers(2**20, 2**40)
 
 
@@ -98,7 +100,7 @@ def calibrations(draw: DrawFn) -> Calibration:
         software=draw(st.dictionaries(st.sampled_from(("python", "torch")), st.just("1.0"))),
         factors=draw(st.dictionaries(st.sampled_from(TaskKind), factors)),
         overhead_s=draw(st.dictionaries(st.sampled_from(TaskKind), TIMES_S)),
-        arrival_s_per_byte=draw(st.dictionaries(st.sampled_from(TaskKind), ARRIVALS_S_PER_BYTE)),
+        arrival_s_per_byte=draw(st.dictionaries(st.sampled_from(READING), ARRIVALS_S_PER_BYTE)),
         contention=tuple(draw(st.lists(contentions(), max_size=4, unique_by=lambda entry: frozenset(entry.lanes)))),
         iteration_noise_frac=draw(st.floats(0, 0.5)),
         iteration_error_frac=draw(st.none() | st.floats(0, 0.5)),

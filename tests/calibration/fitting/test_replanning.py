@@ -15,7 +15,7 @@ from protwin.runtime.recording.replanning import LEAST_STEPS
 from protwin.shared.basics.errors import PlanError, ProtwinError
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.record import Record
-from protwin.sim import GlobalBatch, SearchRequest
+from protwin.sim import GlobalBatch, SearchRequest, SearchSpace
 from tests.calibration.fitting.test_budgeted import HERE
 from tests.runtime.models import SEED, Case, adamw, differences, llama, token_batches
 from tests.runtime.resuming import kept, offloaded, on_disk
@@ -63,7 +63,9 @@ def test_training_changes_to_a_plan_that_does_without_a_slow_link() -> None:
 
 def test_what_no_plan_beats_stays() -> None:
     told: list[str] = []
-    plans, _, losses = trained(kept(CASE.workload), Replanner(request(), told.append), CpuDevice())
+    here = kept(CASE.workload)
+    space = SearchSpace(chunk_bytes=here.chunk_bytes, n_persist=here.n_persist, n_checkpoint=0, n_swap=0)
+    plans, _, losses = trained(here, Replanner(request(space=space), told.append), CpuDevice())
     assert plans == [kept(CASE.workload)] * _STEPS
     assert losses == CASE.plain.losses
     # Or the machine was too busy to say anything.
