@@ -94,7 +94,8 @@ def simulate_groups(
 
     Every group is simulated once, whatever its number of ranks, in one world, where all meet in their collectives
     ([Note: Where groups meet] in ``sim/engine/lanes.py``).  A collective takes as long as on the machine where
-    it takes longest.  Equal groups give exactly what ``simulate`` gives.  The cost grows with groups times tasks.
+    it takes longest.  Equal groups give exactly what ``simulate`` gives, but no intervals.  The cost
+    grows with groups times tasks.
 
     Raises PlanError if the groups do not have the plan's ranks between them, and what ``simulate`` raises.
     """

@@ -50,14 +50,16 @@ from protwin.calibration.published.run_predictions import (
     predict_run,
     workload_of,
 )
-from protwin.calibration.published.run_tables import own_figure, run_tables
+from protwin.calibration.published.run_tables import of_intervals, own_figure, run_tables
 from protwin.calibration.published.runs import DATA_PARALLEL, REPLICATED, Prediction, Quantity
+from protwin.shared.basics.interval import Interval
 from protwin.shared.basics.units import format_number, format_seconds
 from protwin.shared.catalogue.models import known_model, load_model_configuration
 from protwin.shared.schema.record import Record
 from protwin.shared.schema.workload import DType
 from protwin.shared.tables.labels import format_share
 from protwin.shared.tables.record import iteration_table
+from protwin.shared.tables.table import Table
 from protwin.shared.tables.terminal import as_text
 from protwin.sim.engine.simulator import simulate
 from protwin.sim.searching.confidence import CALIBRATED, DATA_SHEETS, DEFAULT_MARGIN_FRAC
@@ -427,3 +429,20 @@ def test_every_class_is_summed_up_once() -> None:
     classes = {run.run_class for run in MEASURED_RUNS if run.iteration_s is not None}
     for name in classes:
         assert sum(line.strip().startswith(name + "  ") for line in block.splitlines()) == 1
+
+
+def test_runs_inside_their_intervals_are_counted_by_class() -> None:
+    """Intervals that end a little above and a little below the measured time, in turn."""
+    predicted, inside = {}, 0
+    for number, run in enumerate(MEASURED_RUNS):
+        measured_s = run.iteration_s or 1.0
+        high = measured_s * (1.01 if number % 2 else 0.99)
+        inside += run.iteration_s is not None and number % 2
+        update = {"iteration_s": measured_s, "iteration_interval_s": Interval(low=0.5 * measured_s, high=high)}
+        predicted[run.id] = KEPT.predicted[run.id].model_copy(update=update)
+    (table,) = of_intervals(predicted)
+    assert isinstance(table, Table)
+    timed = [run for run in MEASURED_RUNS if run.iteration_s is not None]
+    assert table.rows[-1] == ("all", str(len(timed)), str(inside), f"{inside / len(timed):.0%}", "25%")
+    assert sum(int(row[1]) for row in table.rows[:-1]) == len(timed)
+    assert of_intervals(KEPT.predicted) == ()
