@@ -47,8 +47,7 @@ def left_out_error_frac(
             continue
         calibration = fit(others)
         for place in left:
-            workload, measured = runs[place]
-            squares.append((_predicted_s(workload, measured, hardware, calibration) / measured.iteration_s - 1) ** 2)
+            squares.append(iteration_error_frac(*runs[place], hardware, calibration) ** 2)
     return math.sqrt(sum(squares) / len(squares)) if squares else None
 
 
@@ -56,8 +55,10 @@ def _kinds_of(records: Iterable[Record]) -> set[TaskKind]:
     return {task.kind for record in records for task in record.tasks}
 
 
-def _predicted_s(workload: Workload, measured: Record, hardware: Hardware, calibration: Calibration) -> float:
+def iteration_error_frac(workload: Workload, measured: Record, hardware: Hardware, calibration: Calibration) -> float:
+    """Signed relative error of the iteration that ``calibration`` predicts for the plan of ``measured``."""
     plan = measured.plan
     schedule = compile_schedule(plan, workload)
     durations_s = CostModel.of(workload, hardware, calibration, num_ranks=plan.num_ranks).durations_s(schedule)
-    return simulate_timing(schedule, durations_s, ContentionModel.for_plan(plan, hardware, calibration)).iteration_s
+    timing = simulate_timing(schedule, durations_s, ContentionModel.for_plan(plan, hardware, calibration))
+    return timing.iteration_s / measured.iteration_s - 1

@@ -4,10 +4,15 @@ What tasks have told is kept as sums ([Note: Evidence]), so that records may com
 order.  Before new ones are added, what was known of the kinds that they have is multiplied by ``forgetting``: with 0.5
 the latest update counts as much as all before it.  What lanes do to each other, and what optimizers cost by themselves,
 no record tells; it stays what was measured.
+
+How far predictions are off (``iteration_error_frac``) is told by what the calibration said of each run before it learnt
+from it.
 """
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -21,6 +26,7 @@ from ...shared.schema.schedule import TaskKind
 from ...shared.schema.workload import Workload
 from ..estimation.evidence import estimate_evidence, evidence_before, evidence_of, together
 from .fit import Pair, columns_of, fit, gap_s, pairs_of, with_estimates
+from .left_out import iteration_error_frac
 
 FORGETTING: Final = 0.5
 """What is left of what was known, with every update."""
@@ -66,6 +72,7 @@ def updated(
             **{name: getattr(known, name) | getattr(found, name) for name in _BY_KIND},
             "evidence": evidence,
             "iteration_noise_frac": _noise_frac(known, forgetting * num_before, pairs),
+            "iteration_error_frac": _error_frac(calibration, forgetting * num_before, pairs, hardware),
             "fitted_to": tuple(names),
             "num_runs": num_before + len(pairs),
         }
@@ -79,6 +86,23 @@ def _noise_frac(known: Calibration, num_before: float, pairs: Sequence[Pair]) ->
     """The mean over runs, of which those before count as ``num_before``."""
     noise = [pair.measured.iteration_noise_frac for pair in pairs]
     return (num_before * known.iteration_noise_frac + sum(noise)) / (num_before + len(noise))
+
+
+def _error_frac(
+    calibration: Calibration | None, num_before: float, pairs: Sequence[Pair], hardware: Hardware
+) -> float | None:
+    """Root mean square over runs, of which those before count as ``num_before``; None where none was predicted."""
+    if calibration is None:
+        return None
+    squares = [
+        iteration_error_frac(of_rank.workload, of_rank.measured, hardware, calibration) ** 2
+        for pair in pairs
+        for of_rank in pairs_of(pair.workload, pair.measured)
+    ]
+    if calibration.iteration_error_frac is None:
+        return math.sqrt(statistics.fmean(squares))
+    before = num_before * calibration.iteration_error_frac**2
+    return math.sqrt((before + len(pairs) * statistics.fmean(squares)) / (num_before + len(pairs)))
 
 
 def evidence_by_kind(pairs: Sequence[Pair], hardware: Hardware, calibration: Calibration) -> dict[TaskKind, Evidence]:

@@ -126,6 +126,25 @@ def test_a_machine_that_has_changed_is_followed() -> None:
     assert never.factor(TaskKind.GATHER) < 1.8 * TRUTH[TaskKind.GATHER]
 
 
+def test_errors_are_those_of_what_was_said_before_learning() -> None:
+    """Of a machine that is as it was they are small; where a link has become half as fast, as large as they were."""
+    workload, before = a_workload(), true_calibration()
+    assert updated(None, runs(workload, before), MACHINE).iteration_error_frac is None
+    same = updated(updated(None, runs(workload, before), MACHINE), runs(workload, before), MACHINE)
+    assert same.iteration_error_frac is not None
+    assert same.iteration_error_frac < 0.05
+    slower = before.factors | {TaskKind.GATHER: Factor(value=2 * TRUTH[TaskKind.GATHER])}
+    later = runs(workload, before.model_copy(update={"factors": slower}))
+    errors = [
+        simulate(r.measured.plan, workload, MACHINE, same).iteration_s / r.measured.iteration_s - 1 for r in later
+    ]
+    known = 0.5 * same.num_runs
+    squares = known * same.iteration_error_frac**2 + sum(error**2 for error in errors)
+    expected = (squares / (known + len(later))) ** 0.5
+    assert updated(same, later, MACHINE).iteration_error_frac == pytest.approx(expected, rel=1e-3)
+    assert expected > 2 * same.iteration_error_frac
+
+
 def test_kinds_that_no_record_has_stay_as_they_were() -> None:
     old = an_old_calibration()
     resident = next(pair for pair in runs(a_workload(), true_calibration()) if pair.measured.num_gathers == 0)
