@@ -127,13 +127,13 @@ def test_a_machine_that_has_changed_is_followed() -> None:
 
 
 def test_errors_are_those_of_what_was_said_before_learning() -> None:
-    """Of a machine that is as it was they are small; where a link has become half as fast, as large as they were."""
+    """Of a machine that is as it was they are small; where backward has become half as fast, as large as they were."""
     workload, before = a_workload(), true_calibration()
     assert updated(None, runs(workload, before), MACHINE).iteration_error_frac is None
     same = updated(updated(None, runs(workload, before), MACHINE), runs(workload, before), MACHINE)
     assert same.iteration_error_frac is not None
     assert same.iteration_error_frac < 0.05
-    slower = before.factors | {TaskKind.GATHER: Factor(value=2 * TRUTH[TaskKind.GATHER])}
+    slower = before.factors | {TaskKind.BACKWARD: Factor(value=2 * TRUTH[TaskKind.BACKWARD])}
     later = runs(workload, before.model_copy(update={"factors": slower}))
     errors = [
         simulate(r.measured.plan, workload, MACHINE, same).iteration_s / r.measured.iteration_s - 1 for r in later
