@@ -30,6 +30,7 @@ from protwin.sim.engine import drawn_timings
 from protwin.sim.engine.device_memory import DeviceMemory
 from protwin.sim.engine.drawn_timings import DrawnTimings
 from protwin.sim.engine.intervals import (
+    SCALARS_FRAC,
     DrawnMachine,
     drawn_peaks,
     interval_of,
@@ -278,9 +279,14 @@ def test_left_out_micro_batches_count_in_draws() -> None:
 # -- peaks -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_peak_of_a_plan_that_no_timing_changes_is_one_point() -> None:
+def test_the_peak_of_a_plan_that_no_timing_changes_is_known_but_for_scalars() -> None:
     record = simulate(PLANS[0], MODEL, BOX, calibration(FACTORS))
-    assert record.peak_interval_bytes == Interval(low=record.peak_device_bytes, high=record.peak_device_bytes)
+    peak = record.peak_device_bytes
+    assert record.peak_interval_bytes is not None
+    assert record.peak_interval_bytes.low == pytest.approx(peak * (1 - SCALARS_FRAC))
+    assert (
+        peak <= record.peak_interval_bytes.high <= min(record.guaranteed_peak_device_bytes, peak * (1 + SCALARS_FRAC))
+    )
     assert record.chance_oom == 0
 
 
