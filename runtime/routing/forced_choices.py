@@ -19,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ...shared.workloads.observed_inputs import PhaseKey
+from .value_dependence import ValueWatch
 
 _PAIRS: Final = frozenset({"topk", "max", "min", "sort"})
 """Operators that give values and their indices along a dim."""
@@ -46,16 +47,17 @@ _WITH_NONE: Final = frozenset({Routing.FIRST, Routing.LAST})
 
 
 class ForcedChoices(TorchDispatchMode):
-    """Within it, every choice among several is made as ``routing`` says, in the blocks that are ``wanted``.
+    """Within it, every choice among several is made as ``routing`` says, in the blocks that ``watch`` names.
 
     A choice is ``topk``, ``argmax``, ``max`` along a dim, ``multinomial`` or a ``sort`` of floating-point scores, or a
-    comparison of such scores with a threshold, which all pass where every expert is to have rows.  Whoever watches
-    operations does not see what is done here.
+    comparison of such scores with a threshold, which all pass where every expert is to have rows: only where shapes
+    depend on values, since elsewhere a loop may run until none passes.  Whoever watches operations does not see what is
+    done here.
     """
 
-    def __init__(self, routing: Routing, wanted: Callable[[int], bool]) -> None:
+    def __init__(self, routing: Routing, watch: ValueWatch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._routing, self._wanted = routing, wanted
+        self._routing, self._watch = routing, watch
         self.place: Callable[[], PhaseKey | None] | None = None
         """Where the model is."""
         self.forced: set[int] = set()
@@ -67,16 +69,18 @@ class ForcedChoices(TorchDispatchMode):
         """The operation, with other indices."""
         result = func(*args, **(kwargs or {}))
         place = self.place() if self.place is not None else None
-        if place is None or not isinstance(place[1], int) or not self._wanted(place[1]):
+        if place is None or not isinstance(place[1], int) or place[1] not in self._watch.blocks:
             return result
         with _disable_current_modes():
-            if self._forces(func, args, kwargs or {}, result):
+            if self._forces(int(place[1]), func, args, kwargs or {}, result):
                 self.forced.add(int(place[1]))
         return result
 
-    def _forces(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
+    def _forces(self, block: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
         """Whether ``result`` is a choice; it is then made as ``routing`` says."""
-        if func.overloadpacket.__name__ in _COMPARISONS and result.dim() and args[0].is_floating_point():
+        if func.overloadpacket.__name__ in _COMPARISONS:
+            if block not in self._watch.sized_by_values or not result.dim() or not args[0].is_floating_point():
+                return False
             if self._routing not in _WITH_NONE:
                 result.fill_(True)
             return True

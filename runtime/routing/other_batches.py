@@ -41,4 +41,4 @@ def _with_data(batch: Batch, change: Callable[[torch.Tensor], torch.Tensor]) -> 
         return changed("", batch)
     if isinstance(batch, Mapping):
         return {name: changed(str(name), value) for name, value in batch.items()}
-    return type(batch)(changed("", value) for value in batch)
+    return tuple(changed("", value) for value in batch)

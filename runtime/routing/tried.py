@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
+from ...shared.basics.errors import ProtwinError
 from ...shared.schema.workload import Workload
 from ..model.batches import Batch
 from .forced_choices import ForcedChoices, Routing
@@ -23,20 +26,30 @@ def with_other_values(found: Workload, watch: ValueWatch, batch: Batch, again: A
     """
     if not watch.blocks:
         return found
-    of_values, forced = set(watch.blocks), set[int]()
+    forced = set[int]()
     runs: list[Workload] = []
     for routing in Routing:
-        choices = ForcedChoices(routing, of_values.__contains__)
+        choices = ForcedChoices(routing, watch)
         workload, seen = again(batch, choices)
         runs.append(workload)
-        watch = joined((watch, seen))
+        watch = joined((watch, seen))  # a routing may lead where the traced batch did not
         forced |= choices.forced
         if not forced:
             runs.clear()
             break
     others = watch.sized_by_values - forced
     if others:
-        runs += [again(values, None)[0] for values in other_batches(batch)]
-    if not runs:
+        runs += [run for values in other_batches(batch) if (run := _accepted(again, values)) is not None]
+    if not forced | others:
         return found
     return with_worst_memory([found, *runs], forced | others, forced)
+
+
+def _accepted(again: Again, values: Batch) -> Workload | None:
+    """What the model does with ``values``, which were made up; None if it refuses them."""
+    try:
+        return again(values, None)[0]
+    except (RuntimeError, ValueError, IndexError, KeyError) as error:
+        if isinstance(error, (ProtwinError, torch.OutOfMemoryError)):
+            raise
+        return None

@@ -62,7 +62,9 @@ def _worst(ways: Sequence[_Profiled], *, is_forced: bool) -> _Profiled:
         return ways[0]
     swappable_bytes = max(one.swappable_bytes for one in profiles)
     # What does not travel stays on the device beside it, whichever of the runs it is.
-    staying_bytes = max(one.forward.net_bytes - one.forward.stated_gradient_bytes - one.swappable_bytes for one in profiles)
+    staying_bytes = max(
+        one.forward.net_bytes - one.forward.stated_gradient_bytes - one.swappable_bytes for one in profiles
+    )
     again = envelope([(one.checkpoint_forward, one.recompute, one.checkpoint_backward) for one in profiles])
     if loss is None:
         forward, backward = envelope(
@@ -100,7 +102,9 @@ def _is_like(one: _Profiled, other: _Profiled) -> bool:
     def memory(profiled: _Profiled) -> list[object]:
         profile, loss = profiled
         phases = [*profile.phases, loss or Phase()]
-        figures = [(phase.net_bytes, phase.gradient_bytes, phase.peak_bytes, phase.adding.peak_bytes) for phase in phases]
+        figures = [
+            (phase.net_bytes, phase.gradient_bytes, phase.peak_bytes, phase.adding.peak_bytes) for phase in phases
+        ]
         return [profile.output_bytes, profile.swappable_bytes, *figures]
 
     return memory(one) == memory(other)

@@ -256,7 +256,9 @@ def observe_sections(
         observation.output_bytes = size_bytes
         if index in tallies:
             observation.saved_bytes = tallies[index].sizes_bytes
-    return SeenIterations(observer.sections, found, kept_bytes, outlived_bytes, observer.uses, observer.lookups, observer.values)
+    return SeenIterations(
+        observer.sections, found, kept_bytes, outlived_bytes, observer.uses, observer.lookups, observer.values
+    )
 
 
 def has_settled(ledger: MemoryLedger, model: nn.Module, before_bytes: int, number: int) -> bool:

@@ -358,7 +358,9 @@ class Workload(Document):
         update: dict[str, Any] = {"profiles": tuple(profile.as_seen for profile in self.profiles)}
         if self.distillation is not None:
             pairs = zip(self.profiles, self.distillation.losses, strict=True)
-            losses = [loss if p.seen is None or p.seen.loss is None else p.seen.loss.of_phase(loss) for p, loss in pairs]
+            losses = [
+                loss if p.seen is None or p.seen.loss is None else p.seen.loss.of_phase(loss) for p, loss in pairs
+            ]
             update["distillation"] = self.distillation.model_copy(update={"losses": tuple(losses)})
         # Made anew: a copy would take along what is cached here.
         return Workload(**{name: getattr(self, name) for name in Workload.model_fields} | update)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 from ...shared.basics.errors import WorkloadError
+from ...shared.compile.compile import compile_schedule
 from ...shared.layout.layout import Layout, layout_of
 from ...shared.layout.residencies import chunk_counts
 from ...shared.methods.method import Method
@@ -26,6 +27,7 @@ from ..memory.host import host_memory
 from ..memory.reserved import device_reserved
 from ..memory.rules import round_size
 from .device_memory import DeviceMemory, pinned_host_curve, window_s
+from .kept_schedule import kept_schedule
 from .timing import Fold, Timing
 from .unfolding import (
     count_left_out,
@@ -89,11 +91,15 @@ def predicted_record(
     verified = plan.model_copy(update={"micro_batches": schedule.micro_batches})
     verify_schedule(schedule, verified, workload, layout, rules=None if method is None else method.rules)
     found = _iteration(schedule, timing)
+    device_curve, pinned_curve = _memory_curves(
+        schedule if fold is None else fold.kept.with_all_left_over(),
+        _as_seen(schedule, timing, plan, workload, layout, method),
+        timing,
+    )
     if fold is not None:
         # The proof of one micro-batch is that of all that are like it.
         schedule = fold.kept.with_all_left_over()
     order = HappensBefore(schedule, _ITERATIONS)
-    device_curve, pinned_curve = _memory_curves(schedule, timing)
     return Record(
         origin=Origin.SIMULATED,
         plan=plan,
@@ -180,9 +186,28 @@ def _iteration(schedule: Schedule, timing: Timing) -> _Iteration:
     )
 
 
-def _memory_curves(schedule: Schedule, timing: Timing) -> tuple[MemoryCurve, MemoryCurve]:
-    """Of the device and of pinned host memory; ``schedule`` holds what left-out micro-batches leave over."""
-    device_curve, pinned_curve = DeviceMemory(schedule, timing).curve(), pinned_host_curve(schedule, timing)
+def _as_seen(
+    schedule: Schedule, timing: Timing, plan: Plan, workload: Workload, layout: Layout, method: Method | None
+) -> Schedule:
+    """``schedule`` with the memory that the traced batch took, which other values may exceed.
+
+    It holds what left-out micro-batches leave over.
+    """
+    fold, seen = timing.fold, workload.as_seen
+    if seen is workload:
+        return schedule if fold is None else fold.kept.with_all_left_over()
+    planned = plan.model_copy(update={"micro_batches": schedule.micro_batches})
+    own = compile_schedule(planned, seen, layout, policies=None if method is None else method.policies)
+    assert len(own.tasks) == len(schedule.tasks), "memory changes no task"
+    if fold is None:
+        return own
+    kept = kept_schedule(own, fold.kept.num_left_out)
+    return own if kept is None else kept.with_all_left_over()
+
+
+def _memory_curves(schedule: Schedule, as_seen: Schedule, timing: Timing) -> tuple[MemoryCurve, MemoryCurve]:
+    """Of the device and of pinned host memory; both schedules hold what left-out micro-batches leave over."""
+    device_curve, pinned_curve = DeviceMemory(as_seen, timing).curve(), pinned_host_curve(schedule, timing)
     if timing.fold is None:
         return device_curve, pinned_curve
     begin_s, _ = window_s(schedule, timing)
