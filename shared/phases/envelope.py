@@ -19,7 +19,7 @@ from .phase import Phase
 Curve = tuple[tuple[float, int], ...]
 
 
-def envelope(runs: Sequence[Sequence[Phase]], *, least_after_first: int = 0) -> list[Phase]:
+def envelope(runs: Sequence[Sequence[Phase]], *, least_after_first: int | None = None) -> list[Phase]:
     """The chain whose memory is the highest of ``runs`` ([Note: Envelope]); all else is the first run's.
 
     ``least_after_first``: bytes that the first phase leaves at least.
@@ -27,7 +27,8 @@ def envelope(runs: Sequence[Sequence[Phase]], *, least_after_first: int = 0) -> 
     states_gradients = [all(chain[place].gradient_bytes is not None for chain in runs) for place in range(len(runs[0]))]
     after = [list(accumulate(_own_bytes(phase) for phase in chain)) for chain in runs]
     most_after = [max(levels) for levels in zip(*after, strict=True)]
-    most_after[0] = max(most_after[0], least_after_first)
+    if least_after_first is not None:
+        most_after[0] = max(most_after[0], least_after_first)
     found = []
     for place, phase in enumerate(runs[0]):
         start = most_after[place - 1] if place else 0

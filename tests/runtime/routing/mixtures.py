@@ -49,9 +49,9 @@ class MaskedExperts(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Its input with what the experts add."""
         rows = self.norm(hidden).reshape(-1, WIDTH)
-        scores = self.gate(rows).softmax(-1)
+        scores = self.gate(rows).sigmoid()
         if self.num_chosen is None:
-            is_chosen = scores > 1 / len(self.experts)
+            is_chosen = scores > 0.5
         else:
             chosen = scores.topk(self.num_chosen, dim=-1).indices
             is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True)
@@ -101,7 +101,9 @@ def skewed(name: str, skew: float, seed: int) -> nn.Module:
             if "embed" in parameter_name:
                 parameter += 2 * along
             elif "gate.weight" in parameter_name:
-                parameter += skew * torch.randn(len(parameter), 1, generator=chance) * along
+                preference = torch.randn(len(parameter), 1, generator=chance)
+                # Of experts that pass a threshold each by itself, the worst case is that all pass.
+                parameter += skew * (preference.abs() if name == "threshold" else preference) * along
     return model
 
 

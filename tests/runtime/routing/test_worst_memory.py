@@ -14,15 +14,15 @@ from protwin.runtime.distillation.distil import distil
 from protwin.runtime.distillation.tracing import trace_distillation
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import layout_of
-from protwin.shared.schema.hardware import Hardware
 from protwin.shared.schema.plan import Plan, TrainingMethod
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.verify.verify import verify_schedule
 from protwin.sim.engine.simulator import simulate
-from tests.runtime.routing.mixtures import batch_of, built, random_plan, skewed, workload_of
 from tests.runtime.distillation.cases import adamw, mse
 from tests.runtime.models import llama, token_batches
+from tests.runtime.routing.mixtures import batch_of, built, random_plan, skewed, workload_of
+from tests.shared.full_machine import full_hardware
 
 SKEWS = (0.0, 1.0, 100.0)
 MOST_ABOVE_FRAC = 0.25
@@ -51,19 +51,32 @@ def check(name: str, seeds: range) -> None:
     workload = workload_of(name)
     assert all(profile.seen is not None and profile.seen.is_forced for profile in workload.profiles)
     num_above_seen = 0
-    for seed in seeds:
-        plan = random_plan(workload, random.Random(seed))
+    plans = [random_plan(workload, random.Random(seed)) for seed in seeds]
+    for seed, plan in enumerate((on_device(workload), *plans), start=seeds.start):
         verify_schedule(compile_schedule(plan, workload), plan, workload)
-        measured, most_bytes = peaks(name, plan, seed), guaranteed_bytes(plan, workload)
-        assert max(measured) <= most_bytes <= (1 + MOST_ABOVE_FRAC) * max(measured), (plan, measured, most_bytes)
-        num_above_seen += max(measured) > guaranteed_bytes(plan, workload.as_seen)
+        measured, most_bytes = max(peaks(name, plan, seed)), guaranteed_bytes(plan, workload)
+        # What timing alone may take is no matter of routing.
+        timing_bytes = guaranteed_bytes(plan, workload.as_seen)
+        assert measured <= most_bytes <= (1 + MOST_ABOVE_FRAC) * max(measured, timing_bytes), (plan, measured)
+        num_above_seen += measured > timing_bytes
     # The wrong variant: what the traced batch took is no guarantee.
     assert num_above_seen > 0
 
 
+def on_device(workload: Workload) -> Plan:
+    """Everything persistent, all blocks checkpointed."""
+    return Plan(
+        workload_id=workload.identity,
+        chunk_bytes=20_000,
+        n_persist=len(layout_of(workload, 20_000).chunks),
+        n_buffer=0,
+        n_checkpoint=workload.num_blocks,
+    )
+
+
 @pytest.mark.parametrize("name", ["mixtral", "masks", "threshold"])
 def test_no_routing_takes_more_than_is_guaranteed(name: str) -> None:
-    check(name, range(3))
+    check(name, range(2))
 
 
 @pytest.mark.slow
@@ -72,18 +85,11 @@ def test_no_routing_takes_more_than_is_guaranteed_in_many_cases(name: str) -> No
     check(name, range(100, 150))
 
 
-def test_predictions_come_from_what_was_seen_and_guarantees_from_the_worst(a100_like: Hardware) -> None:
+def test_predictions_come_from_what_was_seen_and_guarantees_from_the_worst() -> None:
+    machine = full_hardware()
     workload = workload_of("mixtral")
-    layout = layout_of(workload, 20_000)
-    plan = Plan(
-        workload_id=workload.identity,
-        chunk_bytes=20_000,
-        n_persist=len(layout.chunks),
-        n_buffer=0,
-        n_checkpoint=workload.num_blocks,
-        micro_batches=3,
-    )
-    worst, seen = (simulate(plan, one, a100_like) for one in (workload, workload.as_seen))
+    plan = on_device(workload).model_copy(update={"micro_batches": 3})
+    worst, seen = (simulate(plan, one, machine) for one in (workload, workload.as_seen))
     assert worst.peak_device_bytes == seen.peak_device_bytes <= seen.guaranteed_peak_device_bytes
     assert seen.guaranteed_peak_device_bytes < worst.guaranteed_peak_device_bytes
     assert worst.iteration_s == seen.iteration_s
@@ -117,4 +123,5 @@ def test_pairs_of_mixtures_take_no_more_than_is_guaranteed() -> None:
             training(**batch)
             training.step()
         peak_bytes = training.peak_device_bytes
-    assert guaranteed_bytes(plan, workload.as_seen) < peak_bytes <= guaranteed_bytes(plan, workload)
+    assert peak_bytes <= guaranteed_bytes(plan, workload) <= (1 + MOST_ABOVE_FRAC) * peak_bytes
+    assert guaranteed_bytes(plan, workload.as_seen) < guaranteed_bytes(plan, workload)

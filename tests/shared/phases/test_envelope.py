@@ -14,7 +14,7 @@ ENDS = (0.25, 0.5, 0.75)
 
 @st.composite
 def phases(draw: st.DrawFn) -> Phase:
-    ends = sorted(draw(st.sets(st.sampled_from(ENDS)))) + [1.0]
+    ends = [*sorted(draw(st.sets(st.sampled_from(ENDS)))), 1.0]
     gradient_bytes = draw(st.integers(0, 300))
     curve = tuple((end, draw(LEVELS)) for end in ends)
     return Phase(net_bytes=draw(LEVELS), gradient_bytes=gradient_bytes, curve=curve)
