@@ -15,7 +15,7 @@ from protwin.shared.layout.layout import layout_of
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import Workload
 
-WIDTH, VOCABULARY, TOKENS, BLOCKS = 32, 64, (2, 32), 2
+WIDTH, VOCABULARY, TOKENS, BLOCKS = 32, 64, (2, 64), 2
 _COMMON: dict[str, Any] = {
     "hidden_size": WIDTH,
     "num_hidden_layers": BLOCKS,
@@ -28,7 +28,7 @@ _COMMON: dict[str, Any] = {
     "experts_implementation": "eager",
 }
 _CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "mixtral": {"model_type": "mixtral", "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": {"model_type": "mixtral", "intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": {"model_type": "olmoe", "intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 3},
 }
 
