@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import count
@@ -249,6 +249,19 @@ def observe_sections(
         walker.remove()
         observer.remove()
         outputs.remove()
+    _note_blocks(observer, blocks, outputs, tallies)
+    return SeenIterations(
+        observer.sections, found, kept_bytes, outlived_bytes, observer.uses, observer.lookups, observer.values
+    )
+
+
+def _note_blocks(
+    observer: SectionObserver,
+    blocks: Sequence[NamedBlock],
+    outputs: OutputSizes,
+    tallies: Mapping[int, SwappableTally],
+) -> None:
+    """Note what the forwards of blocks hand on and save."""
     for index, size_bytes in enumerate(outputs.sizes):
         observation = observer.sections.get((TaskKind.FORWARD, BlockId(index)))
         if observation is None:
@@ -256,9 +269,6 @@ def observe_sections(
         observation.output_bytes = size_bytes
         if index in tallies:
             observation.saved_bytes = tallies[index].sizes_bytes
-    return SeenIterations(
-        observer.sections, found, kept_bytes, outlived_bytes, observer.uses, observer.lookups, observer.values
-    )
 
 
 def has_settled(ledger: MemoryLedger, model: nn.Module, before_bytes: int, number: int) -> bool:

@@ -98,13 +98,7 @@ def trace(
             seconds=seconds,
             measured_on=device_description(next(model.parameters()).device) if repeats > 0 else None,
         )
-
-        def again(values: Batch, forced: ForcedChoices | None) -> tuple[Workload, ValueWatch]:
-            with left_as_found(model):
-                run = _observe_modes(model, values, loss, named, lambda: None, passes=1, forced=forced)
-            return assemble(described, _traced_shape(model, values, run, range(len(named)))), _values_of(run)
-
-        return with_other_values(found, _values_of(seen), batch, again)
+        return _with_other_values(found, described, seen, model, batch, loss, named)
 
     try:
         return traced(blocks)
@@ -239,6 +233,25 @@ def _observe_modes(
         mode: observe_sections(model, batch, loss, blocks, mode, on_iteration, passes=passes, forced=forced)
         for mode in TRACED_MODES
     }
+
+
+def _with_other_values(
+    found: Workload,
+    described: TracedModel,
+    seen: _Seen,
+    model: nn.Module,
+    batch: Batch,
+    loss: Loss | None,
+    blocks: Sequence[NamedBlock],
+) -> Workload:
+    """``found`` with the worst memory of blocks whose memory depends on values."""
+
+    def again(values: Batch, forced: ForcedChoices | None) -> tuple[Workload, ValueWatch]:
+        with left_as_found(model):
+            run = _observe_modes(model, values, loss, blocks, lambda: None, passes=1, forced=forced)
+        return assemble(described, _traced_shape(model, values, run, range(len(blocks)))), _values_of(run)
+
+    return with_other_values(found, _values_of(seen), batch, again)
 
 
 def _values_of(seen: _Seen) -> ValueWatch:

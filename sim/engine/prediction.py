@@ -86,20 +86,16 @@ def predicted_record(
     """
     hardware, fold = machine.hardware, timing.fold
     _check_takes_time(workload, hardware, timing)
-    if layout is None:
-        layout = layout_of(workload, plan.chunk_bytes)
+    layout = layout or layout_of(workload, plan.chunk_bytes)
     verified = plan.model_copy(update={"micro_batches": schedule.micro_batches})
     verify_schedule(schedule, verified, workload, layout, rules=None if method is None else method.rules)
     found = _iteration(schedule, timing)
-    device_curve, pinned_curve = _memory_curves(
-        schedule if fold is None else fold.kept.with_all_left_over(),
-        _as_seen(schedule, timing, plan, workload, layout, method),
-        timing,
-    )
     if fold is not None:
         # The proof of one micro-batch is that of all that are like it.
         schedule = fold.kept.with_all_left_over()
     order = HappensBefore(schedule, _ITERATIONS)
+    as_seen = _as_seen(schedule, timing, plan, workload, layout, method)
+    device_curve, pinned_curve = _memory_curves(schedule, as_seen, timing)
     return Record(
         origin=Origin.SIMULATED,
         plan=plan,
@@ -191,11 +187,11 @@ def _as_seen(
 ) -> Schedule:
     """``schedule`` with the memory that the traced batch took, which other values may exceed.
 
-    It holds what left-out micro-batches leave over.
+    Both hold what left-out micro-batches leave over.
     """
     fold, seen = timing.fold, workload.as_seen
     if seen is workload:
-        return schedule if fold is None else fold.kept.with_all_left_over()
+        return schedule
     planned = plan.model_copy(update={"micro_batches": schedule.micro_batches})
     own = compile_schedule(planned, seen, layout, policies=None if method is None else method.policies)
     assert len(own.tasks) == len(schedule.tasks), "memory changes no task"
