@@ -19,7 +19,9 @@ class PhaseMemory(FrozenModel):
     net_bytes: SignedBytes = 0
     """With as many gradients as the profile's phase states."""
     curve: tuple[_Level, ...] = ()
+    """Highest levels within consecutive stretches, as ``Phase.curve``."""
     adding_curve: tuple[_Level, ...] = ()
+    """The same where all gradients are added to others, as ``Phase.adding_curve``."""
 
     @classmethod
     def of(cls, seen: Phase, worst: Phase) -> Self:
@@ -41,10 +43,15 @@ class SeenMemory(FrozenModel):
     """
 
     forward: PhaseMemory
+    """Of the forward in mode KEEP."""
     backward: PhaseMemory
+    """Of the backward in mode KEEP."""
     checkpoint_forward: PhaseMemory
+    """Of the forward in mode CHECKPOINT."""
     recompute: PhaseMemory
+    """Of the recomputation."""
     checkpoint_backward: PhaseMemory
+    """Of the backward proper after it."""
     loss: PhaseMemory | None = None
     """Of a student's block in bypass distillation."""
     swappable_bytes: Bytes = 0
