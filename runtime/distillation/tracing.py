@@ -7,8 +7,9 @@ has, so that what is traced is what will run; real tensors are then timed withou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Final
 
@@ -37,6 +38,9 @@ from ..model.ownership import check_untaken
 from ..model.parameters import SeenUses, TracedUses, compute_dtype, describe_parameters
 from ..model.snapshot import left_as_found
 from ..model.strides import unkept_strides
+from ..routing.forced_choices import ForcedChoices
+from ..routing.tried import with_other_values
+from ..routing.value_dependence import ValueWatch
 from ..tracing.cuda_autocast import autocast_as_on_cuda
 from ..tracing.fake import fake_batch, fake_model, keep_alike, plain_batches
 from ..tracing.fake_kernels import FakeGroupedProducts, fused_dropout
@@ -84,15 +88,19 @@ def trace_distillation(
                 seen = _observe(pairs, batch, passes=2)
                 seconds = _time(pairs, batch, repeats) if repeats > 0 else None
         described = _described(pairs, seen, traced_with="fake" if is_fake else "real")
-        shape = _shape(pairs, batch, seen)
-    return assemble_pairs(
-        described,
-        shape,
-        loss=name_of_loss(loss),
-        keys_to_learn=keys_to_learn,
-        seconds=seconds,
-        measured_on=device_description(next(teacher.parameters()).device) if seconds is not None else None,
-    )
+        assembled = partial(assemble_pairs, described, loss=name_of_loss(loss), keys_to_learn=keys_to_learn)
+
+        def again(values: Batch, forced: ForcedChoices | None) -> tuple[Workload, ValueWatch]:
+            with left_as_found(pairs):
+                run = _observe(pairs, values, passes=1, forced=forced)
+            return assembled(_shape(pairs, values, run)), run.values
+
+        found = assembled(
+            _shape(pairs, batch, seen),
+            seconds=seconds,
+            measured_on=device_description(next(teacher.parameters()).device) if seconds is not None else None,
+        )
+        return found if is_fake else with_other_values(found, seen.values, batch, again)
 
 
 def check_pairs(pairs: Pairs) -> None:
@@ -126,6 +134,8 @@ class _Seen:
     """Of the observed blocks."""
     stands_for: tuple[int, ...]
     """For every block of the pairs, the observed one that does the same."""
+    values: ValueWatch
+    """Which blocks' memory may depend on values."""
 
 
 def _observe(
@@ -135,6 +145,7 @@ def _observe(
     passes: int,
     held: Sequence[torch.Tensor] = (),
     stands_for: Sequence[int] | None = None,
+    forced: ForcedChoices | None = None,
 ) -> _Seen:
     """Metered iterations, the last of which counts; as many as ``observe_sections`` runs of a model."""
     blocks = pairs.blocks
@@ -144,6 +155,8 @@ def _observe(
     ledger.adopt(kept_tensors(pairs.modules()))
     observer = SectionObserver(ledger, pairs)
     ledger.place = observer.place
+    if forced is not None:
+        forced.place = observer.place
     beside = Beside(ledger, observer.place)
     outputs = OutputSizes(pairs.blocks)
     pairs.listener = observer
@@ -152,7 +165,7 @@ def _observe(
             observer.restart()
             beside.restart()
             before_bytes = ledger.watched_bytes
-            with ledger.metering(), GivenParameters(observer):
+            with forced or nullcontext(), ledger.metering(), GivenParameters(observer):
                 _run(pairs, batch)
             for parameter in pairs.parameters():
                 parameter.grad = None
@@ -173,6 +186,7 @@ def _observe(
         observer.uses,
         tuple(block.name for block in blocks),
         tuple(range(len(blocks)) if stands_for is None else stands_for),
+        observer.values,
     )
 
 

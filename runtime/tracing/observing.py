@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final
 
@@ -29,6 +30,8 @@ from ..model.blocks import NamedBlock
 from ..model.kept_tensors import kept_tensors
 from ..model.nested_tensors import storage_bytes, tensors_in
 from ..model.parameters import SeenUses, asks_for_facts
+from ..routing.forced_choices import ForcedChoices
+from ..routing.value_dependence import ValueWatch
 from .block_inputs import GivenTensor, GivenTensors
 from .operations import observe_call
 
@@ -78,6 +81,8 @@ class SectionObserver:
         self._with_gradient: set[int] = set()
         self.outlived_bytes: dict[int, int] = {}
         """By block: what its forward made that lived until the forward of the epilogue, and no longer."""
+        self.values = ValueWatch()
+        """Which blocks' memory may depend on values."""
         self._handles: list[Any] = [
             parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
             for parameter in self._parameters
@@ -145,6 +150,7 @@ class SectionObserver:
         if current is None:
             return
         self.note_uses(operator, args, kwargs)
+        self.values.note(self._key, operator, args)
         call = observe_call(operator, args, kwargs, result)
         if call is not None:
             current.calls.append(call)
@@ -197,12 +203,14 @@ def observe_sections(
     *,
     passes: int,
     held: Sequence[torch.Tensor] = (),
+    forced: ForcedChoices | None = None,
 ) -> SeenIterations:
     """Metered iterations with every block in ``mode``; the last one counts.
 
     At least ``passes``, and as many more as the model needs until it keeps no more at the end of an iteration than at
     its beginning: a first one may fill caches.  A model that keeps more and more is warned of.  ``held``: what the
-    caller holds of the model's attributes, as nobody does in training.
+    caller holds of the model's attributes, as nobody does in training.  ``forced``: how choices within blocks are made;
+    None: as the model makes them.
     """
     ledger = MemoryLedger(device_type=next(model.parameters()).device.type)
     lasting = [*model.parameters(), *model.buffers(), *batch_tensors(batch).values()]
@@ -210,6 +218,8 @@ def observe_sections(
     ledger.adopt(kept_tensors(model.modules()))
     observer = SectionObserver(ledger, model)
     ledger.place = observer.place
+    if forced is not None:
+        forced.place = observer.place
     is_kept = mode is ActivationMode.KEEP
     tallies = {index: SwappableTally(model, block.module) for index, block in enumerate(blocks) if is_kept}
     modes = [ActivationMode.SWAP if index in tallies else mode for index in range(len(blocks))]
@@ -221,7 +231,7 @@ def observe_sections(
             observer.restart()
             given.restart()
             before_bytes = ledger.watched_bytes
-            with ledger.metering(), GivenParameters(observer):
+            with forced or nullcontext(), ledger.metering(), GivenParameters(observer):
                 value = loss_of(model, batch, loss)
                 value.backward()  # type: ignore[no-untyped-call]
                 del value
@@ -239,6 +249,19 @@ def observe_sections(
         walker.remove()
         observer.remove()
         outputs.remove()
+    _note_blocks(observer, blocks, outputs, tallies)
+    return SeenIterations(
+        observer.sections, found, kept_bytes, outlived_bytes, observer.uses, observer.lookups, observer.values
+    )
+
+
+def _note_blocks(
+    observer: SectionObserver,
+    blocks: Sequence[NamedBlock],
+    outputs: OutputSizes,
+    tallies: Mapping[int, SwappableTally],
+) -> None:
+    """Note what the forwards of blocks hand on and save."""
     for index, size_bytes in enumerate(outputs.sizes):
         observation = observer.sections.get((TaskKind.FORWARD, BlockId(index)))
         if observation is None:
@@ -246,7 +269,6 @@ def observe_sections(
         observation.output_bytes = size_bytes
         if index in tallies:
             observation.saved_bytes = tallies[index].sizes_bytes
-    return SeenIterations(observer.sections, found, kept_bytes, outlived_bytes, observer.uses, observer.lookups)
 
 
 def has_settled(ledger: MemoryLedger, model: nn.Module, before_bytes: int, number: int) -> bool:
@@ -309,6 +331,8 @@ class SeenIterations:
     """By the name of each parameter: who used it."""
     row_lookups: tuple[str, ...] = ()
     """``RowReads.lookups``"""
+    values: ValueWatch = field(default_factory=ValueWatch)
+    """Which blocks' memory may depend on values."""
 
 
 class OutputSizes:

@@ -36,6 +36,9 @@ from ..model.ownership import check_untaken
 from ..model.parameters import SeenUses, TracedUses, compute_dtype, describe_parameters
 from ..model.snapshot import left_as_found
 from ..model.strides import unkept_strides
+from ..routing.forced_choices import ForcedChoices
+from ..routing.tried import with_other_values
+from ..routing.value_dependence import ValueWatch, joined
 from .block_inputs import shared_inputs
 from .block_order import blocks_as_run
 from .cuda_autocast import autocast_as_on_cuda
@@ -84,16 +87,18 @@ def trace(
             shape = subject.at(batch, loss, on_progress)
             return assemble(traced_as(subject.uses, traced_with="fake", row_lookups=subject.row_lookups), shape)
         seen, seconds = _observe_real(model, batch, loss, named, repeats, on_progress)
-        return assemble(
-            traced_as(
-                _uses_of(seen, named, range(len(named))),
-                traced_with="real",
-                row_lookups=agreed({iterations.row_lookups for iterations in seen.values()}),
-            ),
+        described = traced_as(
+            _uses_of(seen, named, range(len(named))),
+            traced_with="real",
+            row_lookups=agreed({iterations.row_lookups for iterations in seen.values()}),
+        )
+        found = assemble(
+            described,
             _traced_shape(model, batch, seen, range(len(named))),
             seconds=seconds,
             measured_on=device_description(next(model.parameters()).device) if repeats > 0 else None,
         )
+        return _with_other_values(found, described, seen, model, batch, loss, named)
 
     try:
         return traced(blocks)
@@ -207,14 +212,51 @@ def _observe_real(
 ) -> tuple[_Seen, dict[ActivationMode, dict[PhaseKey, float]]]:
     progress = _Progress(len(TRACED_MODES) * (2 + (repeats + WARM_UP_ITERATIONS if repeats else 0)), on_progress)
     with left_as_found(model):
-        seen = {
-            mode: observe_sections(model, batch, loss, blocks, mode, progress.advance, passes=2)
-            for mode in TRACED_MODES
-        }
+        seen = _observe_modes(model, batch, loss, blocks, progress.advance, passes=2)
         seconds: dict[ActivationMode, dict[PhaseKey, float]] = {}
         if repeats > 0:
             seconds = time_sections(model, batch, loss, blocks, TRACED_MODES, repeats, progress.advance)
     return seen, seconds
+
+
+def _observe_modes(
+    model: nn.Module,
+    batch: Batch,
+    loss: Loss | None,
+    blocks: Sequence[NamedBlock],
+    on_iteration: Callable[[], None],
+    *,
+    passes: int,
+    forced: ForcedChoices | None = None,
+) -> _Seen:
+    return {
+        mode: observe_sections(model, batch, loss, blocks, mode, on_iteration, passes=passes, forced=forced)
+        for mode in TRACED_MODES
+    }
+
+
+def _with_other_values(
+    found: Workload,
+    described: TracedModel,
+    seen: _Seen,
+    model: nn.Module,
+    batch: Batch,
+    loss: Loss | None,
+    blocks: Sequence[NamedBlock],
+) -> Workload:
+    """``found`` with the worst memory of blocks whose memory depends on values."""
+
+    def again(values: Batch, forced: ForcedChoices | None) -> tuple[Workload, ValueWatch]:
+        with left_as_found(model):
+            run = _observe_modes(model, values, loss, blocks, lambda: None, passes=1, forced=forced)
+        return assemble(described, _traced_shape(model, values, run, range(len(blocks)))), _values_of(run)
+
+    return with_other_values(found, _values_of(seen), batch, again)
+
+
+def _values_of(seen: _Seen) -> ValueWatch:
+    """Which blocks' memory may depend on values, in either mode."""
+    return joined(iterations.values for iterations in seen.values())
 
 
 def _traced_shape(model: nn.Module, batch: Batch, seen: _Seen, stands_for: Sequence[int]) -> TracedShape:

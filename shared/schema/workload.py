@@ -34,6 +34,7 @@ from ..phases.operations import Operation as Operation
 from ..phases.operations import OperationClass as OperationClass
 from ..phases.operations import SignedBytes as SignedBytes
 from ..phases.phase import Phase as Phase
+from ..phases.seen_memory import SeenMemory
 from .plan import ActivationMode, Plan, TrainingMethod
 from .shared_inputs import SharedInput
 
@@ -56,6 +57,9 @@ SMALLEST_SWAPPED_BYTES: Final = 512
 """Storages below this stay on the device in mode SWAP."""
 
 
+_PHASES: Final = ("forward", "backward", "checkpoint_forward", "recompute", "checkpoint_backward")
+
+
 class BlockProfile(FrozenModel):
     """What a block does in either activation mode; equal blocks share one profile."""
 
@@ -74,6 +78,29 @@ class BlockProfile(FrozenModel):
     swappable_bytes: Bytes = 0
     """Of what ``forward`` saves, the bytes that mode SWAP moves: made by the block itself, no part of its output, and
     not tiny."""
+    seen: SeenMemory | None = None
+    """What the traced batch took, where memory depends on values, as of a mixture of experts that loops over them: the
+    phases above then hold the most that was found.  None: it depends on no values.  A file has the field where it is
+    set."""
+
+    @model_serializer(mode="wrap")
+    def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        if self.seen is None:
+            fields.pop("seen", None)
+        return fields
+
+    @property
+    def as_seen(self) -> BlockProfile:
+        """The profile with the memory of the traced batch.
+
+        One of which nothing was seen to travel in mode SWAP, and in which something may, stays as it is.
+        """
+        seen = self.seen
+        if seen is None or (seen.swappable_bytes == 0) != (self.swappable_bytes == 0):
+            return self
+        memory = {name: getattr(seen, name).of_phase(getattr(self, name)) for name in _PHASES}
+        return self.model_copy(update={**memory, "swappable_bytes": seen.swappable_bytes, "seen": None})
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -319,6 +346,24 @@ class Workload(Document):
     def profile_of(self, block: int) -> BlockProfile:
         """The profile of block ``block``."""
         return self.profiles[self.blocks[block].profile]
+
+    @cached_property
+    def as_seen(self) -> Workload:
+        """The workload with the memory that the traced batch took; itself where memory depends on no values.
+
+        Predictions of memory come from this one, and guarantees from the workload itself.
+        """
+        if all(profile.seen is None for profile in self.profiles):
+            return self
+        update: dict[str, Any] = {"profiles": tuple(profile.as_seen for profile in self.profiles)}
+        if self.distillation is not None:
+            pairs = zip(self.profiles, self.distillation.losses, strict=True)
+            losses = [
+                loss if p.seen is None or p.seen.loss is None else p.seen.loss.of_phase(loss) for p, loss in pairs
+            ]
+            update["distillation"] = self.distillation.model_copy(update={"losses": tuple(losses)})
+        # Made anew: a copy would take along what is cached here.
+        return Workload(**{name: getattr(self, name) for name in Workload.model_fields} | update)
 
     @cached_property
     def num_parameters(self) -> int:

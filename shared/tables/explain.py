@@ -29,6 +29,7 @@ from .labels import LANE_NAMES, MEMORY_NAMES, NO_VALUE, format_share, kind_name,
 from .memory import stays_sentence
 from .table import Heading, Parts, Table
 from .terminal import as_text
+from .workloads import memory_words
 
 
 class Stepper(StrEnum):
@@ -254,6 +255,8 @@ def _summary(found: Account, schedule: Schedule, plan: Plan, workload: Workload,
         )
     sentences.append(_activation_sentence(found, schedule, plan))
     sentences.append(_stepping_sentence(found, plan, optimizer))
+    if (words := memory_words(workload)) is not None:
+        sentences.append(f"Memory: {words}. The bound above holds for all of these.")
     sentences += _precision_sentences(plan, workload)
     sentences += _gradient_sentences(found, plan, workload)
     return sentences

@@ -14,6 +14,29 @@ def workload_tables(workload: Workload) -> Parts:
     return _facts(workload), _phases(workload)
 
 
+def memory_words(workload: Workload) -> str | None:
+    """Of blocks whose memory depends on values, how much more than the traced batch took is guaranteed for.
+
+    None where no block's does.
+    """
+    profiles = [workload.profile_of(block) for block in range(workload.num_blocks)]
+    of_values = [profile.seen for profile in profiles if profile.seen is not None]
+    if not of_values:
+        return None
+    pairs = [
+        (ours, seen) for profile in profiles for ours, seen in zip(profile.phases, profile.as_seen.phases, strict=True)
+    ]
+    more_bytes = max(ours.peak_bytes - seen.peak_bytes for ours, seen in pairs)
+    words = (
+        f"that of {len(of_values)} of {workload.num_blocks} blocks depends on values; a phase may take up to "
+        f"{format_bytes(max(0, more_bytes))} more than it took on the traced batch, as "
+    )
+    num_tried = max(seen.num_tried for seen in of_values)
+    if all(seen.is_forced for seen in of_values):
+        return words + f"{num_tried} ways to route tokens to experts show"
+    return words + f"{num_tried} batches show; other values may take more still"
+
+
 def models_table(listed: ModelList) -> Parts:
     """The catalogue of models; papers are in its JSON."""
     rows = []
@@ -37,6 +60,8 @@ def _facts(workload: Workload) -> Table:
         ("traced with", f"{workload.traced_with} tensors"),
         ("timed on", workload.measured_on or "nothing: times come from a roofline"),
     ]
+    if (words := memory_words(workload)) is not None:
+        rows.append(("memory", words))
     return Table(title=f"Workload {workload.model_name}", columns=("", ""), rows=rows)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 from ...shared.basics.errors import WorkloadError
+from ...shared.compile.compile import compile_schedule
 from ...shared.layout.layout import Layout, layout_of
 from ...shared.layout.residencies import chunk_counts
 from ...shared.methods.method import Method
@@ -26,6 +27,7 @@ from ..memory.host import host_memory
 from ..memory.reserved import device_reserved
 from ..memory.rules import round_size
 from .device_memory import DeviceMemory, pinned_host_curve, window_s
+from .kept_schedule import kept_schedule
 from .timing import Fold, Timing
 from .unfolding import (
     count_left_out,
@@ -84,8 +86,7 @@ def predicted_record(
     """
     hardware, fold = machine.hardware, timing.fold
     _check_takes_time(workload, hardware, timing)
-    if layout is None:
-        layout = layout_of(workload, plan.chunk_bytes)
+    layout = layout or layout_of(workload, plan.chunk_bytes)
     verified = plan.model_copy(update={"micro_batches": schedule.micro_batches})
     verify_schedule(schedule, verified, workload, layout, rules=None if method is None else method.rules)
     found = _iteration(schedule, timing)
@@ -93,7 +94,8 @@ def predicted_record(
         # The proof of one micro-batch is that of all that are like it.
         schedule = fold.kept.with_all_left_over()
     order = HappensBefore(schedule, _ITERATIONS)
-    device_curve, pinned_curve = _memory_curves(schedule, timing)
+    as_seen = _as_seen(schedule, timing, plan, workload, layout, method)
+    device_curve, pinned_curve = _memory_curves(schedule, as_seen, timing)
     return Record(
         origin=Origin.SIMULATED,
         plan=plan,
@@ -180,9 +182,28 @@ def _iteration(schedule: Schedule, timing: Timing) -> _Iteration:
     )
 
 
-def _memory_curves(schedule: Schedule, timing: Timing) -> tuple[MemoryCurve, MemoryCurve]:
-    """Of the device and of pinned host memory; ``schedule`` holds what left-out micro-batches leave over."""
-    device_curve, pinned_curve = DeviceMemory(schedule, timing).curve(), pinned_host_curve(schedule, timing)
+def _as_seen(
+    schedule: Schedule, timing: Timing, plan: Plan, workload: Workload, layout: Layout, method: Method | None
+) -> Schedule:
+    """``schedule`` with the memory that the traced batch took, which other values may exceed.
+
+    Both hold what left-out micro-batches leave over.
+    """
+    fold, seen = timing.fold, workload.as_seen
+    if seen is workload:
+        return schedule
+    planned = plan.model_copy(update={"micro_batches": schedule.micro_batches})
+    own = compile_schedule(planned, seen, layout, policies=None if method is None else method.policies)
+    assert len(own.tasks) == len(schedule.tasks), "memory changes no task"
+    if fold is None:
+        return own
+    kept = kept_schedule(own, fold.kept.num_left_out)
+    return own if kept is None else kept.with_all_left_over()
+
+
+def _memory_curves(schedule: Schedule, as_seen: Schedule, timing: Timing) -> tuple[MemoryCurve, MemoryCurve]:
+    """Of the device and of pinned host memory; both schedules hold what left-out micro-batches leave over."""
+    device_curve, pinned_curve = DeviceMemory(as_seen, timing).curve(), pinned_host_curve(schedule, timing)
     if timing.fold is None:
         return device_curve, pinned_curve
     begin_s, _ = window_s(schedule, timing)

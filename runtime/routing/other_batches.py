@@ -1,0 +1,44 @@
+"""Other values in a batch of the same shapes, for blocks that make no choice that can be forced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+
+from ..model.batches import Batch
+
+NUM_DRAWN: Final = 3
+_STRUCTURE: Final = ("mask", "position", "type", "cu_", "grid", "length")
+"""Parts of names of inputs whose values say where data is, and are no data."""
+
+
+def other_batches(batch: Batch) -> list[Batch]:
+    """Batches of the same shapes: one whose data are all its first one's, and some with data drawn from its own.
+
+    What says where data is, masks and positions, stays.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(data: torch.Tensor) -> torch.Tensor:
+        places = torch.randint(data.numel(), (data.numel(),), generator=generator).to(data.device)
+        return data.detach().reshape(-1)[places].reshape(data.shape)
+
+    def constant(data: torch.Tensor) -> torch.Tensor:
+        return data.detach().reshape(-1)[:1].expand(data.numel()).reshape(data.shape).clone()
+
+    return [_with_data(batch, constant), *(_with_data(batch, drawn) for _ in range(NUM_DRAWN))]
+
+
+def _with_data(batch: Batch, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    def changed(name: str, value: Any) -> Any:
+        is_data = isinstance(value, torch.Tensor) and value.dim() >= 2 and value.numel() > 0
+        is_data = is_data and value.dtype is not torch.bool and not any(part in name for part in _STRUCTURE)
+        return change(value) if is_data else value
+
+    if isinstance(batch, torch.Tensor):
+        return changed("", batch)
+    if isinstance(batch, Mapping):
+        return {name: changed(str(name), value) for name, value in batch.items()}
+    return tuple(changed("", value) for value in batch)

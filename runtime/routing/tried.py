@@ -1,0 +1,55 @@
+"""What a model's blocks take with other values than those of the traced batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ...shared.basics.errors import ProtwinError
+from ...shared.schema.workload import Workload
+from ..model.batches import Batch
+from .forced_choices import ForcedChoices, Routing
+from .other_batches import other_batches
+from .value_dependence import ValueWatch, joined
+from .worst_memory import with_worst_memory
+
+Again = Callable[[Batch, ForcedChoices | None], tuple[Workload, ValueWatch]]
+"""Traces a batch once more, with forced choices or without, and says which blocks' memory may depend on values."""
+
+
+def with_other_values(found: Workload, watch: ValueWatch, batch: Batch, again: Again) -> Workload:
+    """``found``, traced on ``batch``, with the worst memory of blocks in which ``watch`` noted something.
+
+    Their choices are forced to the worst routings ([Note: Worst routings]).  Blocks in which sizes depend on values and
+    nothing is chosen are run on other batches.
+    """
+    if not watch.blocks:
+        return found
+    forced = set[int]()
+    runs: list[Workload] = []
+    for routing in Routing:
+        choices = ForcedChoices(routing, watch)
+        workload, seen = again(batch, choices)
+        runs.append(workload)
+        watch = joined((watch, seen))  # a routing may lead where the traced batch did not
+        forced |= choices.forced
+        if not forced:
+            runs.clear()
+            break
+    others = watch.sized_by_values - forced
+    if others:
+        runs += [run for values in other_batches(batch) if (run := _accepted(again, values)) is not None]
+    if not forced | others:
+        return found
+    return with_worst_memory([found, *runs], forced | others, forced)
+
+
+def _accepted(again: Again, values: Batch) -> Workload | None:
+    """What the model does with ``values``, which were made up; None if it refuses them."""
+    try:
+        return again(values, None)[0]
+    except (RuntimeError, ValueError, IndexError, KeyError) as error:
+        if isinstance(error, (ProtwinError, torch.OutOfMemoryError)):
+            raise
+        return None

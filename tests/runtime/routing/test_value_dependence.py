@@ -1,0 +1,97 @@
+"""What depends on values is noticed by operation, and choices are made as a routing says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from protwin.runtime.routing.forced_choices import ForcedChoices, Routing, chosen_experts
+from protwin.runtime.routing.other_batches import other_batches
+from protwin.runtime.routing.value_dependence import ValueWatch, has_size_of_values, reads_values
+from protwin.shared.schema.schedule import TaskKind
+from protwin.shared.schema.workload import BlockId
+
+ATEN = torch.ops.aten
+SCORES = torch.arange(24.0).reshape(6, 4)
+PLACE = (TaskKind.FORWARD, BlockId(0))
+
+
+def watching(*, is_sized: bool = True) -> ValueWatch:
+    watch = ValueWatch()
+    operator = ATEN.nonzero.default if is_sized else ATEN._local_scalar_dense.default
+    watch.note(PLACE, operator, (SCORES,))
+    return watch
+
+
+@pytest.mark.parametrize(
+    ("operator", "args", "depends"),
+    [
+        (ATEN.nonzero.default, (SCORES,), True),
+        (ATEN.masked_select.default, (SCORES, SCORES > 3), True),
+        (ATEN._unique2.default, (SCORES,), True),
+        (ATEN.index.Tensor, (SCORES, [SCORES > 3]), True),
+        (ATEN.index.Tensor, (SCORES, [None, torch.tensor([1, 2])]), False),
+        (ATEN.topk.default, (SCORES, 2), False),
+        (ATEN.mm.default, (SCORES, SCORES), False),
+    ],
+)
+def test_sizes_of_values_are_noticed(operator: Any, args: tuple[Any, ...], depends: bool) -> None:
+    assert has_size_of_values(operator, args) is depends
+
+
+def test_values_that_the_program_reads_are_noticed_within_blocks_alone() -> None:
+    assert reads_values(ATEN._local_scalar_dense.default)
+    assert watching(is_sized=False).blocks == {0}
+    assert watching(is_sized=False).sized_by_values == set()
+    watch = ValueWatch()
+    watch.note(None, ATEN.nonzero.default, (SCORES,))
+    assert not watch.blocks
+
+
+@pytest.mark.parametrize("routing", list(Routing))
+@pytest.mark.parametrize(("num_chosen", "num_experts"), [(1, 4), (2, 4), (2, 6), (4, 4)])
+def test_every_row_chooses_different_experts(routing: Routing, num_chosen: int, num_experts: int) -> None:
+    chosen = chosen_experts(routing, torch.arange(24), num_chosen, num_experts)
+    assert chosen.shape == (24, num_chosen)
+    assert all(len(set(row)) == num_chosen for row in chosen.tolist())
+    rows = torch.bincount(chosen.flatten(), minlength=num_experts).tolist()
+    assert len(rows) == num_experts
+    if num_chosen == num_experts or routing is Routing.EVEN:
+        assert max(rows) - min(rows) <= 24 % num_experts
+    elif routing in (Routing.FIRST, Routing.LAST):
+        assert sorted(rows) == [0] * (num_experts - num_chosen) + [24] * num_chosen
+    else:
+        assert sorted(rows)[: num_experts - num_chosen] == [1] * (num_experts - num_chosen)
+
+
+@pytest.mark.parametrize("choose", [lambda s: s.topk(1).indices[:, 0], lambda s: s.argmax(-1), lambda s: s.max(1)[1]])
+def test_choices_are_forced_in_noticed_blocks_alone(choose: Any) -> None:
+    choices = ForcedChoices(Routing.FIRST, watching())
+    with choices:
+        assert choose(SCORES).tolist() == [3] * 6
+        choices.place = lambda: PLACE
+        assert choose(SCORES).tolist() == [0] * 6
+        choices.place = lambda: (TaskKind.FORWARD, BlockId(1))
+        assert choose(SCORES).tolist() == [3] * 6
+    assert choices.forced == {0}
+
+
+def test_comparisons_pass_only_where_shapes_depend_on_values() -> None:
+    for is_sized in (True, False):
+        choices = ForcedChoices(Routing.EVEN, watching(is_sized=is_sized))
+        choices.place = lambda: PLACE
+        with choices:
+            passed = SCORES > 10
+        # A loop that runs until none passes would never end.
+        assert bool(passed.all()) is is_sized
+
+
+def test_other_batches_have_other_data_and_the_same_masks_and_shapes() -> None:
+    batch = {"input_ids": torch.arange(12).reshape(3, 4), "attention_mask": torch.eye(3, 4)}
+    for other in other_batches(batch):
+        assert isinstance(other, dict)
+        assert torch.equal(other["attention_mask"], batch["attention_mask"])
+        assert other["input_ids"].shape == (3, 4)
+        assert not torch.equal(other["input_ids"], batch["input_ids"])
