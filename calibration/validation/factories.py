@@ -7,6 +7,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -42,7 +43,7 @@ def _module_at(where: str, place: str) -> ModuleType:
         path = Path(where)
         if not path.is_file():
             raise WorkloadError(f"{where} does not exist, which {place} names.")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
+        spec = importlib.util.spec_from_file_location(path.stem, path, loader=_WithoutCache(path.stem, str(path)))
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
@@ -54,6 +55,13 @@ def _module_at(where: str, place: str) -> ModuleType:
     except Exception as error:
         raise WorkloadError(f"{place} cannot be imported: {told(error)}") from error
     return module
+
+
+class _WithoutCache(SourceFileLoader):
+    """Leaves no compiled module beside the user's file, as Python does of a program that it runs."""
+
+    def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
+        """Write nothing."""
 
 
 def told(error: Exception) -> str:
