@@ -5,7 +5,8 @@ A task computes on the device, so that everything it works on is there while it 
 activations that were saved for it, its output's gradient, and what its operations make on the way.  Module buffers and
 the batch have no other place.  Nor have the outputs of sections that backward begins with: no plan moves those to the
 host.  Everything else can leave: gradients once they are made, other weights, activations of other sections, and all
-optimizer state.  So no plan of the same chunk size has a peak below what cannot leave under another.
+optimizer state.  A step on the device could be one on the host: the weights that it reads can leave too.  So no plan of
+the same chunk size has a peak below what cannot leave under another.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ..schema.schedule import Allocation, AllocationId, Content, Schedule, Section, TaskId
+from ..schema.schedule import Allocation, AllocationId, Content, Schedule, Section, TaskId, TaskKind
 
 _NEVER_LEAVES: Final = (Content.RESIDENT, Content.OUTPUT, Content.LOSS, Content.INCOMING_GRADIENT)
 _OF_WORK: Final = (Content.PARAMETERS, Content.ACTIVATIONS, Content.SWAPPED)
@@ -40,7 +41,8 @@ def peak_parts(
     ``task``, of compute, runs at the peak, or next after it.  Nothing of 0 bytes; together all of the peak.
     """
     running = schedule.tasks[task]
-    operands = (schedule.buffers[number].chunk for number in (*running.reads, *running.writes))
+    worked_on = () if running.kind is TaskKind.DEVICE_ADAM else (*running.reads, *running.writes)
+    operands = (schedule.buffers[number].chunk for number in worked_on)
     chunks = frozenset(chunk for chunk in operands if chunk is not None)
     sizes: dict[tuple[bool, Content | None], int] = {(False, None): transient_bytes}
     for buffer in (schedule.buffers[number] for number in alive):

@@ -10,11 +10,11 @@ from protwin.shared.layout.layout import build_layout
 from protwin.shared.records import peak_parts as module
 from protwin.shared.records.peak_parts import PeakPart, peak_parts
 from protwin.shared.schema.plan import Plan
-from protwin.shared.schema.schedule import Content
+from protwin.shared.schema.schedule import Content, TaskKind
 from protwin.shared.schema.workload import Workload
 from protwin.shared.tables.explain import explain_plan
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
-from tests.shared.small_models import chain, plan
+from tests.shared.small_models import chain, parameter, plan, workload
 from tests.strategies.plans import PlannedWorkload, planned_workloads
 
 
@@ -48,6 +48,17 @@ def check(case: PlannedWorkload) -> None:
 def test_no_residency_has_less_than_what_cannot_leave(case: PlannedWorkload) -> None:
     assume(len(case.layout.chunks) <= 12)
     check(case)
+
+
+def test_what_a_step_on_the_device_reads_can_leave() -> None:
+    """The next iteration's first gathers come while the step runs; other plans have it on the host."""
+    model = workload([parameter(f"layers.{n}.weight", 50_000, n) for n in range(3)], 3)
+    kept = plan(model, chunk_bytes=200_000, n_persist=2, n_buffer=1, prefetch_depth=3)
+    schedule = compile_schedule(kept, model)
+    assert schedule.tasks[guaranteed_device_peak(schedule).task].kind is TaskKind.DEVICE_ADAM
+    _, parts = parts_of(kept, model)
+    assert {part.content for part in parts if not part.can_leave} <= {Content.RESIDENT}
+    assert Content.PARAMETERS in {part.content for part in parts if part.can_leave}
 
 
 @pytest.mark.parametrize("content", [Content.GRADIENTS, Content.OPTIMIZER_STATE, Content.PARAMETERS])
