@@ -4,9 +4,10 @@
 A task computes on the device, so that everything it works on is there while it runs: the weights that it reads, the
 activations that were saved for it, its output's gradient, and what its operations make on the way.  Module buffers and
 the batch have no other place.  Nor have the outputs of sections that backward begins with: no plan moves those to the
-host.  Everything else can leave: gradients once they are made, other weights, activations of other sections, and all
-optimizer state.  A step on the device could be one on the host: the weights that it reads can leave too.  So no plan of
-the same chunk size has a peak below what cannot leave under another.
+host.  Everything else can leave: gradients once they are made, other weights (those too whose gradient a task adds to
+without reading them), activations of other sections, and all optimizer state.  A step on the device could be one on the
+host: the weights that it reads can leave too.  So no plan of the same chunk size has a peak below what cannot leave
+under another.
 """
 
 from __future__ import annotations
@@ -41,9 +42,8 @@ def peak_parts(
     ``task``, of compute, runs at the peak, or next after it.  Nothing of 0 bytes; together all of the peak.
     """
     running = schedule.tasks[task]
-    worked_on = () if running.kind is TaskKind.DEVICE_ADAM else (*running.reads, *running.writes)
-    operands = (schedule.buffers[number].chunk for number in worked_on)
-    chunks = frozenset(chunk for chunk in operands if chunk is not None)
+    read = () if running.kind is TaskKind.DEVICE_ADAM else [schedule.buffers[number] for number in running.reads]
+    chunks = frozenset(buffer.chunk for buffer in read if buffer.content is Content.PARAMETERS)
     sizes: dict[tuple[bool, Content | None], int] = {(False, None): transient_bytes}
     for buffer in (schedule.buffers[number] for number in alive):
         key = (not _stays(buffer, running.section, chunks), buffer.content)
@@ -52,7 +52,7 @@ def peak_parts(
     return tuple(sorted(parts, key=lambda part: (part.can_leave, -part.size_bytes)))
 
 
-def _stays(buffer: Allocation, section: Section | None, chunks: frozenset[int]) -> bool:
+def _stays(buffer: Allocation, section: Section | None, chunks: frozenset[int | None]) -> bool:
     if buffer.content in _NEVER_LEAVES:
         return True
     is_worked_on = buffer.chunk in chunks if buffer.chunk is not None else buffer.section == section

@@ -68,7 +68,11 @@ def phases(draw: DrawFn, net_bytes: int = 0, measured: bool | None = True, gradi
     ``measured``: whether it carries seconds, None for either.
     """
     curve = _curves(draw, net_bytes)
-    adding_curve = _curves(draw, net_bytes - gradient_bytes) if gradient_bytes and draw(st.booleans()) else ()
+    adding_curve: tuple[tuple[float, int], ...] = ()
+    if gradient_bytes and draw(st.booleans()):
+        # A gradient that goes as soon as it is final raises no level.
+        highest = max(0, net_bytes, *(level for _, level in curve))
+        adding_curve = tuple((end, min(level, highest)) for end, level in _curves(draw, net_bytes - gradient_bytes))
     is_measured = draw(st.booleans()) if measured is None else measured
     return Phase(
         operations=() if is_measured else tuple(draw(st.lists(operations(), max_size=2))),
