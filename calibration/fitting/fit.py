@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from ...shared.compile.compile import compile_schedule
 from ...shared.schema.calibration import Calibration, Contention, Factor
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.record import OF_RANKS, Origin, RankRecord, Record
-from ...shared.schema.schedule import Schedule, TaskKind
+from ...shared.schema.schedule import Lane, Schedule, TaskKind
 from ...shared.schema.workload import Workload
 from ...sim.costs.contention import ContentionModel
 from ...sim.costs.task_costs import CostModel
@@ -148,7 +148,7 @@ def fit(
             for kind, of_kind in seen.items()
         } | {kind: expected(of_kind) for kind, of_kind in priors.items() if kind not in seen}
         calibration = with_estimates(calibration, estimates)
-    return Fit(_with_gap(calibration, pairs), estimates)
+    return Fit(_with_gap(calibration, pairs, schedules), estimates)
 
 
 @dataclass
@@ -212,17 +212,17 @@ def with_estimates(calibration: Calibration, estimates: Mapping[TaskKind, Estima
     )
 
 
-def _with_gap(calibration: Calibration, pairs: Sequence[Pair]) -> Calibration:
-    """Add what passes between iterations (the training loop's own work) to the task that ends one."""
-    gaps = [pair.measured.iteration_s - _end_of_iteration_s(pair.measured) for pair in pairs]
+def _with_gap(calibration: Calibration, pairs: Sequence[Pair], schedules: Sequence[Schedule]) -> Calibration:
+    """Add what passes between iterations (the training loop's own work) to the task that ends one.
+
+    Where the next iteration has to wait for something else, most of that work is done meanwhile: such records count only
+    if there are no others.
+    """
+    gaps = [gap_of(pair.measured, schedule) for pair, schedule in zip(pairs, schedules, strict=True)]
+    seen = [gap.seconds for gap in gaps if not gap.is_hidden] or [gap.seconds for gap in gaps]
     overheads = dict(calibration.overhead_s)
-    gap_s = max(0.0, statistics.median(gaps))
-    overheads[TaskKind.DEVICE_ADAM] = overheads.get(TaskKind.DEVICE_ADAM, 0.0) + gap_s
+    overheads[TaskKind.DEVICE_ADAM] = overheads.get(TaskKind.DEVICE_ADAM, 0.0) + statistics.median(seen)
     return calibration.model_copy(update={"overhead_s": overheads})
-
-
-def _end_of_iteration_s(record: Record) -> float:
-    return next(timing.end_s for timing in record.tasks if timing.kind is TaskKind.DEVICE_ADAM)
 
 
 def columns_of(
@@ -237,6 +237,23 @@ def columns_of(
     return {kind: of_kind.columns for kind, of_kind in seen.items()}
 
 
-def gap_s(record: Record) -> float:
-    """What passes between two iterations, the training loop's own work."""
-    return max(0.0, record.iteration_s - _end_of_iteration_s(record))
+class Gap(NamedTuple):
+    """What passes between two iterations and no task answers for."""
+
+    seconds: float
+    """From when the next iteration could begin until it began."""
+    is_hidden: bool
+    """Whether it had to wait for a task longer than for the end of the iteration before."""
+
+
+def gap_of(record: Record, schedule: Schedule) -> Gap:
+    """The training loop's own work between two iterations of ``record``: its batch, its losses, hooks."""
+    ends_s = {timing.task: timing.end_s for timing in record.tasks}
+    starts_s = {timing.task: timing.start_s for timing in record.tasks}
+    compute = schedule.lanes[Lane.COMPUTE]
+    first, last = schedule.tasks[compute[0]], compute[-1]
+    ended_s = ends_s[last] - record.iteration_s
+    waited_s = [ends_s[other] for other in first.after]
+    waited_s += [ends_s[other] - record.iteration_s for other in first.after_previous]
+    ready_s = max([ended_s, *waited_s])
+    return Gap(max(0.0, starts_s[first.id] - ready_s), ready_s > ended_s)

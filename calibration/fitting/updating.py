@@ -25,7 +25,7 @@ from ...shared.schema.record import Origin, Record
 from ...shared.schema.schedule import TaskKind
 from ...shared.schema.workload import Workload
 from ..estimation.evidence import estimate_evidence, evidence_before, evidence_of, together
-from .fit import Pair, columns_of, fit, gap_s, pairs_of, with_estimates
+from .fit import Pair, columns_of, fit, gap_of, pairs_of, with_estimates
 from .left_out import iteration_error_frac
 
 FORGETTING: Final = 0.5
@@ -138,7 +138,7 @@ def _evidence_of_one(pair: Pair, hardware: Hardware, calibration: Calibration) -
     )
     columns = columns_of(pair, hardware, own, bare)
     # What passes between iterations is part of the task that ends one.
-    columns[TaskKind.DEVICE_ADAM][2][-1] += gap_s(pair.measured)
+    columns[TaskKind.DEVICE_ADAM][2][-1] += gap_of(pair.measured, compile_schedule(pair.measured.plan, pair.workload)).seconds
     return {kind: evidence_of(*of_kind) for kind, of_kind in columns.items()}
 
 
