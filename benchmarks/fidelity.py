@@ -40,6 +40,8 @@ from .fidelity_ranks import fidelity_of_ranks
 RANKS = "two-ranks"
 BYPASS = "bypass"
 """All pairs of a teacher and its student."""
+_REPEATS = 25
+"""Iterations in each activation mode that phases are timed by: on a shared machine few say little."""
 MEMORY_FOLDER = Path("/dev/shm")
 """What lies here is in memory, where the system has it; another folder's disk may be slower than the emulated one."""
 
@@ -110,7 +112,7 @@ def memory_folder() -> Path | None:
 def prepare(name: str, disk_folder: Path, *, has_emulated_disk: bool) -> Subject:
     """Build, trace and probe."""
     judged = judged_model(name, has_emulated_disk=has_emulated_disk)
-    workload = trace(judged.model, judged.batch, loss=judged.loss, name=name)
+    workload = trace(judged.model, judged.batch, loss=judged.loss, name=name, repeats=_REPEATS)
     hardware = probe_hardware(seconds=4.0, device=judged.make_device(), disk_folder=disk_folder)
     return Subject(
         judged.model,

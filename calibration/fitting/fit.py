@@ -215,8 +215,8 @@ def with_estimates(calibration: Calibration, estimates: Mapping[TaskKind, Estima
 def _with_gap(calibration: Calibration, pairs: Sequence[Pair], schedules: Sequence[Schedule]) -> Calibration:
     """Add what passes between iterations (the training loop's own work) to the task that ends one.
 
-    Where the next iteration has to wait for something else, most of that work is done meanwhile: such records count only
-    if there are no others.
+    Where the next iteration has to wait for something else, most of that work is done meanwhile: such records count
+    only if there are no others.
     """
     gaps = [gap_of(pair.measured, schedule) for pair, schedule in zip(pairs, schedules, strict=True)]
     seen = [gap.seconds for gap in gaps if not gap.is_hidden] or [gap.seconds for gap in gaps]

@@ -138,7 +138,9 @@ def _evidence_of_one(pair: Pair, hardware: Hardware, calibration: Calibration) -
     )
     columns = columns_of(pair, hardware, own, bare)
     # What passes between iterations is part of the task that ends one.
-    columns[TaskKind.DEVICE_ADAM][2][-1] += gap_of(pair.measured, compile_schedule(pair.measured.plan, pair.workload)).seconds
+    columns[TaskKind.DEVICE_ADAM][2][-1] += gap_of(
+        pair.measured, compile_schedule(pair.measured.plan, pair.workload)
+    ).seconds
     return {kind: evidence_of(*of_kind) for kind, of_kind in columns.items()}
 
 

@@ -271,7 +271,13 @@ class Updates:
         draft, facts, step = self.draft, self.family.facts, self.family.step
         read_bytes = np.zeros(len(facts.norm_sections), dtype=np.int64)
         np.add.at(read_bytes, facts.norm_of[self.leaving], facts.part("summed_bytes")[self.leaving])
-        self.norm = self._behind_norms(TaskKind.GRADIENT_NORM, Work(stepped_bytes=read_bytes), _NORM)
+        kept_bytes = np.zeros_like(read_bytes)
+        chunks, _, sizes = facts.gradients
+        stays = self.family.is_persistent[chunks]
+        np.add.at(kept_bytes, facts.norm_of[chunks[stays]], sizes[stays])
+        np.add.at(kept_bytes, facts.norm_of[self.parted], facts.part("gradient_bytes")[self.parted])
+        work = Work(moved_bytes=kept_bytes, stepped_bytes=read_bytes)
+        self.norm = self._behind_norms(TaskKind.GRADIENT_NORM, work, _NORM)
         if self.family.layout.limits_each_block:
             draft.wait(self.norm[facts.norm_of[self.staying]], self._ends(self.staying)[-1])
         else:

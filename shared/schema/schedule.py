@@ -273,7 +273,8 @@ class Task:
     phase: Phase | None = None
     """What a forward, recomputation or backward does."""
     moved_bytes: int = 0
-    """Bytes that a copy moves; of a collective, the whole buffer that every rank begins or ends with; what is sent."""
+    """Bytes that a copy moves; of a collective, the whole buffer that every rank begins or ends with; what is sent; of
+    a norm, the gradients that it reads on the device."""
     num_stepped: int = 0
     """Scalars that an Adam task steps."""
     stepped_bytes: int = 0

@@ -178,7 +178,9 @@ def check_one_norm(claim: Claim, task: Task, chunks: Collection[ChunkId]) -> Non
     compare_buffers(task, task.writes, [], "writes")
     compare_buffers(task, task.allocates, [], "allocates")
     compare_buffers(task, task.frees, [], "frees")
-    check_amounts(task, stepped_bytes=sum(claim.held[chunk].summed_bytes for chunk in updated))
+    on_device = sum(buffer.size_bytes for buffer in (*parts, *left))
+    on_host = sum(claim.held[chunk].summed_bytes for chunk in updated)
+    check_amounts(task, moved_bytes=on_device, stepped_bytes=on_host)
 
 
 def check_cpu_adam(claim: Claim) -> None:

@@ -158,8 +158,9 @@ class CostModel:
             case TaskKind.GRADIENT_OFFLOAD | TaskKind.ACTIVATION_OFFLOAD:
                 return self._calibrated(self.copy_s(task.moved_bytes, self.hardware.device_to_host), task.kind)
             case TaskKind.GRADIENT_ACCUMULATE | TaskKind.GRADIENT_NORM:
-                # They stream through host memory as CPU Adam does.
-                return self._calibrated(task.stepped_bytes / host_adam_bytes_per_s(self.hardware.host), task.kind)
+                # They stream through host memory as CPU Adam does; a norm has read what stays on the device there.
+                seconds = task.stepped_bytes / host_adam_bytes_per_s(self.hardware.host)
+                return self._calibrated(seconds + task.moved_bytes / self._streamed_bytes_per_s, task.kind)
             case TaskKind.CPU_ADAM | TaskKind.DEVICE_ADAM:
                 return self.adam_s(task.num_stepped, task.stepped_bytes, task.num_tensors, task.kind)
             case TaskKind.ALL_GATHER | TaskKind.REDUCE_SCATTER | TaskKind.ALL_REDUCE:
@@ -286,8 +287,7 @@ class CostModel:
             tensor_s = self.calibration.device_optimizer_tensor_s.get(named)
         if tensor_s is None:
             tensor_s = device_operations_per_tensor(named) * self._dispatch_s
-        rate = device.memory_bandwidth_bytes_per_s * efficiency_frac(device, OperationClass.ELEMENTWISE)
-        moving_s = stepped_bytes / rate if stated is None else stated * num_stepped
+        moving_s = stepped_bytes / self._streamed_bytes_per_s if stated is None else stated * num_stepped
         stepping_s, dispatching_s = factor * (device.launch_overhead_s + moving_s), tensor_s * num_tensors
         # Who waits for every kernel dispatches the next one afterwards; the others run ahead ([Note: Launches]).
         seconds = stepping_s + dispatching_s if named.is_of_bitsandbytes else max(stepping_s, dispatching_s)
@@ -295,6 +295,12 @@ class CostModel:
             links = (self.hardware.host_to_device, self.hardware.device_to_host)
             seconds += sum(self.copy_s(PAGED_BYTES_PER_SCALAR * num_stepped, link) for link in links)
         return seconds
+
+    @property
+    def _streamed_bytes_per_s(self) -> float:
+        """Bytes of device memory per second that element-wise operations move."""
+        device = self.hardware.device
+        return device.memory_bandwidth_bytes_per_s * efficiency_frac(device, OperationClass.ELEMENTWISE)
 
     @property
     def _dispatch_s(self) -> float:

@@ -155,9 +155,21 @@ class ChunkTable:
         """
         if not self.step.limits_norm:
             return np.zeros(len(self.places.counts))
-        read_bytes = self.places.sum_of(self._trained(self.facts.part("summed_bytes")), *STEPPED_BY_HOST)
-        price = cache(lambda size: self.costs.task_s(Task(TaskId(0), TaskKind.GRADIENT_NORM, stepped_bytes=size)))
-        return np.array([price(size) for size in read_bytes.tolist()]) + (len(self.facts.norm_sections) - 1) * price(0)
+        facts, sum_of = self.facts, self.places.sum_of
+        read_bytes = sum_of(self._trained(facts.part("summed_bytes")), *STEPPED_BY_HOST)
+        whole_bytes = np.zeros(len(facts.size_bytes), dtype=np.int64)
+        chunks, _, sizes = facts.gradients
+        np.add.at(whole_bytes, chunks, sizes)
+        kept_bytes = sum_of(self._trained(whole_bytes), ChunkResidency.PERSISTENT)
+        kept_bytes = kept_bytes + sum_of(self._trained(facts.part("gradient_bytes")), ChunkResidency.SHARDED)
+
+        @cache
+        def price(on_host: int, on_device: int) -> float:
+            norm = Task(TaskId(0), TaskKind.GRADIENT_NORM, moved_bytes=on_device, stepped_bytes=on_host)
+            return self.costs.task_s(norm)
+
+        seconds = np.array(list(map(price, read_bytes.tolist(), kept_bytes.tolist())))
+        return seconds + (len(facts.norm_sections) - 1) * price(0, 0)
 
 
 def chunk_table(
