@@ -369,11 +369,10 @@ class DeviceChunk:
         Those of the first micro-batch are staged, later ones and those to be widened arrive beside them.
         """
         present = [gradient is not None for gradient in gradients]
-        for place, staged in enumerate(self.staged if is_first and not self.widens else self.arrived):
-            gradient = gradients[place]
-            if gradient is not None:
-                self._device.copy(staged, gradient, to_device=False)
-            gradients[place] = None
+        places = self.staged if is_first and not self.widens else self.arrived
+        pairs = [(staged, one) for staged, one in zip(places, gradients, strict=True) if one is not None]
+        self._device.copy_all([staged for staged, _ in pairs], [one for _, one in pairs], to_device=False)
+        gradients[:] = [None] * len(gradients)
         return present
 
     def accumulate(self, staged: Sequence[bool], arrived: Sequence[bool]) -> list[bool]:
@@ -382,9 +381,12 @@ class DeviceChunk:
         The same additions in the same order as autograd's own, so the bits are the same; float32 sums are those of
         gradients that were widened one by one, which rounds nothing.
         """
-        for place, (is_staged, has_arrived) in enumerate(zip(staged, arrived, strict=True)):
-            if has_arrived:
-                self.accumulate_one(place, is_staged=is_staged)
+        added = [place for place, (a, b) in enumerate(zip(staged, arrived, strict=True)) if a and b]
+        first = [place for place, (a, b) in enumerate(zip(staged, arrived, strict=True)) if b and not a]
+        if added:
+            torch._foreach_add_([self.staged[place] for place in added], [self.arrived[place] for place in added])
+        if first:
+            torch._foreach_copy_([self.staged[place] for place in first], [self.arrived[place] for place in first])
         return [a or b for a, b in zip(staged, arrived, strict=True)]
 
     def accumulate_one(self, place: int, *, is_staged: bool) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -127,6 +128,16 @@ class CpuDevice(TrainingDevice):
         start_s = time.perf_counter()
         destination.copy_(source)
         self._pace(start_s, source.numel() * source.element_size(), self._rates[to_device])
+
+    def copy_all(
+        self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, to_device: bool
+    ) -> None:
+        """Copy now; a throttled link then waits for the time that all of it would have taken."""
+        if not sources:
+            return
+        start_s = time.perf_counter()
+        torch._foreach_copy_(list(destinations), list(sources))
+        self._pace(start_s, sum(one.numel() * one.element_size() for one in sources), self._rates[to_device])
 
     def pace_disk(self, since_s: float, size_bytes: int, *, is_write: bool) -> None:
         """A throttled disk waits for the time that it would have taken."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -163,6 +163,13 @@ class CudaDevice(TrainingDevice):
     def copy(self, destination: torch.Tensor, source: torch.Tensor, *, to_device: bool) -> None:
         """Queue a copy on the current stream."""
         destination.copy_(source, non_blocking=True)
+
+    def copy_all(
+        self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, to_device: bool
+    ) -> None:
+        """Queue copies on the current stream."""
+        if sources:
+            torch._foreach_copy_(list(destinations), list(sources), non_blocking=True)
 
     def record_event(self) -> Any:
         """An event at the end of the current stream.  Threads that wait for it sleep: cores are for CPU Adam."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -97,6 +98,15 @@ class TrainingDevice(ABC):
     @abstractmethod
     def copy(self, destination: torch.Tensor, source: torch.Tensor, *, to_device: bool) -> None:
         """Copy between host and device in the order of the current stream."""
+
+    @abstractmethod
+    def copy_all(
+        self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, to_device: bool
+    ) -> None:
+        """``copy`` of every pair, one after another, in one call.
+
+        Between the copies no lane holds Python's lock, which the thread that computes needs for every operation.
+        """
 
     @abstractmethod
     def record_event(self) -> Any:

@@ -236,18 +236,21 @@ class SwappedBlock:
 
     def offload(self) -> int:
         """Copy everything to the host and let the device's storages go; gives the bytes."""
-        begin = 0
-        for saved in self._travelling:
-            assert saved.source is not None
-            flat = _bytes_of(saved.source.untyped_storage(), self._device)
-            self._device.copy(self._home[begin : begin + saved.size_bytes], flat, to_device=False)
-            begin += saved.size_bytes
-            storage = weakref.ref(saved.source.untyped_storage())
-            del flat
+        leaving = [saved.source for saved in self._travelling if saved.source is not None]
+        flats = [_bytes_of(source.untyped_storage(), self._device) for source in leaving]
+        self._device.copy_all(self._places(), flats, to_device=False)
+        storages = [weakref.ref(source.untyped_storage()) for source in leaving]
+        del leaving, flats
+        for saved, storage in zip(self._travelling, storages, strict=True):
             saved.source = None
             self._let_go(storage, saved.size_bytes)
             self._out_bytes -= saved.size_bytes
-        return begin
+        return sum(saved.size_bytes for saved in self._travelling)
+
+    def _places(self) -> Sequence[torch.Tensor]:
+        """Where on the host each of what travels lies, in order."""
+        sizes = [saved.size_bytes for saved in self._travelling]
+        return self._home[: sum(sizes)].split(sizes)
 
     def let_go(self) -> None:
         """The current stream waits for the copies to the host: nobody needs the device's storages any more."""
@@ -288,12 +291,9 @@ class SwappedBlock:
         """
         if not self._device.runs_behind:
             self.make_room()
-        begin = 0
-        for saved in self._travelling:
-            assert saved.returned is not None
-            self._device.copy(saved.returned, self._home[begin : begin + saved.size_bytes], to_device=True)
-            begin += saved.size_bytes
-        return begin
+        coming = [saved.returned for saved in self._travelling if saved.returned is not None]
+        self._device.copy_all(coming, self._places(), to_device=True)
+        return sum(saved.size_bytes for saved in self._travelling)
 
     def arrive(self) -> None:
         """Backward is about to begin: what has come back belongs to its operations now."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from protwin.runtime import CpuDevice
@@ -49,8 +49,16 @@ class FaultyDevice(CpuDevice):
         self._remaining = copy_number
 
     def copy(self, destination: object, source: object, *, to_device: bool) -> None:
+        self._count(to_device)
+        super().copy(destination, source, to_device=to_device)  # type: ignore[arg-type]
+
+    def copy_all(self, destinations: object, sources: Sequence[object], *, to_device: bool) -> None:
+        for _ in sources:
+            self._count(to_device)
+        super().copy_all(destinations, sources, to_device=to_device)  # type: ignore[arg-type]
+
+    def _count(self, to_device: bool) -> None:
         if to_device == self._to_device:
             self._remaining -= 1
             if self._remaining == 0:
                 self._fault()
-        super().copy(destination, source, to_device=to_device)  # type: ignore[arg-type]
