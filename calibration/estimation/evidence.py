@@ -19,7 +19,7 @@ from ...shared.schema.calibration import Calibration, Evidence
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.schedule import TaskKind
 from .linear import LEAST_ERROR_FRAC, TIMES, Estimate, FloatArray, Prior
-from .tasks import LOWEST, Coefficient, cold_read_prior, starting_prior
+from .tasks import LOWEST, Coefficient, cold_read_prior, scatter, starting_prior
 
 _NAMES: Final = tuple(Coefficient)
 _DAYS_FRAC: Final = 0.1
@@ -31,9 +31,8 @@ def evidence_of(modelled_s: FloatArray, arrived_bytes: FloatArray, measured_s: F
     present = modelled_s > 0
     rest = measured_s[~present]
     x, y = modelled_s[present], measured_s[present]
-    # A task's scatter grows with its duration: so weighted, all that is measured tells alike.
-    rows = np.stack([x, np.ones_like(x), arrived_bytes[present]], axis=1) / np.sqrt(x)[:, None]
-    wanted = y / np.sqrt(x)
+    rows = np.stack([x, np.ones_like(x), arrived_bytes[present]], axis=1) / scatter(x)[:, None]
+    wanted = y / scatter(x)
     return Evidence(
         num_tasks=len(x),
         squares=tuple(float(value) for value in (rows.T @ rows).ravel()),

@@ -91,13 +91,22 @@ def estimate_tasks(
     if arrived.any() or Coefficient.ARRIVAL_S_PER_BYTE in priors:
         columns[Coefficient.ARRIVAL_S_PER_BYTE] = arrived
         known[Coefficient.ARRIVAL_S_PER_BYTE] = cold_read_prior(hardware)
-    # A task's scatter grows with its duration: so weighted, all that is measured tells alike.
-    found = estimate(columns, y, 1 / np.sqrt(x), known | dict(priors))
+    found = estimate(columns, y, 1 / scatter(x), known | dict(priors))
     if found[Coefficient.SLOPE] < LOWEST:
         # What the tasks cost does not grow with their work: a slope must be something all the same.
         values = np.zeros_like(found.values)
         values[0] = alone
         return Estimate(found.names, values, found.covariance, found.num_rows)
+    return found
+
+
+def scatter(modelled_s: FloatArray) -> FloatArray:
+    """Of tasks that should take so long, in proportion to their errors' standard deviation; by it rows are weighted.
+
+    A task's variance grows with its duration, and starting it is part of that: otherwise tasks that have hardly any
+    work would say alone what all the others' overhead is.
+    """
+    found: FloatArray = np.sqrt(modelled_s + _STARTING_S)
     return found
 
 
