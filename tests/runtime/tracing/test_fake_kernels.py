@@ -167,6 +167,7 @@ def test_a_model_for_a_gpu_saves_what_it_saves_without_dropout() -> None:
     assert unfused.forward.net_bytes - with_dropout.forward.net_bytes > scores * 4
 
 
+@pytest.mark.slow
 def test_a_model_for_a_cpu_is_what_real_tensors_do() -> None:
     batch = token_batches(1)[0]
     with torch.device("meta"):

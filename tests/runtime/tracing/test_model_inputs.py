@@ -11,6 +11,7 @@ from protwin.runtime.tracing import known_values
 from protwin.runtime.tracing.configurations import workload_of_configuration
 from protwin.shared.basics.errors import ScheduleError, WorkloadError
 from protwin.shared.schema.workload import OperationClass, Phase, Workload
+from tests.proof_size import some_quick
 from tests.runtime.modalities import MODALITIES, SPEECH, model_and_batch
 
 
@@ -23,7 +24,7 @@ def products(phase: Phase) -> int:
     return sum(op.flops * op.count for op in phase.operations if op.operation_class is OperationClass.MATMUL)
 
 
-@pytest.mark.parametrize("name", MODALITIES)
+@some_quick("name", MODALITIES, quick=3)
 def test_the_trace_without_weights_is_the_real_one(name: str) -> None:
     """The real model learns from the batch, and does on it what was traced: blocks, operations and bytes."""
     fake = traced(name)

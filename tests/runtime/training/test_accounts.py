@@ -17,6 +17,7 @@ from protwin.shared.schema.schedule import Content, Schedule, TaskKind
 from protwin.shared.schema.shared_inputs import SharedInput
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.verify.verify import verify_schedule
+from tests.proof_size import some_quick
 from tests.runtime.accounts import BAR, MIXTURES, RESIDENCIES, error_frac, measured_peak_bytes, plan_of
 from tests.runtime.eager_lanes import eager_peak
 from tests.runtime.families import family_cases
@@ -75,7 +76,7 @@ def peak_of(name: str, mixture: str) -> int:
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)
-@pytest.mark.parametrize("name", ["llama in bfloat16", "gemma2", "t5"])
+@some_quick("name", ["llama in bfloat16", "gemma2", "t5"], quick=1)
 def test_what_sections_share_goes_with_the_last_that_needs_it(name: str, mixture: str) -> None:
     """The embedded input of a narrow model, masks of two kinds, biases of an encoder and of a decoder."""
     shared = subject(name).workload.shared_inputs
