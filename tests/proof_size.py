@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from typing import Any, Final, TypeVar
 
@@ -26,18 +26,26 @@ def share(cases: Iterable[T], one_in: int) -> list[T]:
 
 
 def some_quick(
-    names: str | Sequence[str], cases: Iterable[Any], *, quick: int, ids: Any = None
+    names: str | Sequence[str], cases: Iterable[Any], *, quick: int | Collection[Any], ids: Any = None
 ) -> pytest.MarkDecorator:
-    """``pytest.mark.parametrize`` with ``quick`` of the cases, evenly spaced, in every run; the others are slow.
+    """``pytest.mark.parametrize`` with ``quick`` of the cases, or just these, in every run; the others are slow.
 
-    For cases that go the same way: none is lost, ``make prove`` and ``make test ARGS="-m slow"`` run the rest.
+    For cases that go the same way: none is lost, ``make prove`` and ``make test ARGS="-m slow"`` run the rest.  Of a
+    number they are taken from equal stretches, at another place in each, so that of two things that are combined every
+    one of both comes.
     """
     found = list(cases)
-    assert 0 < quick < len(found), "nothing would be left to every run, or nothing to others"
-    kept = {place * len(found) // quick for place in range(quick)}
+    if isinstance(quick, int):
+        assert quick > 0, "nothing would be left to every run"
+        length = len(found) // quick
+        kept = [found[place * len(found) // quick + (length - 1 - place) % length] for place in range(quick)]
+    else:
+        kept = list(quick)
+        assert all(case in found for case in kept), "there is no such case"
+    assert 0 < len(kept) < len(found), "nothing would be left to every run, or nothing to others"
     is_single = isinstance(names, str) and "," not in names
     parameters = [
-        pytest.param(*((case,) if is_single else case), marks=() if place in kept else pytest.mark.slow)
-        for place, case in enumerate(found)
+        pytest.param(*((case,) if is_single else case), marks=() if case in kept else pytest.mark.slow)
+        for case in found
     ]
     return pytest.mark.parametrize(names, parameters, ids=ids)

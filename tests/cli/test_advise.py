@@ -155,6 +155,7 @@ def test_what_a_killed_sweep_found_is_kept_and_its_processes_follow_it(
     assert sorted(asked) == sorted([*MACHINES, "rtx-3090", "rtx-5090"]), "the quick one is not asked about again"
 
 
+@pytest.mark.slow
 def test_processes_that_do_not_follow_would_stay(start: Start, work: Path, tmp_path: Path) -> None:
     """The wrong variant: processes that only ignore Ctrl-C wait for ever for a parent that is dead."""
     process = start("--state=state.json", "--processes=3", slow_s=1.0, begin="deaf")

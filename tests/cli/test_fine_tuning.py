@@ -211,6 +211,7 @@ def test_weights_are_converted_only_if_that_is_asked_for(protwin_here: Protwin, 
     assert saved(work / "tuned").dtype == getattr(torch, dtype)
 
 
+@pytest.mark.slow
 def test_a_search_and_a_run_need_no_file_between_them_but_the_plan(protwin_here: Protwin, job: Path) -> None:
     """The run finds the workload by the shape that the search was asked about."""
     shape = ("--batch-size=2", "--sequence-length=128")

@@ -128,6 +128,7 @@ def expected(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return whole(tmp_path_factory.mktemp("whole") / "run", teacher, STEPS)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_after_every_step_ends_with_the_same_bits(
     tmp_path: Path, teacher: Path, expected: Ended
 ) -> None:

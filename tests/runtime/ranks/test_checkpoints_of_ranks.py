@@ -300,6 +300,7 @@ def run_twice_killed(folder: Path) -> None:
     )(folder)
 
 
+@pytest.mark.slow
 def test_torchrun_starts_ranks_again_from_their_checkpoint(tmp_path: Path, two_ranks: Ranks) -> None:
     """One rank is killed after its second step, before it is saved, and again after the third."""
     in_a_process(run_twice_killed, tmp_path)

@@ -242,6 +242,7 @@ def failing_at(model: nn.Module, step: int) -> Iterator[list[int]]:
             handle.remove()
 
 
+@pytest.mark.slow
 def test_everything_is_as_found_whatever_fails() -> None:
     """At the forward of every block in every iteration, that of the twin included."""
     model, batch = made(2)

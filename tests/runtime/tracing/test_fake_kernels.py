@@ -153,6 +153,7 @@ def traced(device_kind: DeviceKind, **changes: Any) -> Workload:
     return trace(model, batch, device_kind=device_kind)
 
 
+@pytest.mark.slow
 def test_a_model_for_a_gpu_saves_what_it_saves_without_dropout() -> None:
     with_dropout, without = (
         traced(DeviceKind.CUDA, attn_pdrop=rate, **NO_OTHER_DROPOUT).profile_of(1) for rate in (0.1, 0.0)
