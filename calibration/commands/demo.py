@@ -73,7 +73,11 @@ _STEPS: Final = 30
 _BUDGET_FRAC: Final = 0.45
 _SEED: Final = 0
 _METER_EVERY: Final = 10
-_REFERENCE_STEPS: Final = 10
+_REFERENCE_STEPS: Final = 7
+"""Three of them warm up."""
+_TRACE_REPEATS: Final = 4
+_CALIBRATION_STEPS: Final = 5
+_SLOWDOWN_SECONDS: Final = 4.0
 _MAKE_OPTIMIZER: Final = partial(torch.optim.AdamW, lr=3e-4, weight_decay=0.1, fused=True)
 
 
@@ -187,10 +191,13 @@ def _calibrated(
             budget_bytes,
             make_optimizer=_MAKE_OPTIMIZER,
             name="demo-llama",
+            repeats=_TRACE_REPEATS,
             on_progress=on_progress,
         )
     with stage(console, "calibrate under the budget"), progress_bar("calibrating") as on_progress:
-        return subject, calibrate(subject, slowdown_seconds=6.0, on_progress=on_progress)
+        return subject, calibrate(
+            subject, steps=_CALIBRATION_STEPS, slowdown_seconds=_SLOWDOWN_SECONDS, on_progress=on_progress
+        )
 
 
 def _searched(subject: Subject, calibration: Calibration, budget_bytes: int) -> SearchResult:

@@ -106,9 +106,9 @@ class BypassDemo:
     probe_seconds: float = 3.0
     repeats: int = 3
     """Timed iterations of the trace."""
-    calibration_steps: int = 7
+    calibration_steps: int = 5
     """Timed iterations of every plan that the calibration is fitted to."""
-    slowdown_seconds: float = 6.0
+    slowdown_seconds: float = 4.0
     """To measure how lanes slow each other."""
 
     @property
