@@ -128,7 +128,7 @@ def run_demo(folder: Path, console: Console) -> dict[str, Any]:
 
     differences = zip(planned.model.parameters(), plain.parameters(), strict=True)
     comparison = {
-        **_predictions_held(found.prediction, planned.record),
+        **predictions_held(found.prediction, planned.record),
         "plain_peak_device_bytes": limits.need_bytes,
         "device_budget_bytes": limits.budget_bytes,
         "losses_identical": planned.losses == plain_run.losses,
@@ -249,7 +249,7 @@ def with_noise(record: Record, noise_frac: float) -> Record:
     return record.model_copy(update={"iteration_noise_frac": max(record.iteration_noise_frac, noise_frac)})
 
 
-def _predictions_held(predicted: Record, measured: Record) -> dict[str, Any]:
+def predictions_held(predicted: Record, measured: Record) -> dict[str, Any]:
     """Time and peak, predicted and measured."""
     return {
         "predicted_iteration_s": predicted.iteration_s,
