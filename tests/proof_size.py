@@ -30,13 +30,13 @@ def some_quick(
 ) -> pytest.MarkDecorator:
     """``pytest.mark.parametrize`` with ``quick`` of the cases, or just these, in every run; the others are slow.
 
-    For cases that go the same way: none is lost, ``make prove`` and ``make test ARGS="-m slow"`` run the rest.  Of a
-    number they are taken from equal stretches, at another place in each, so that of two things that are combined every
-    one of both comes.
+    For cases that go the same way: none is lost, ``make prove`` and ``make test ARGS="-m slow"`` run the rest.  A number
+    of them is taken from equal stretches, at another place in each: of two things that are combined the same one would
+    come again and again.
     """
     found = list(cases)
     if isinstance(quick, int):
-        assert quick > 0, "nothing would be left to every run"
+        assert 0 < quick < len(found), "nothing would be left to every run, or nothing to others"
         length = len(found) // quick
         kept = [found[place * len(found) // quick + (length - 1 - place) % length] for place in range(quick)]
     else:
