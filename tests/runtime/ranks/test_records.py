@@ -71,7 +71,7 @@ def recorded(rank: int, plan: Plan, late: int, ahead_s: float, late_s: float) ->
     return found.to_json(), refusals
 
 
-@some_quick(("mode", "ahead_s"), list(zip(MODES, (0.0, 0.0, 1e5), strict=True)), quick=1)
+@some_quick(("mode", "ahead_s"), zip(MODES, (0.0, 1e5, 0.0), strict=True), quick=[(ParallelMode.REPLICATED, 1e5)])
 def test_what_ranks_wait_for_the_slowest(mode: ParallelMode, ahead_s: float, two_ranks: Ranks) -> None:
     plan, late = plan_of(mode), MODES.index(mode) % 2
     for late_s in LATE_S:
