@@ -30,8 +30,8 @@ def some_quick(
 ) -> pytest.MarkDecorator:
     """``pytest.mark.parametrize`` with ``quick`` of the cases, or just these, in every run; the others are slow.
 
-    For cases that go the same way: none is lost, ``make prove`` and ``make test ARGS="-m slow"`` run the rest.  A number
-    of them is taken from equal stretches, at another place in each: of two things that are combined the same one would
+    For cases that go the same way: none is lost, ``make prove`` and ``make test ARGS="-m slow"`` run the rest.  Of a
+    number, each comes from another stretch, at another place in it: of two things that are combined the same one would
     come again and again.
     """
     found = list(cases)
