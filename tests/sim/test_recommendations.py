@@ -29,7 +29,7 @@ from tests.proof_size import some_quick
 
 _CHECKPOINTED = (0.0, 0.25, 0.5, 0.75, 1.0)
 FEW = [
-    *[asked for asked in QUESTIONS if not asked.is_lora][::4],
+    *[asked for asked in QUESTIONS if not asked.is_lora][::6],
     next(asked for asked in QUESTIONS if asked.is_lora),
 ]
 """A part of the questions, and one of those with LoRA, which are traced."""

@@ -89,7 +89,7 @@ def test_every_plan_equals_the_plain_loop_with_its_optimizer(
     assert differences(model, plain.weights[0]) != []
 
 
-@pytest.mark.parametrize(("optimizer", "dtype"), EVERY, ids=str)
+@some_quick(("optimizer", "dtype"), EVERY, quick=5, ids=str)
 def test_memory_is_what_was_said(optimizer: Optimizer, dtype: torch.dtype) -> None:
     """Half offloaded, some step is on the host; all persistent, the peak is the guaranteed one."""
     case = case_of(optimizer, dtype)

@@ -156,7 +156,7 @@ def test_a_wrong_variant_goes_on_otherwise_with_other_ranks(pool: Pool, tmp_path
 
 def test_another_number_of_ranks_goes_on_as_if_it_had_been_there_all_along(pool: Pool, tmp_path: Path) -> None:
     """Steps of three ranks, in two modes, from what two ranks have saved, beside three with the same state."""
-    steps = examples(10, 4)
+    steps = examples(10, 2)
     name = "llama, frozen prologue and blocks"
     states = pool.of(2).run(began_in_public, name, plan_of(name, DDP, 3), tmp_path / "saved", 2)
     three = pool.of(3)

@@ -96,7 +96,7 @@ def test_what_is_not_known_of_stages_is_refused(two_ranks: Ranks) -> None:
     ("how", "own", "told"),
     [
         ("error", "ValueError", "training was ended by rank 1: ValueError: trouble"),
-        ("sleep", "RanksError", ""),
+        pytest.param("sleep", "RanksError", "", marks=pytest.mark.slow),
         ("kill", "EOFError", "another rank has ended without a word"),
     ],
 )

@@ -196,6 +196,7 @@ def test_a_rank_holds_its_part_and_one_chunk(kind: str, three_ranks: Ranks, tmp_
         assert found.held_bytes <= 1.05 * found.planned_bytes, rank
 
 
+@pytest.mark.slow
 def test_a_model_that_stays_beside_its_parts_is_noticed(three_ranks: Ranks) -> None:
     plan = plan_of("llama, 64 wide", "sharded", num_ranks=3, micro_batches=2)
     for found in three_ranks.run(partial(start, holds_originals=True), "llama, 64 wide", plan, "own", ""):

@@ -110,6 +110,7 @@ def test_a_run_goes_through_any_splits(
             assert len(went.resumed.data_positions) == len(chain[step - 1])
 
 
+@pytest.mark.slow
 def test_the_same_pipeline_draws_the_same_numbers(pool: Pool, tmp_path: Path) -> None:
     """Every rank goes on with its own random states."""
     carried = carried_by("gpt2", (1, 2), 0)
@@ -143,6 +144,7 @@ def test_wrong_variants_go_on_otherwise(variant: str, counted: Path, pool: Pool,
     assert any(went.wrong for went in found) or scales != {2.0**7}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     share([(ParallelMode.REPLICATED, ParallelMode.SHARDED), (ParallelMode.SHARDED, ParallelMode.DDP)], 2),

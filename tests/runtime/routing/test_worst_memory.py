@@ -86,7 +86,7 @@ def on_device(workload: Workload) -> Plan:
     )
 
 
-@some_quick("name", ["mixtral", "masks", "threshold"], quick=2)
+@some_quick("name", ["mixtral", "masks", "threshold"], quick=["mixtral"])
 def test_no_routing_takes_more_than_is_guaranteed(name: str) -> None:
     check(name, range(2))
 
