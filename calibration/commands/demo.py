@@ -73,7 +73,11 @@ _STEPS: Final = 30
 _BUDGET_FRAC: Final = 0.45
 _SEED: Final = 0
 _METER_EVERY: Final = 10
-_REFERENCE_STEPS: Final = 10
+_REFERENCE_STEPS: Final = 7
+"""Three of them warm up."""
+_TRACE_REPEATS: Final = 4
+_CALIBRATION_STEPS: Final = 5
+_SLOWDOWN_SECONDS: Final = 4.0
 _MAKE_OPTIMIZER: Final = partial(torch.optim.AdamW, lr=3e-4, weight_decay=0.1, fused=True)
 
 
@@ -124,7 +128,7 @@ def run_demo(folder: Path, console: Console) -> dict[str, Any]:
 
     differences = zip(planned.model.parameters(), plain.parameters(), strict=True)
     comparison = {
-        **_predictions_held(found.prediction, planned.record),
+        **predictions_held(found.prediction, planned.record),
         "plain_peak_device_bytes": limits.need_bytes,
         "device_budget_bytes": limits.budget_bytes,
         "losses_identical": planned.losses == plain_run.losses,
@@ -187,10 +191,13 @@ def _calibrated(
             budget_bytes,
             make_optimizer=_MAKE_OPTIMIZER,
             name="demo-llama",
+            repeats=_TRACE_REPEATS,
             on_progress=on_progress,
         )
     with stage(console, "calibrate under the budget"), progress_bar("calibrating") as on_progress:
-        return subject, calibrate(subject, slowdown_seconds=6.0, on_progress=on_progress)
+        return subject, calibrate(
+            subject, steps=_CALIBRATION_STEPS, slowdown_seconds=_SLOWDOWN_SECONDS, on_progress=on_progress
+        )
 
 
 def _searched(subject: Subject, calibration: Calibration, budget_bytes: int) -> SearchResult:
@@ -242,7 +249,7 @@ def with_noise(record: Record, noise_frac: float) -> Record:
     return record.model_copy(update={"iteration_noise_frac": max(record.iteration_noise_frac, noise_frac)})
 
 
-def _predictions_held(predicted: Record, measured: Record) -> dict[str, Any]:
+def predictions_held(predicted: Record, measured: Record) -> dict[str, Any]:
     """Time and peak, predicted and measured."""
     return {
         "predicted_iteration_s": predicted.iteration_s,

@@ -67,7 +67,7 @@ from ...sim.searching.request import SearchRequest, Step
 from ...sim.searching.search import search
 from ..fitting.calibrate import calibrate
 from ..fitting.pair_subject import PairSubject
-from .demo import stage
+from .demo import predictions_held, stage
 
 CONFIGURATION: Final[dict[str, Any]] = {
     "model_type": "llama",
@@ -106,9 +106,9 @@ class BypassDemo:
     probe_seconds: float = 3.0
     repeats: int = 3
     """Timed iterations of the trace."""
-    calibration_steps: int = 7
+    calibration_steps: int = 5
     """Timed iterations of every plan that the calibration is fitted to."""
-    slowdown_seconds: float = 6.0
+    slowdown_seconds: float = 4.0
     """To measure how lanes slow each other."""
 
     @property
@@ -158,7 +158,7 @@ def run_bypass_demo(folder: Path, console: Console, size: BypassDemo = STANDARD)
     batches = subject.data.batches_to_validate(subject.settings(workload))
     losses = dict(zip(LOSSES, (_loss(one, batches) for one in (teacher, untrained, load_student(model))), strict=True))
     history = BypassHistory.load(folder / "run" / HISTORY)
-    comparison = {**losses, **_held(found.prediction, measured), "device_budget_bytes": budget_bytes}
+    comparison = {**losses, **predictions_held(found.prediction, measured), "device_budget_bytes": budget_bytes}
     comparison |= {"weights_bytes": weights_bytes}
     calibration.save(folder / "calibration.json")
     write_atomically(folder / "hardware.toml", hardware_to_toml(hardware))
@@ -313,18 +313,6 @@ def _loss(model: Any, batches: Sequence[Batch]) -> float:
     model.eval()
     found = [float(model(**batch, labels=batch["input_ids"]).loss) for batch in batches]
     return sum(found) / len(found)
-
-
-def _held(predicted: Record, measured: Record) -> dict[str, float]:
-    """Time and peak, predicted and measured."""
-    return {
-        "predicted_iteration_s": predicted.iteration_s,
-        "measured_iteration_s": measured.iteration_s,
-        "iteration_error_frac": predicted.iteration_s / measured.iteration_s - 1,
-        "iteration_noise_frac": measured.iteration_noise_frac,
-        "predicted_peak_device_bytes": predicted.peak_device_bytes,
-        "measured_peak_device_bytes": measured.peak_device_bytes,
-    }
 
 
 def _losses_table(comparison: Mapping[str, Any]) -> Table:

@@ -132,8 +132,10 @@ class _Validation:
     begun_s: float = field(default_factory=time.perf_counter)
     notes: list[str] = field(default_factory=list)
     plain_s: list[float] = field(default_factory=list)
-    fits: dict[str, Any] = field(default_factory=dict)
-    """What every fit is given besides records."""
+    contention: Sequence[Contention] = ()
+    """How lanes slow each other, for every fit."""
+    optimizers: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of every calibration: steps of optimizers other than AdamW."""
     thinking_s: float = 0.0
     """What a fit and a prediction of every drawn plan take: they come once more at the end."""
 
@@ -189,17 +191,16 @@ class _Validation:
     def _measure_machine(self) -> None:
         """What is fitted to no plan: how lanes slow each other, and steps of optimizers other than AdamW."""
         subject, seconds = self.subject, self.trial.slowdown_seconds
-        contention: Sequence[Contention] = measure_slowdowns(
+        self.contention = measure_slowdowns(
             subject.make_device(), seconds=seconds, disk_folder=subject.disk_folder, world=subject.world
         )
-        self.fits = {"contention": contention}
         if subject.optimizer is not Optimizer.ADAMW:
             on_host, on_device = subject.of_first(
                 lambda: optimizer_costs(
                     subject.make_device(), subject.hardware_of_rank, seconds=min(_OPTIMIZER_SECONDS, seconds)
                 )
             )
-            self.fits["optimizers"] = {
+            self.optimizers = {
                 "host_optimizer_factors": on_host.factors,
                 "device_optimizer_factors": on_device.factors,
                 "host_optimizer_tensor_s": on_host.tensor_s,
@@ -219,7 +220,8 @@ class _Validation:
                 subject.hardware,
                 machine=subject.make_device().description,
                 software=software_versions(),
-                **self.fits,
+                contention=self.contention,
+                optimizers=self.optimizers,
             )
         )
 

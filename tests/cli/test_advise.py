@@ -19,6 +19,7 @@ from protwin.shared.schema.advice import Advice, AdviceState
 from tests.cli.conftest import Protwin
 from tests.cli.saved import decoder
 from tests.interrupting import wait_until_asleep
+from tests.proof_size import some_quick
 from tests.shared.report_pages import check_self_contained, parse
 from tests.sim.slow_search import FOLDER, QUICK, SLOW_S
 
@@ -106,7 +107,7 @@ def test_ctrl_c_while_processes_begin_is_one_word(start: Start, work: Path, tmp_
     wait_for(lambda: not any(map(is_alive, searches(tmp_path).values())))
 
 
-@pytest.mark.parametrize("as_json", [False, True])
+@some_quick("as_json", [False, True], quick=1)
 def test_ctrl_c_shows_the_ranking_so_far_and_leaves_no_process(
     start: Start, work: Path, tmp_path: Path, as_json: bool
 ) -> None:
@@ -154,6 +155,7 @@ def test_what_a_killed_sweep_found_is_kept_and_its_processes_follow_it(
     assert sorted(asked) == sorted([*MACHINES, "rtx-3090", "rtx-5090"]), "the quick one is not asked about again"
 
 
+@pytest.mark.slow
 def test_processes_that_do_not_follow_would_stay(start: Start, work: Path, tmp_path: Path) -> None:
     """The wrong variant: processes that only ignore Ctrl-C wait for ever for a parent that is dead."""
     process = start("--state=state.json", "--processes=3", slow_s=1.0, begin="deaf")

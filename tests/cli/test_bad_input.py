@@ -8,6 +8,7 @@ import pytest
 
 from tests.cli.conftest import Protwin
 from tests.cli.refusals import CALIBRATE, RUN, SEARCH, SIMULATE, refusal, replaced
+from tests.proof_size import some_quick
 
 
 def test_good_input_is_good(protwin_here: Protwin, folder: Path) -> None:
@@ -22,7 +23,7 @@ def test_good_input_is_good(protwin_here: Protwin, folder: Path) -> None:
         assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize(
+@some_quick(
     "arguments",
     [
         replaced(SEARCH, "workload.json", "llama-3-8"),
@@ -33,6 +34,7 @@ def test_good_input_is_good(protwin_here: Protwin, folder: Path) -> None:
         (*SEARCH, "--batch-size=0"),
         ("hardware", "show", "rtx-3090", "--set", "device.memory_bytes=nan"),
     ],
+    quick=3,
     ids=["model", "machine", "file", "kind", "budget", "number", "figure"],
 )
 def test_the_console_script_refuses_as_this_process_does(

@@ -32,6 +32,7 @@ def here(work: Path) -> Path:
     return work
 
 
+@pytest.mark.slow
 def test_the_least_budget_is_said_and_is_enough(
     protwin_here: Protwin, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from protwin.runtime.tracing.configurations import workload_of_configuration
 from protwin.runtime.training.training import Training
 from protwin.shared.schema.training_options import FULL_TRAINING, LoraOptions, TrainingOptions
 from tests.cli.conftest import Protwin
+from tests.proof_size import some_quick
 from tests.runtime.data.test_packing import pack_naively
 from tests.runtime.resuming import kept, offloaded, same_bits
 from tests.runtime.small_language import chats, make_folder, make_tokenizer, texts, write_rows
@@ -193,7 +194,7 @@ def test_an_adapter_is_what_peft_reads(protwin_here: Protwin, job: Path) -> None
         assert not torch.allclose(before, expected, atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@some_quick("dtype", ["bfloat16", "float32"], quick=1)
 def test_weights_are_converted_only_if_that_is_asked_for(protwin_here: Protwin, work: Path, dtype: str) -> None:
     other = {"bfloat16": torch.float32, "float32": torch.bfloat16}[dtype]
     make_folder(work / "base", dtype=other, shard_size="40KB")
@@ -210,6 +211,7 @@ def test_weights_are_converted_only_if_that_is_asked_for(protwin_here: Protwin, 
     assert saved(work / "tuned").dtype == getattr(torch, dtype)
 
 
+@pytest.mark.slow
 def test_a_search_and_a_run_need_no_file_between_them_but_the_plan(protwin_here: Protwin, job: Path) -> None:
     """The run finds the workload by the shape that the search was asked about."""
     shape = ("--batch-size=2", "--sequence-length=128")

@@ -5,23 +5,23 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from protwin.shared.schema.workload import Workload
 from tests.cli.conftest import Protwin
 from tests.cli.test_run_checkpoints import MODEL
+from tests.proof_size import some_quick
 from tests.runtime.resuming import mixed
 
 SHAPE = ("--batch-size=2", "--sequence-length=16")
 
 
-@pytest.mark.parametrize(
+@some_quick(
     ("named", "inputs"),
     [
         ({"architectures": ["LlamaForSequenceClassification"], "pad_token_id": 0, "num_labels": 3}, {"labels": (2,)}),
         ({"architectures": ["LlamaForTokenClassification"]}, {"labels": (2, 16)}),
         ({"model_type": "bert", "architectures": ["BertForMultipleChoice"], "num_choices": 3}, {"labels": (2,)}),
     ],
+    quick=1,
     ids=["samples", "tokens", "choices"],
 )
 def test_another_head_goes_through_every_command(

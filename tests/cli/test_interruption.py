@@ -20,6 +20,7 @@ import pytest
 from protwin.shared.catalogue.machines import machine
 from protwin.shared.schema.plan import Plan
 from tests.cli.saved import decoder
+from tests.proof_size import some_quick
 
 WATCHDOG_S = 600
 """No command takes so long to end, on any machine that runs these tests."""
@@ -123,7 +124,7 @@ def test_before_a_search_has_found_anything(work: Path, environment: dict[str, s
     assert_nothing_is_left(result, work, before)
 
 
-@pytest.mark.parametrize("as_json", [False, True])
+@some_quick("as_json", [False, True], quick=1)
 def test_in_the_middle_of_a_search(work: Path, environment: dict[str, str], as_json: bool) -> None:
     """The best plan so far is shown and written, and says that it is not certified wherever it stands."""
     decoder().save(work / "workload.json")

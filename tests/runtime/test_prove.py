@@ -17,6 +17,7 @@ from benchmarks.prove_claims import Claim, Settings
 from protwin.shared.basics.progress import no_progress
 from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.plan import ParallelMode, Plan
+from tests.proof_size import some_quick
 from tests.runtime.equality import Outcome, trained
 from tests.runtime.models import Case
 from tests.runtime.ranks.beside_ddp import Found
@@ -171,7 +172,7 @@ class Answers:
         return [right] * (plan.num_ranks - 1) + [self._wrong if asked == self._question else right]
 
 
-@pytest.mark.parametrize(
+@some_quick(
     ("question", "wrong", "message"),
     [
         ("train", replace(RIGHT, losses=[2.0]), "the losses differ, first that of micro-batch 0, 2.0 instead of 1.0"),
@@ -184,6 +185,7 @@ class Answers:
         ("one_step", 1.5, "1.50 times the rounding of one step"),
         ("weights_hash", "b", "2 different ends|another end than that of plan"),
     ],
+    quick=4,
 )
 def test_one_rank_that_errs_is_a_failure_of_its_claims_alone(
     question: str, wrong: Any, message: str, monkeypatch: pytest.MonkeyPatch

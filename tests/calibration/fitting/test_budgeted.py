@@ -41,6 +41,7 @@ from protwin.shared.schema.workload import DType, Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from tests.calibration.fitting import test_fit
 from tests.full_disk import largest_file
+from tests.proof_size import some_quick
 from tests.runtime.timing.held import Held
 from tests.runtime.timing.test_within_budget import Model
 
@@ -151,9 +152,10 @@ def test_within_a_quarter_of_what_plain_training_needs() -> None:
     assert need_bytes // 8 < max(peaks) <= need_bytes // 4
 
 
-@pytest.mark.parametrize(
+@some_quick(
     ("way", "optimizer", "autocast"),
     [("lora", Optimizer.SGD, None), ("frozen", Optimizer.ADAFACTOR, None), ("", Optimizer.ADAM, DType.BFLOAT16)],
+    quick=1,
 )
 def test_methods_optimizers_and_autocast(way: str, optimizer: Optimizer, autocast: DType | None) -> None:
     model, _ = small()
@@ -229,6 +231,7 @@ def _begun() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
+@pytest.mark.slow
 def test_everything_is_as_found_whatever_fails() -> None:
     """A failure is injected at steps of every plan, between them, and while lanes are measured."""
     model, optimizer = _begun()

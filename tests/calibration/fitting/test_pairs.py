@@ -138,6 +138,7 @@ def test_the_plain_loop_does_what_a_plan_does(subject: PairSubject) -> None:
     assert num_changed > 10
 
 
+@pytest.mark.slow
 def test_validation_of_a_small_pair(subject: PairSubject, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of a validation, with few plans and nothing asked of times."""
     monkeypatch.setattr(validating, "_LARGEST_FRAC", 100.0)

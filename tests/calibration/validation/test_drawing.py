@@ -26,7 +26,7 @@ from tests.strategies.workloads import workloads
     st.sampled_from((1, 1, 2, 3)),
     st.booleans(),
 )
-@settings(max_examples=examples(300, 40), deadline=None, phases=[Phase.generate])
+@settings(max_examples=examples(300, 20), deadline=None, phases=[Phase.generate])
 def test_every_plan_can_be_carried_out(workload: Workload, seed: int, num_ranks: int, has_disk: bool) -> None:
     draw = Draw(seed=seed, num_ranks=num_ranks, has_disk=has_disk and num_ranks == 1)
     fitted = bootstrap_plans(workload, num_ranks=num_ranks)

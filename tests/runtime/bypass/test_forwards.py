@@ -21,6 +21,7 @@ from protwin.runtime.students.student_model import make_student
 from protwin.shared.schema.training_options import TrainingOptions
 from protwin.shared.schema.workload import DType, Workload
 from protwin.shared.students.student import Student
+from tests.proof_size import some_quick
 from tests.runtime.bypass.small_runs import LENGTH, SAMPLES, SHAPE, carry_out, data, plan_of, run_of, settings_of
 from tests.runtime.distillation.cases import quiet
 from tests.runtime.distillation.reference import learn_alone, seen_by_teacher
@@ -73,7 +74,7 @@ def trained(folder: Path, teacher: TeacherFolder, asked: RunSettings) -> dict[st
     return load_file(model / "model.safetensors")
 
 
-@pytest.mark.parametrize("autocast", [None, DType.BFLOAT16])
+@some_quick("autocast", [None, DType.BFLOAT16], quick=1)
 def test_blocks_of_a_run_learn_what_each_learns_alone(
     tmp_path: Path, teacher: TeacherFolder, autocast: DType | None
 ) -> None:

@@ -22,6 +22,7 @@ from protwin.runtime.distillation.distil import Distilling
 from protwin.runtime.runs.run_folder import CheckpointRole, RunFolder, read_state
 from protwin.runtime.runs.run_settings import KeptWeights
 from protwin.shared.basics.errors import FileError
+from tests.proof_size import some_quick
 from tests.runtime.bypass import killed_runs
 from tests.runtime.bypass.small_runs import LENGTH, SAMPLES, carry_out, run_of, save_teacher, settings_of
 from tests.runtime.ranks.processes import printed_by
@@ -127,6 +128,7 @@ def expected(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return whole(tmp_path_factory.mktemp("whole") / "run", teacher, STEPS)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_after_every_step_ends_with_the_same_bits(
     tmp_path: Path, teacher: Path, expected: Ended
 ) -> None:
@@ -143,7 +145,7 @@ def test_a_run_that_is_killed_after_every_step_ends_with_the_same_bits(
     assert different(ended(folder, model, seen), expected) == []
 
 
-@pytest.mark.parametrize("wrong", ["batches", "best", "history"])
+@some_quick("wrong", ["batches", "best", "history"], quick=1)
 def test_what_a_run_forgets_shows(tmp_path: Path, teacher: Path, expected: Ended, wrong: str) -> None:
     """The comparison sees batches that begin anew, a best loss that is forgotten, and losses that are lost."""
     resume, batches = BypassLoop._resume, TokenStream.batches

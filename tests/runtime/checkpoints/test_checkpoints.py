@@ -24,6 +24,7 @@ from protwin.runtime.optimizers import device_steps
 from protwin.shared.basics.errors import FileError, ScheduleError
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import Workload
+from tests.proof_size import some_quick
 from tests.runtime.eager_lanes import settle
 from tests.runtime.families import families
 from tests.runtime.models import SEED, STEPS, Case, cases, differences, hand_written, llama, token_batches
@@ -49,7 +50,7 @@ from tests.strategies.plans import plans
 NAMES = ["gpt2, groups", "llama in bfloat16", "llama, frozen prologue and blocks", "hand-written, batch statistics"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@some_quick("name", NAMES, quick=2)
 def test_any_model_resumes_under_another_plan(name: str, tmp_path: Path) -> None:
     """One step each under four plans, resumed three times."""
     case = cases()[name]

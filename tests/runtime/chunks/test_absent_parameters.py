@@ -13,6 +13,7 @@ from torch import nn
 from protwin.runtime import carry_out
 from protwin.runtime.training.training import Training
 from protwin.shared.basics.errors import ScheduleError
+from tests.proof_size import some_quick
 from tests.runtime.models import Case, cases, differences
 from tests.runtime.optimizing import half_offloaded
 
@@ -60,7 +61,7 @@ READS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize("read", READS)
+@some_quick("read", READS, quick=6)
 def test_a_read_of_what_is_not_there_is_an_error_and_harms_nothing(read: str) -> None:
     case = case_of()
     model = case.build()

@@ -21,6 +21,7 @@ from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.schedule import Memory
 from protwin.shared.schema.training_options import FULL_TRAINING, LoraOptions, TrainingOptions
 from protwin.shared.schema.workload import Workload
+from tests.proof_size import some_quick
 from tests.runtime.models import token_batches
 from tests.runtime.resuming import offloaded
 from tests.runtime.small_language import make_folder
@@ -75,8 +76,8 @@ def workload_of(model: nn.Module) -> Workload:
     return trace(model, token_batches(1)[0], repeats=0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"), [*((kind, FULL_TRAINING) for kind in FOLDERS), ("plain", LORA), ("tied", LORA)]
+@some_quick(
+    ("kind", "options"), [*((kind, FULL_TRAINING) for kind in FOLDERS), ("plain", LORA), ("tied", LORA)], quick=3
 )
 def test_it_is_what_transformers_loads(kind: str, options: TrainingOptions, tmp_path: Path) -> None:
     folder = FOLDERS[kind](tmp_path / "base")

@@ -17,6 +17,7 @@ from protwin.shared.schema.plan import Plan, TrainingMethod
 from protwin.shared.schema.workload import COMPOSED, OperationClass, Phase, Workload, check_plan
 from protwin.shared.students.student import BlockLoss, BlockOverrides, Student, Subblock
 from protwin.shared.workloads.catalogue_pairs import distillation_of_shipped
+from tests.proof_size import some_quick
 
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 512}
 SHAPE: dict[str, Any] = {"batch_size": 2, "sequence_length": 96}
@@ -43,7 +44,7 @@ def products(phase: Phase) -> int:
     return sum(op.flops * op.count for op in phase.operations if op.operation_class is OperationClass.MATMUL)
 
 
-@pytest.mark.parametrize("name", RELATIVES)
+@some_quick("name", RELATIVES, quick=2)
 def test_a_composed_distillation_is_what_a_trace_sees(name: str) -> None:
     dtype, student = RELATIVES[name]
     composed = composed_of(name, student, dtype)

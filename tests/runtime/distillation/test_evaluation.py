@@ -24,7 +24,7 @@ from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.schedule import Content, Memory
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
-from tests.proof_size import IS_PROOF, examples
+from tests.proof_size import examples, some_quick
 from tests.runtime.distillation.cases import expected, mse, quiet, snapshot, steps_of, unlike
 from tests.runtime.distillation.distilling import beginning, is_offloading, plan_in, random_bypass_plans, workload_of
 from tests.runtime.distillation.families import COMMON, NARROW, VOCABULARY, Family, build, families
@@ -96,7 +96,7 @@ def check(name: str, plan: Plan) -> None:
     assert all(torch.equal(tensor, before[key]) for key, tensor in teacher.state_dict().items())
 
 
-@pytest.mark.parametrize("name", families() if IS_PROOF else ["llama", "gpt2", "mixtral", "jamba", "dicts"])
+@some_quick("name", families(), quick=["dicts", "gpt2", "mixtral"])
 def test_both_models_are_what_plain_copies_are(name: str) -> None:
     chosen = [p for p in random_bypass_plans(name, 12, seed=5) if p.micro_batches == 1 and is_offloading(name, p)]
     for plan in chosen[: examples(6, 1)]:

@@ -17,6 +17,7 @@ from protwin.shared.basics.errors import WorkloadError
 from protwin.shared.phases.distillation import KeyToLearn
 from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.workload import OuterSection, Phase, Workload
+from tests.proof_size import some_quick
 from tests.runtime.distillation.cases import changed, expected, mse, quiet, snapshot
 from tests.runtime.distillation.distilling import workload_of
 from tests.runtime.distillation.families import COMMON, NARROW, DictModel, Family, build, families
@@ -60,7 +61,7 @@ def learnt_bytes(name: str) -> list[int]:
     return [sum(gradient.nbytes for gradient in learnt.gradients[0].values()) for learnt in expected(name, 1, 1).learnt]
 
 
-@pytest.mark.parametrize("name", families())
+@some_quick("name", families(), quick=4)
 def test_the_workload_of_a_family(name: str) -> None:
     family = families()[name]
     workload = workload_of(name)
@@ -86,7 +87,7 @@ def test_the_workload_of_a_family(name: str) -> None:
     assert made_up.distillation.passing_bytes == workload.distillation.passing_bytes
 
 
-@pytest.mark.parametrize("frozen", [(), (2, 3)])
+@some_quick("frozen", [(), (2, 3)], quick=1)
 def test_few_pairs_stand_for_many_equal_ones(frozen: tuple[int, ...]) -> None:
     """Nine pairs on fake tensors beside all nine on real ones."""
     deep = {"num_hidden_layers": 9}

@@ -12,6 +12,7 @@ from protwin.runtime.hooks.swapping import SavedActivations, SwappableTally, Swa
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ActivationMode, Plan
 from protwin.shared.schema.schedule import Memory, TaskKind
+from tests.proof_size import some_quick
 from tests.runtime.models import SEED, Case, cases, differences
 
 KEEP, CHECKPOINT, SWAP = ActivationMode.KEEP, ActivationMode.CHECKPOINT, ActivationMode.SWAP
@@ -33,7 +34,7 @@ def plan_of(case: Case, modes: tuple[ActivationMode, ...], *, is_offloaded: bool
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("is_offloaded", [False, True])
-@pytest.mark.parametrize("name", ["llama", "gpt2 with dropout, tied", "hand-written, batch statistics"])
+@some_quick("name", ["llama", "gpt2 with dropout, tied", "hand-written, batch statistics"], quick=2)
 def test_every_mixture_of_modes_equals_the_plain_loop(name: str, is_offloaded: bool, micro_batches: int) -> None:
     """Also the last block, whose activations have hardly left when they are needed again."""
     case = cases()[name]

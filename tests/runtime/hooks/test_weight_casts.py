@@ -18,6 +18,7 @@ from protwin.runtime.hooks.weight_casts import WeightCasts
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
+from tests.proof_size import some_quick
 from tests.runtime.equality import first
 from tests.runtime.models import SEED, adamw, differences, point_batches
 from tests.runtime.resuming import plan_of
@@ -120,7 +121,7 @@ def swapping_plan(name: str) -> Plan:
     return plan_of(workload_of(name), chunk_bytes=60_000, n_persist=0).model_copy(update={"n_swap": LAYERS})
 
 
-@pytest.mark.parametrize("name", MODELS)
+@some_quick("name", MODELS, quick=1)
 @settings(max_examples=4, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_random_plans_equal_the_plain_loop(name: str, data: st.DataObject) -> None:

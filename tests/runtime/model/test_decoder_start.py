@@ -8,6 +8,7 @@ import pytest
 
 from protwin.runtime.tracing.configurations import workload_of_configuration
 from protwin.shared.basics.errors import WorkloadError
+from tests.proof_size import some_quick
 
 T5 = {"model_type": "t5", "d_model": 32, "num_layers": 2, "num_heads": 2, "d_ff": 48, "d_kv": 16, "vocab_size": 64}
 BART = {
@@ -33,7 +34,7 @@ def test_without_a_first_token_the_field_is_named(configuration: dict[str, Any],
     assert f"pad_token_id = {padding})" in str(refused.value)
 
 
-@pytest.mark.parametrize("configuration", [T5, BART], ids=["t5", "bart"])
+@some_quick("configuration", [T5, BART], quick=1, ids=["t5", "bart"])
 def test_with_one_it_is_traced(configuration: dict[str, Any]) -> None:
     assert traced_blocks(configuration | {"decoder_start_token_id": 0}) == 4
 

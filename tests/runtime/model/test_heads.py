@@ -14,6 +14,7 @@ from protwin.runtime.model.heads import Head, Labels, head_of
 from protwin.runtime.tracing.configurations import batch_of, workload_of_configuration
 from protwin.shared.basics.errors import WorkloadError
 from protwin.shared.workloads.family import BATCH_SIZE, SEQUENCE_LENGTH, TARGET_LENGTH
+from tests.proof_size import some_quick
 
 SIZES = {
     "hidden_size": 32,
@@ -72,7 +73,7 @@ def expected_model(config: dict[str, Any], factory: str) -> Any:
         return made.from_config(transformers.AutoConfig.for_model(config["model_type"], **fields))
 
 
-@pytest.mark.parametrize(("config", "published", "factory", "labels"), NAMED, ids=[case[1] for case in NAMED])
+@some_quick(("config", "published", "factory", "labels"), NAMED, quick=5, ids=[case[1] for case in NAMED])
 def test_what_is_named_is_traced(
     config: dict[str, Any], published: str, factory: str, labels: dict[str, tuple[int, ...]]
 ) -> None:

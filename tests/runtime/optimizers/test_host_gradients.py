@@ -18,6 +18,7 @@ from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.optimizer import HostGradients, Optimizer
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.schedule import Content
+from tests.proof_size import some_quick
 from tests.runtime.equality import offloaded_chunks
 from tests.runtime.models import SEED, Case, differences, uncached
 from tests.runtime.optimizers.test_named import case_of, trained
@@ -77,7 +78,7 @@ def leaving_of(case: Case, plan: Plan) -> set[str]:
     return {parameters[placed.index].name for c in offloaded_chunks(case.workload, plan) for placed in c.parameters}
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@some_quick("optimizer", OPTIMIZERS, quick=2)
 @settings(max_examples=3, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_every_plan_equals_the_plain_loop_with_float32_sums(optimizer: Optimizer, data: st.DataObject) -> None:

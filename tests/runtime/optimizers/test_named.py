@@ -27,6 +27,7 @@ from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import DType
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
+from tests.proof_size import some_quick
 from tests.runtime.life_cycle import plan_for
 from tests.runtime.models import SEED, Case, cases, differences, hand_written, llama, token_batches
 from tests.strategies.plans import plans
@@ -73,7 +74,7 @@ def trained(case: Case, plan: Plan, device: CpuDevice | None = None) -> tuple[nn
     return model, losses, training.num_cpu_adam_steps, training.peak_device_bytes
 
 
-@pytest.mark.parametrize(("optimizer", "dtype"), EVERY, ids=str)
+@some_quick(("optimizer", "dtype"), EVERY, quick=6, ids=str)
 @settings(max_examples=2, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_every_plan_equals_the_plain_loop_with_its_optimizer(
@@ -88,7 +89,7 @@ def test_every_plan_equals_the_plain_loop_with_its_optimizer(
     assert differences(model, plain.weights[0]) != []
 
 
-@pytest.mark.parametrize(("optimizer", "dtype"), EVERY, ids=str)
+@some_quick(("optimizer", "dtype"), EVERY, quick=5, ids=str)
 def test_memory_is_what_was_said(optimizer: Optimizer, dtype: torch.dtype) -> None:
     """Half offloaded, some step is on the host; all persistent, the peak is the guaranteed one."""
     case = case_of(optimizer, dtype)

@@ -10,12 +10,10 @@ from __future__ import annotations
 from itertools import product
 from random import Random
 
-import pytest
-
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.workload import Workload
-from tests.proof_size import share
+from tests.proof_size import some_quick
 from tests.runtime.ranks.beside_ddp import all_cases, train
 from tests.runtime.ranks.processes import Ranks
 from tests.runtime.ranks.wrong_ranks import VARIANTS, train_wrong
@@ -61,7 +59,7 @@ def plan_for(workload: Workload, parallel: ParallelMode, seed: int, num_ranks: i
     )
 
 
-@pytest.mark.parametrize(("name", "parallel"), share(product(NAMES, MODES), 2))
+@some_quick(("name", "parallel"), product(NAMES, MODES), quick=6)
 def test_two_ranks_give_the_bits_of_ddp(name: str, parallel: ParallelMode, two_ranks: Ranks) -> None:
     plan = plan_for(all_cases(NUM_BATCHES)[name].workload, parallel, NAMES.index(name) + MODES.index(parallel))
     for found in two_ranks.run(train, name, plan, NUM_BATCHES):
@@ -71,7 +69,7 @@ def test_two_ranks_give_the_bits_of_ddp(name: str, parallel: ParallelMode, two_r
         assert (found.num_cpu_adam_steps > 0) == (parallel is not ParallelMode.DDP)
 
 
-@pytest.mark.parametrize(("variant", "name", "parallel", "seed"), VARIANTS)
+@some_quick(("variant", "name", "parallel", "seed"), VARIANTS, quick=[VARIANTS[at] for at in (1, 3, 4, 7)])
 def test_a_wrong_variant_gives_other_weights(
     variant: str, name: str, parallel: ParallelMode, seed: int, two_ranks: Ranks
 ) -> None:

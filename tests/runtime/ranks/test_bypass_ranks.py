@@ -19,7 +19,7 @@ from protwin.shared.basics.errors import ProtwinError
 from protwin.shared.pipelines.pipeline import Pipeline
 from protwin.shared.students.student import Student
 from tests.cli.test_bypass import OPTIONS, STUDENT, made
-from tests.proof_size import IS_PROOF
+from tests.proof_size import some_quick
 from tests.runtime.distillation.cases import quiet
 from tests.runtime.ranks.bypassing import bypass, plan_by, run_on, save_teacher
 from tests.runtime.ranks.processes import Pool, Ranks
@@ -55,7 +55,7 @@ def differs(path: Path, other: Path) -> list[str]:
     return wrong + ([] if names[0] == names[1] else [f"{names}"])
 
 
-@pytest.mark.parametrize(("how", "num_ranks"), WAYS if IS_PROOF else WAYS[:1])
+@some_quick(("how", "num_ranks"), WAYS, quick=WAYS[:1])
 def test_ranks_end_with_what_one_rank_ends_with(
     how: str, num_ranks: int, alone: tuple[Path, list[str]], teacher: Path, pool: Pool, tmp_path: Path
 ) -> None:
@@ -72,6 +72,7 @@ def model_of(path: Path) -> Path:
     return next(path.glob("model-*"))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_after_a_kill_under_any_number_of_ranks(
     alone: tuple[Path, list[str]], teacher: Path, pool: Pool, tmp_path: Path
 ) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from protwin.runtime.checkpoints.checkpoints import has_checkpoint
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ParallelMode, Plan
-from tests.proof_size import IS_PROOF, examples, share
+from tests.proof_size import IS_PROOF, examples, share, some_quick
 from tests.runtime import killed_ranks
 from tests.runtime.models import SEED
 from tests.runtime.ranks.beside_ddp import STEADY, all_cases, prepare
@@ -53,7 +53,7 @@ def plan_of(name: str, parallel: ParallelMode, seed: int, num_ranks: int = 2, **
     return plan.model_copy(update={"micro_batches": 1, "max_gradient_norm": None} | knobs)
 
 
-@pytest.mark.parametrize(
+@some_quick(
     ("name", "before", "after"),
     [
         ("gpt2 with dropout, tied", SHARDED, SHARDED),
@@ -66,6 +66,7 @@ def plan_of(name: str, parallel: ParallelMode, seed: int, num_ranks: int = 2, **
         ("gated", REPLICATED, SHARDED),
         ("llama, frozen prologue and blocks", SHARDED, SHARDED),
     ],
+    quick=4,
 )
 def test_ranks_go_on_as_ddp_that_nothing_interrupted(
     name: str, before: ParallelMode, after: ParallelMode, two_ranks: Ranks, tmp_path: Path
@@ -78,7 +79,7 @@ def test_ranks_go_on_as_ddp_that_nothing_interrupted(
         assert (resumed.step, resumed.data_position, resumed.data_positions) == (2, positions[rank], positions)
 
 
-@pytest.mark.parametrize(
+@some_quick(
     ("variant", "name"),
     [
         ("random states of rank 0", "gpt2 with dropout, tied"),
@@ -87,6 +88,7 @@ def test_ranks_go_on_as_ddp_that_nothing_interrupted(
         ("masters lost", "llama in bfloat16"),
         ("moments of the first scalars", "gpt2, groups"),
     ],
+    quick=2,
 )
 def test_a_wrong_variant_goes_on_otherwise(variant: str, name: str, two_ranks: Ranks, tmp_path: Path) -> None:
     plan = plan_of(name, SHARDED, 3)
@@ -113,6 +115,7 @@ def chain_of(name: str) -> list[Plan]:
     return plans
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", share(("llama in bfloat16", STEADY, "llama, frozen prologue and blocks", "llama, 64 wide"), 4)
 )
@@ -136,6 +139,7 @@ def test_a_checkpoint_goes_through_any_number_of_ranks_and_back(name: str, pool:
         assert number == 0 or {went.resumed.step for went in found} == {last - length}
 
 
+@pytest.mark.slow
 def test_a_wrong_variant_goes_on_otherwise_with_other_ranks(pool: Pool, tmp_path: Path) -> None:
     name = "llama in bfloat16"
     plain = PlainRanks(all_cases(NUM_BATCHES)[name])
@@ -152,7 +156,7 @@ def test_a_wrong_variant_goes_on_otherwise_with_other_ranks(pool: Pool, tmp_path
 
 def test_another_number_of_ranks_goes_on_as_if_it_had_been_there_all_along(pool: Pool, tmp_path: Path) -> None:
     """Steps of three ranks, in two modes, from what two ranks have saved, beside three with the same state."""
-    steps = examples(10, 4)
+    steps = examples(10, 2)
     name = "llama, frozen prologue and blocks"
     states = pool.of(2).run(began_in_public, name, plan_of(name, DDP, 3), tmp_path / "saved", 2)
     three = pool.of(3)
@@ -209,7 +213,7 @@ def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
+@some_quick(
     ("spoil", "told"),
     [
         (remove("__1_0.distcp"), "{} is damaged: __1_0.distcp is missing. "),
@@ -223,6 +227,7 @@ def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (of_other_save, "{}/__1_0.distcp is damaged: its content has changed since it was saved. "),
         (newer, "{}/checkpoint.json has schema_version 99; this release reads 1. Update protwin to read it"),
     ],
+    quick=4,
 )
 def test_a_damaged_checkpoint_is_refused_on_all_ranks_with_nothing_changed(
     spoil: Callable[[Path], None], told: str, two_ranks: Ranks, saved: Path, tmp_path: Path
@@ -236,7 +241,7 @@ def test_a_damaged_checkpoint_is_refused_on_all_ranks_with_nothing_changed(
     assert [goes_on for _, goes_on in found] == [True, True]
 
 
-@pytest.mark.parametrize("fails_on", [0, 1])
+@some_quick("fails_on", [0, 1], quick=1)
 def test_a_full_disk_of_one_rank_leaves_the_checkpoint_as_it_was(
     fails_on: int, two_ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -295,6 +300,7 @@ def run_twice_killed(folder: Path) -> None:
     )(folder)
 
 
+@pytest.mark.slow
 def test_torchrun_starts_ranks_again_from_their_checkpoint(tmp_path: Path, two_ranks: Ranks) -> None:
     """One rank is killed after its second step, before it is saved, and again after the third."""
     in_a_process(run_twice_killed, tmp_path)

@@ -7,14 +7,17 @@ from itertools import product
 import pytest
 
 from protwin.shared.schema.plan import ParallelMode
-from tests.proof_size import share
+from tests.proof_size import some_quick
 from tests.runtime.ranks.beside_ddp import STEADY, all_cases
 from tests.runtime.ranks.deferred_ranks import LANES, VARIANTS, train_deferred
 from tests.runtime.ranks.processes import Ranks
 from tests.runtime.ranks.test_beside_ddp import MODES, NUM_BATCHES, plan_for
 
+ONE_OF_EACH = [next(one for one in VARIANTS if one[0] == name) for name in dict.fromkeys(one[0] for one in VARIANTS)]
+"""Of the wrong variants."""
 
-@pytest.mark.parametrize(("starved", "parallel"), share(product(LANES, MODES), 2))
+
+@some_quick(("starved", "parallel"), product(LANES, MODES), quick=4)
 def test_whichever_stream_lags_two_ranks_give_the_bits_of_ddp(
     starved: str, parallel: ParallelMode, two_ranks: Ranks
 ) -> None:
@@ -26,7 +29,7 @@ def test_whichever_stream_lags_two_ranks_give_the_bits_of_ddp(
         assert found.peak_bytes <= found.guaranteed_bytes
 
 
-@pytest.mark.parametrize(("variant", "parallel", "seed", "starved"), VARIANTS)
+@some_quick(("variant", "parallel", "seed", "starved"), VARIANTS, quick=ONE_OF_EACH)
 def test_with_one_wait_or_one_reference_less_something_else_comes_out(
     variant: str, parallel: ParallelMode, seed: int, starved: str, two_ranks: Ranks
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from protwin.shared.pipelines.pipeline import Pipeline, Stage
 from protwin.shared.schema.plan import ParallelMode
-from tests.proof_size import examples
+from tests.proof_size import examples, some_quick
 from tests.runtime.ranks.processes import Pool, Ranks
 from tests.runtime.ranks.staging import (
     DEEP,
@@ -33,7 +33,7 @@ SPLITS = (
 BOUND_S = 60.0
 
 
-@pytest.mark.parametrize(("name", "num_pairs"), SPLITS)
+@some_quick(("name", "num_pairs"), SPLITS, quick=2)
 def test_stages_distil_what_each_block_learns_alone(name: str, num_pairs: tuple[int, ...], pool: Pool) -> None:
     random, moved = Random(f"{name} {num_pairs}"), 0
     for number in range(examples(8, 1)):
@@ -65,7 +65,7 @@ def test_replicas_step_with_the_mean_of_their_gradients(parallel: ParallelMode, 
     assert [one.wrong for one in found] == [[], []], pipeline
 
 
-@pytest.mark.parametrize("parallel", [ParallelMode.REPLICATED, ParallelMode.SHARDED])
+@some_quick("parallel", [ParallelMode.REPLICATED, ParallelMode.SHARDED], quick=1)
 def test_pipelines_side_by_side(parallel: ParallelMode, four_ranks: Ranks) -> None:
     workload = workload_of("dicts")
     pipeline = pipeline_of(workload, (2, 1), 2, parallel=parallel, num_replicas=2)
@@ -96,7 +96,7 @@ def test_what_is_not_known_of_stages_is_refused(two_ranks: Ranks) -> None:
     ("how", "own", "told"),
     [
         ("error", "ValueError", "training was ended by rank 1: ValueError: trouble"),
-        ("sleep", "RanksError", ""),
+        pytest.param("sleep", "RanksError", "", marks=pytest.mark.slow),
         ("kill", "EOFError", "another rank has ended without a word"),
     ],
 )

@@ -14,6 +14,7 @@ import torch
 from protwin.runtime import CpuDevice, Training, carry_out
 from protwin.shared import PlanError, ProtwinError
 from protwin.shared.schema.plan import ParallelMode, Plan
+from tests.proof_size import some_quick
 from tests.runtime.models import SEED, differences, snapshot, uncached
 from tests.runtime.ranks.beside_ddp import all_cases, batches_of, in_default_group, prepare, run
 from tests.runtime.ranks.processes import Ranks, without_a_word
@@ -65,7 +66,7 @@ def fail(rank: int, plan: Plan, place: str) -> tuple[str, float, list[str]]:
 
 
 @pytest.mark.parametrize("place", ["before forward", "before backward"])
-@pytest.mark.parametrize("parallel", MODES)
+@some_quick("parallel", MODES, quick=2)
 def test_an_error_of_one_rank_ends_all(parallel: ParallelMode, place: str, two_ranks: Ranks) -> None:
     found = two_ranks.run(fail, plan_of(parallel), place)
     assert [told for told, _, _ in found] == [
@@ -152,7 +153,7 @@ def pause(rank: int, plan: Plan) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("parallel", MODES)
+@some_quick("parallel", MODES, quick=1)
 def test_pauses_change_nothing(parallel: ParallelMode, two_ranks: Ranks) -> None:
     assert two_ranks.run(pause, plan_of(parallel)) == [[], []]
 

@@ -24,6 +24,7 @@ from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.schedule import Section, Task, TaskKind
 from tests.interrupting import AGAIN_S, interruption
+from tests.proof_size import some_quick
 from tests.runtime.ranks.beside_ddp import STEPS, all_cases, in_default_group, prepare, run
 from tests.runtime.ranks.processes import Ranks, without_a_word
 from tests.runtime.ranks.test_beside_ddp import MODES, plan_for
@@ -108,7 +109,7 @@ def drawn(seed: int) -> tuple[Plan, int, int]:
     return plan, random.randrange(NUM_RANKS), random.randrange(num_tasks)
 
 
-@pytest.mark.parametrize(("how", "seed"), [*((how, seed) for how in CAUSES for seed in range(3)), BEHIND_THE_LAST])
+@some_quick(("how", "seed"), [*((how, seed) for how in CAUSES for seed in range(3)), BEHIND_THE_LAST], quick=4)
 def test_a_failure_anywhere_ends_all_with_its_words(how: str, seed: int, three_ranks: Ranks, tmp_path: Path) -> None:
     plan, victim, moment = drawn(1000 * CAUSES.index(how) + seed)
     found = three_ranks.run(fail, plan, victim, how, moment, tmp_path / "begun")

@@ -31,7 +31,7 @@ from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.schedule import Memory
-from tests.proof_size import share
+from tests.proof_size import share, some_quick
 from tests.runtime.models import Case, differences, snapshot
 from tests.runtime.ranks.beside_ddp import all_cases, in_default_group, reference, run
 from tests.runtime.ranks.processes import Ranks, without_a_word
@@ -106,7 +106,7 @@ KINDS = (
 )
 
 
-@pytest.mark.parametrize(("kind", "name"), KINDS)
+@some_quick(("kind", "name"), KINDS, quick=3)
 def test_training_is_that_of_models_which_were_equal_before(
     kind: str, name: str, two_ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -181,7 +181,7 @@ def start(rank: int, name: str, plan: Plan, kind: str, folder: str, *, holds_ori
     return found
 
 
-@pytest.mark.parametrize("kind", ["own", "rank 0", "files"])
+@some_quick("kind", ["own", "rank 0", "files"], quick=1)
 def test_a_rank_holds_its_part_and_one_chunk(kind: str, three_ranks: Ranks, tmp_path: Path) -> None:
     """A rank with a model of its own begins with that, and it goes chunk by chunk."""
     name = "llama, 64 wide"
@@ -196,6 +196,7 @@ def test_a_rank_holds_its_part_and_one_chunk(kind: str, three_ranks: Ranks, tmp_
         assert found.held_bytes <= 1.05 * found.planned_bytes, rank
 
 
+@pytest.mark.slow
 def test_a_model_that_stays_beside_its_parts_is_noticed(three_ranks: Ranks) -> None:
     plan = plan_of("llama, 64 wide", "sharded", num_ranks=3, micro_batches=2)
     for found in three_ranks.run(partial(start, holds_originals=True), "llama, 64 wide", plan, "own", ""):

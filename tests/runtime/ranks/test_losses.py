@@ -14,7 +14,7 @@ from torch import nn
 from protwin.runtime import CpuDevice, LossScaling, carry_out
 from protwin.shared import PlanError
 from protwin.shared.schema.plan import ParallelMode, Plan
-from tests.proof_size import share
+from tests.proof_size import some_quick
 from tests.runtime.models import Batch, Case, Masters, adamw, differences, llama, snapshot, token_batches, uncached
 from tests.runtime.ranks.beside_ddp import batches_of, in_default_group
 from tests.runtime.ranks.processes import Ranks
@@ -82,7 +82,7 @@ def gaps(rank: int, plan: Plan) -> tuple[float, float]:
     return weighed(rank, plan, by_tokens=True), weighed(rank, plan, by_tokens=False)
 
 
-@pytest.mark.parametrize(("micro_batches", "parallel"), share(product([1, 2], MODES), 2))
+@some_quick(("micro_batches", "parallel"), product([1, 2], MODES), quick=2)
 def test_weighed_losses_are_those_of_all_tokens(parallel: ParallelMode, micro_batches: int, two_ranks: Ranks) -> None:
     plan = plan_for(uneven_case().workload, parallel, 4).model_copy(
         update={"micro_batches": micro_batches, "max_gradient_norm": None}
@@ -164,7 +164,7 @@ def scaled(rank: int, plan: Plan, steps: int) -> tuple[list[float], list[float],
     return scales, expected, differences(model, snapshot(plain))
 
 
-@pytest.mark.parametrize("parallel", MODES)
+@some_quick("parallel", MODES, quick=1)
 def test_scaled_losses_follow_torchs_scaler(parallel: ParallelMode, two_ranks: Ranks) -> None:
     """A norm that limits nothing: then ranks with parts give its bits too."""
     plan = plan_for(narrow_case().workload, parallel, 3)

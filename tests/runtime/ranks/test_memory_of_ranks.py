@@ -11,7 +11,7 @@ import pytest
 
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ParallelMode, Plan
-from tests.proof_size import share
+from tests.proof_size import some_quick
 from tests.runtime.accounts import BAR
 from tests.runtime.ranks.beside_ddp import all_cases
 from tests.runtime.ranks.measuring import held_while_scattering, norms, one_step, peak_error
@@ -43,7 +43,7 @@ def sharded_plan(name: str, where: str, *, micro_batches: int = 1, max_norm: flo
     )
 
 
-@pytest.mark.parametrize("where", SHARED)
+@some_quick("where", SHARED, quick=1)
 def test_the_peak_and_the_host_are_the_schedules_own(where: str, three_ranks: Ranks) -> None:
     plan = sharded_plan("llama, 64 wide", where, micro_batches=2, max_norm=0.5)
     for error, host_bytes, said_bytes in three_ranks.run(peak_error, "llama, 64 wide", plan, NUM_BATCHES):
@@ -62,7 +62,7 @@ def test_gradients_stay_while_ranks_exchange_them(three_ranks: Ranks) -> None:
             assert all(said.values()), task
 
 
-@pytest.mark.parametrize(("name", "where"), share(product(["gated", "hand-written, partly narrow"], SHARED), 2))
+@some_quick(("name", "where"), product(["gated", "hand-written, partly narrow"], SHARED), quick=2)
 def test_one_step_is_that_of_the_mean(name: str, where: str, three_ranks: Ranks) -> None:
     """Of plain SGD with the mean of all ranks' gradients in float64: each scalar within the rounding of sum and step.
 
@@ -72,7 +72,7 @@ def test_one_step_is_that_of_the_mean(name: str, where: str, three_ranks: Ranks)
         assert worst <= 1
 
 
-@pytest.mark.parametrize("where", SHARED)
+@some_quick("where", SHARED, quick=1)
 def test_the_norm_of_parts_is_torchs(where: str, three_ranks: Ranks) -> None:
     """Both add up the squares of N scalars: torch in float32, within a relative N eps of the true sum."""
     for ours, theirs, num_scalars in three_ranks.run(

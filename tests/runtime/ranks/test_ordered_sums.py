@@ -97,6 +97,7 @@ def different_ends(ranks: Ranks, run: Callable[..., str]) -> int:
     return len({value for plan in plans for value in ranks.run(run, NAME, plan, NUM_BATCHES)})
 
 
+@pytest.mark.slow
 def test_modes_and_layouts_have_the_same_bits(three_ranks: Ranks) -> None:
     assert different_ends(three_ranks, weights_hash) == 1
     assert different_ends(three_ranks, wrong_hash) > 1

@@ -16,6 +16,7 @@ from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.record import Record
 from protwin.shared.schema.schedule import Lane
+from tests.proof_size import some_quick
 from tests.runtime.models import SEED
 from tests.runtime.ranks.beside_ddp import all_cases, batches_of
 from tests.runtime.ranks.processes import Ranks
@@ -70,7 +71,7 @@ def recorded(rank: int, plan: Plan, late: int, ahead_s: float, late_s: float) ->
     return found.to_json(), refusals
 
 
-@pytest.mark.parametrize(("mode", "ahead_s"), list(zip(MODES, (0.0, 1e5, 0.0), strict=True)))
+@some_quick(("mode", "ahead_s"), zip(MODES, (0.0, 1e5, 0.0), strict=True), quick=[(ParallelMode.REPLICATED, 1e5)])
 def test_what_ranks_wait_for_the_slowest(mode: ParallelMode, ahead_s: float, two_ranks: Ranks) -> None:
     plan, late = plan_of(mode), MODES.index(mode) % 2
     for late_s in LATE_S:

@@ -18,6 +18,7 @@ from protwin.runtime import CpuDevice, LossScaling, carry_out, trace, training_o
 from protwin.runtime.ranks.wrappers import check_unwrapped
 from protwin.runtime.training import consensus
 from protwin.shared import ParallelMode, Plan, PlanError, Workload
+from tests.proof_size import some_quick
 from tests.runtime.models import HandWritten, hand_written, point_batches
 from tests.runtime.ranks.processes import Ranks
 from tests.runtime.watchdog import lanes_alive
@@ -140,7 +141,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@some_quick("name", CASES, quick=2)
 def test_what_differs_between_ranks_is_refused_alike_by_all(two_ranks: Ranks, workload: Workload, name: str) -> None:
     own, told = CASES[name]
     first, second = two_ranks.errors(begin, workload, plan_of(workload), own)

@@ -8,7 +8,7 @@ import pytest
 
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ParallelMode, Plan
-from tests.proof_size import share
+from tests.proof_size import some_quick
 from tests.runtime.accounts import BAR
 from tests.runtime.ranks.beside_ddp import STEPS, all_cases
 from tests.runtime.ranks.beside_groups import WRONG, Stretch, scalars_written, train_grouped, train_interrupted
@@ -28,7 +28,7 @@ def grouped(name: str, seed: int, **knobs: object) -> Plan:
     return plan.model_copy(update={**GROUPS, **knobs})
 
 
-@pytest.mark.parametrize("name", share(NAMES, 2))
+@some_quick("name", NAMES, quick=1)
 def test_groups_give_the_bits_of_two_levels(name: str, four_ranks: Ranks) -> None:
     plan = grouped(name, 1 + NAMES.index(name))
     for found in four_ranks.run(train_grouped, name, plan, NUM_BATCHES):
@@ -38,13 +38,14 @@ def test_groups_give_the_bits_of_two_levels(name: str, four_ranks: Ranks) -> Non
         assert found.peak_bytes <= found.guaranteed_bytes
 
 
-@pytest.mark.parametrize("variant", [variant for variant in WRONG if variant])
+@some_quick("variant", [variant for variant in WRONG if variant], quick=1)
 def test_a_wrong_variant_gives_other_weights(variant: str, four_ranks: Ranks) -> None:
     plan = grouped("gpt2, groups", 1)
     every = four_ranks.run(train_grouped, "gpt2, groups", plan, NUM_BATCHES, STEPS, variant)
     assert all(found.different for found in every)
 
 
+@pytest.mark.slow
 def test_plans_of_one_grouping_give_the_same_bits(four_ranks: Ranks) -> None:
     """All chunks whole; some in parts on devices, some on hosts; and others of other chunks: one micro-batch each."""
     name = "gpt2, groups"
@@ -86,15 +87,13 @@ def stretches_of(name: str, values: tuple[str, str, str]) -> list[Stretch]:
     ]
 
 
-@pytest.mark.parametrize(
+@some_quick(
     ("name", "values"),
-    share(
-        [
-            ("hand-written, batch statistics", ("files", "rank 0", "files")),
-            ("llama, frozen prologue and blocks", ("rank 0", "files", "rank 0")),
-        ],
-        2,
-    ),
+    [
+        ("hand-written, batch statistics", ("files", "rank 0", "files")),
+        ("llama, frozen prologue and blocks", ("rank 0", "files", "rank 0")),
+    ],
+    quick=1,
 )
 def test_groups_begin_from_anywhere_and_go_on_from_checkpoints(
     name: str, values: tuple[str, str, str], four_ranks: Ranks, tmp_path: Path

@@ -22,7 +22,7 @@ from protwin.runtime.offline.resharding import reshard
 from protwin.shared.basics.progress import no_progress
 from protwin.shared.pipelines.pipeline import Pipeline, Stage
 from protwin.shared.schema.plan import ParallelMode, Plan
-from tests.proof_size import examples, share
+from tests.proof_size import examples, share, some_quick
 from tests.runtime.distillation.cases import quiet
 from tests.runtime.ranks.processes import Pool, Ranks
 from tests.runtime.ranks.stage_saving import (
@@ -86,7 +86,7 @@ CHAINS = (
 """Stages by their pairs, one step each.  A block of qwen2's student learns nothing."""
 
 
-@pytest.mark.parametrize(("name", "chain"), CHAINS, ids=[name for name, _ in CHAINS])
+@some_quick(("name", "chain"), CHAINS, quick=1, ids=[name for name, _ in CHAINS])
 def test_a_run_goes_through_any_splits(
     name: str, chain: tuple[tuple[int, ...], ...], pool: Pool, tmp_path: Path
 ) -> None:
@@ -110,6 +110,7 @@ def test_a_run_goes_through_any_splits(
             assert len(went.resumed.data_positions) == len(chain[step - 1])
 
 
+@pytest.mark.slow
 def test_the_same_pipeline_draws_the_same_numbers(pool: Pool, tmp_path: Path) -> None:
     """Every rank goes on with its own random states."""
     carried = carried_by("gpt2", (1, 2), 0)
@@ -131,7 +132,7 @@ def counted(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("variant", [name for name in WRONG if name not in (None, "random states")])
+@some_quick("variant", [name for name in WRONG if name not in (None, "random states")], quick=2)
 def test_wrong_variants_go_on_otherwise(variant: str, counted: Path, pool: Pool, tmp_path: Path) -> None:
     name, saved = COUNTING, counted
     if variant == "scales begin anew":
@@ -143,6 +144,7 @@ def test_wrong_variants_go_on_otherwise(variant: str, counted: Path, pool: Pool,
     assert any(went.wrong for went in found) or scales != {2.0**7}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     share([(ParallelMode.REPLICATED, ParallelMode.SHARDED), (ParallelMode.SHARDED, ParallelMode.DDP)], 2),
@@ -212,7 +214,7 @@ def test_another_teacher_is_refused_alike(spoil: str, saved: Path, two_ranks: Ra
     assert [wrong for _, wrong in found] == [[], []]
 
 
-@pytest.mark.parametrize(
+@some_quick(
     ("damage", "told"),
     [
         ("another pair", "was saved of another model"),
@@ -221,6 +223,7 @@ def test_another_teacher_is_refused_alike(spoil: str, saved: Path, two_ranks: Ra
         ("another optimizer", "was saved with the optimizer torch.optim.adamw.AdamW"),
         ("another step", "this plan has max_gradient_norm None"),
     ],
+    quick=2,
 )
 def test_other_checkpoints_are_refused_alike(
     damage: str, told: str, saved: Path, two_ranks: Ranks, tmp_path: Path
@@ -248,9 +251,10 @@ def test_other_checkpoints_are_refused_alike(
 # -- kills -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@some_quick(
     ("victim", "where"),
-    share([(v, w) for v in (0, 1) for w in ("before its part", "in its part", "behind its part")], 4),
+    [(v, w) for v in (0, 1) for w in ("before its part", "in its part", "behind its part")],
+    quick=1,
 )
 def test_a_rank_killed_while_it_saves_leaves_a_whole_checkpoint(
     victim: int, where: str, pool: Pool, tmp_path: Path
@@ -279,6 +283,7 @@ def kill_one(ranks: Ranks, note: Path, victim: int, chance: random.Random) -> No
     ranks.processes[victim].kill()
 
 
+@pytest.mark.slow
 def test_ranks_killed_at_random_moments(tmp_path: Path) -> None:
     """One of two, again and again, until the run is through: what was saved for sure is never lost."""
     chance, steps, folder, sure = random.Random(5), 6, tmp_path / "saved", 0

@@ -12,7 +12,7 @@ import torch
 
 from protwin.runtime.distillation.validation import language_model_loss
 from protwin.shared.schema.plan import ParallelMode
-from tests.proof_size import IS_PROOF, examples
+from tests.proof_size import IS_PROOF, examples, some_quick
 from tests.runtime.distillation.cases import quiet
 from tests.runtime.distillation.families import families
 from tests.runtime.distillation.test_evaluation import other_batches, plain_models
@@ -58,14 +58,14 @@ def test_both_models_are_what_plain_copies_are(name: str, num_pairs: tuple[int, 
         check(case, pool.of(len(num_pairs)).run(evaluate, case))
 
 
-@pytest.mark.parametrize("variant", ["nothing is written", "the last is not written"])
+@some_quick("variant", ["nothing is written", "the last is not written"], quick=1)
 def test_wrong_variants_show(variant: str, three_ranks: Ranks) -> None:
     case = case_of("llama", (1, 1, 1), 0)
     with pytest.raises(AssertionError):
         check(case, three_ranks.run(evaluate, case, variant))
 
 
-@pytest.mark.parametrize(
+@some_quick(
     ("how", "first", "second"),
     [
         ("another model", "RanksError: training was ended by rank 1", "ScheduleError: rank 0 evaluates the teacher"),
@@ -73,6 +73,7 @@ def test_wrong_variants_show(variant: str, three_ranks: Ranks) -> None:
         ("hidden states", "ScheduleError: LlamaForCausalLM was asked for hidden_states", "ScheduleError: LlamaForC"),
         ("an error", "ValueError: trouble", "RanksError: training was ended by rank 0: ValueError: trouble"),
     ],
+    quick=2,
 )
 def test_ranks_that_evaluate_otherwise_are_told(how: str, first: str, second: str, two_ranks: Ranks) -> None:
     said = two_ranks.run(evaluate_otherwise, case_of("llama", (1, 2), 0), how)

@@ -19,6 +19,7 @@ from protwin.shared import ParallelMode, Plan, RanksError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
+from tests.proof_size import some_quick
 from tests.runtime.models import Batch, Case, adamw, differences, llama, snapshot, token_batches, uncached
 from tests.runtime.ranks.beside_ddp import in_default_group
 from tests.runtime.ranks.processes import Ranks
@@ -103,12 +104,12 @@ def larger(rank: int, plan: Plan) -> tuple[str, str, int]:
     return "", "", num_steps
 
 
-@pytest.mark.parametrize("parallel", MODES)
+@some_quick("parallel", MODES, quick=1)
 def test_a_smaller_batch_of_one_rank_trains_as_under_ddp(parallel: ParallelMode, two_ranks: Ranks) -> None:
     assert two_ranks.run(smaller, plan_of(parallel, 1)) == [(True, [], True)] * 2
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@some_quick("micro_batches", [1, 2], quick=1)
 def test_a_larger_batch_of_one_rank_ends_the_training_of_all(micro_batches: int, two_ranks: Ranks) -> None:
     """At once, with its message, above the budget never."""
     first, second = two_ranks.run(larger, plan_of(ParallelMode.SHARDED, micro_batches))
@@ -153,7 +154,7 @@ def smaller_beside_a_late_library(rank: int, plan: Plan, gathered_bytes: int) ->
 
 
 @pytest.mark.parametrize("gathered_bytes", [0, 2**20])
-@pytest.mark.parametrize("parallel", MODES)
+@some_quick("parallel", MODES, quick=1)
 def test_a_library_that_is_late_holds_none_of_what_the_schedule_accounts_for(
     parallel: ParallelMode, gathered_bytes: int, two_ranks: Ranks
 ) -> None:

@@ -19,6 +19,7 @@ from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.verify.verify import verify_schedule
 from protwin.sim.engine.simulator import simulate
+from tests.proof_size import some_quick
 from tests.runtime.distillation.cases import adamw, mse
 from tests.runtime.models import llama, token_batches
 from tests.runtime.routing.mixtures import batch_of, built, random_plan, skewed, workload_of
@@ -85,7 +86,7 @@ def on_device(workload: Workload) -> Plan:
     )
 
 
-@pytest.mark.parametrize("name", ["mixtral", "masks", "threshold"])
+@some_quick("name", ["mixtral", "masks", "threshold"], quick=["mixtral"])
 def test_no_routing_takes_more_than_is_guaranteed(name: str) -> None:
     check(name, range(2))
 

@@ -26,6 +26,7 @@ from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.plan import ActivationMode
 from protwin.shared.schema.schedule import TaskKind
 from protwin.shared.schema.workload import DType, Workload
+from tests.proof_size import some_quick
 from tests.runtime.models import gpt2, token_batches
 from tests.runtime.timing.held import Held
 
@@ -165,7 +166,7 @@ def _bring_everything(self: VisitingModel, kind: TaskKind, section: Any) -> None
         chunk.gather()
 
 
-@pytest.mark.parametrize("way", ["plain", "lora", "autocast"])
+@some_quick("way", ["plain", "lora", "autocast"], quick=1)
 def test_the_least_budget_is_enough_and_is_enforced(way: str) -> None:
     """Low-rank matrices and casts included; the whole model on the device is refused."""
     model, batch = made()
@@ -241,6 +242,7 @@ def failing_at(model: nn.Module, step: int) -> Iterator[list[int]]:
             handle.remove()
 
 
+@pytest.mark.slow
 def test_everything_is_as_found_whatever_fails() -> None:
     """At the forward of every block in every iteration, that of the twin included."""
     model, batch = made(2)

@@ -153,6 +153,7 @@ def traced(device_kind: DeviceKind, **changes: Any) -> Workload:
     return trace(model, batch, device_kind=device_kind)
 
 
+@pytest.mark.slow
 def test_a_model_for_a_gpu_saves_what_it_saves_without_dropout() -> None:
     with_dropout, without = (
         traced(DeviceKind.CUDA, attn_pdrop=rate, **NO_OTHER_DROPOUT).profile_of(1) for rate in (0.1, 0.0)
@@ -167,6 +168,7 @@ def test_a_model_for_a_gpu_saves_what_it_saves_without_dropout() -> None:
     assert unfused.forward.net_bytes - with_dropout.forward.net_bytes > scores * 4
 
 
+@pytest.mark.slow
 def test_a_model_for_a_cpu_is_what_real_tensors_do() -> None:
     batch = token_batches(1)[0]
     with torch.device("meta"):

@@ -18,6 +18,7 @@ from protwin.runtime.tracing.fake import plain_batches
 from protwin.shared.basics.errors import WorkloadError
 from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.workload import OperationClass, Workload
+from tests.proof_size import some_quick
 
 BATCH, LENGTH = 2, 24
 RENAMED = "renamed_sdpa"
@@ -37,10 +38,11 @@ def faked(model: nn.Module) -> Workload:
     return trace(copy.deepcopy(model).to("meta"), tokens("meta"), device_kind=DeviceKind.CPU)
 
 
-@pytest.mark.parametrize(
+@some_quick(
     ("changes", "num_fused"),
     # One key for all heads is what no fused kernel takes unless told of groups, which Falcon does not tell.
     [({}, 0), ({"multi_query": False}, 1), ({"new_decoder_architecture": True, "num_kv_heads": 2}, 1)],
+    quick=1,
 )
 def test_a_class_that_compares_the_name_is_traced_as_it_trains(changes: dict[str, Any], num_fused: int) -> None:
     model = falcon(**changes)

@@ -16,6 +16,7 @@ from protwin.runtime.model.kept_tensors import attributes_as_found, kept_tensors
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
+from tests.proof_size import some_quick
 from tests.runtime.accounts import MIXTURES, error_frac, measured_peak_bytes, plan_of
 from tests.runtime.eager_lanes import eager_peak
 from tests.runtime.models import SEED, Case, HandWritten, point_batches
@@ -106,7 +107,7 @@ def test_what_plain_training_keeps_is_resident(build: Callable[[], nn.Module], g
 
 @pytest.mark.parametrize("residency", ["persistent", "offloaded"])
 @pytest.mark.parametrize("mixture", MIXTURES)
-@pytest.mark.parametrize("build", [keeping, normed])
+@some_quick("build", [keeping, normed], quick=1)
 def test_the_account_holds_what_modules_keep(build: Callable[[], nn.Module], mixture: str, residency: str) -> None:
     case = case_of(build)
     plan = plan_of(case, mixture, residency, micro_batches=2)
@@ -131,7 +132,7 @@ class Fake(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize("build", [partial(keeping, 5), partial(normed, 5)])
+@some_quick("build", [partial(keeping, 5), partial(normed, 5)], quick=1)
 def test_fake_tensors_show_what_real_ones_do(build: Callable[[], nn.Module]) -> None:
     """Also where few blocks stand for many, and where a cache has been filled at another shape before."""
     with torch.device("meta"):

@@ -12,6 +12,7 @@ from protwin.shared.schema.question import Question
 from protwin.shared.schema.training_options import LoraOptions, TrainingOptions
 from protwin.shared.schema.workload import DType, Workload
 from protwin.shared.tables.question import question_lines
+from tests.proof_size import some_quick
 
 D, INNER, VOCABULARY, LAYERS, LENGTH, BATCH = 64, 128, 96, 3, 32, 2
 CONFIGURATION = {
@@ -40,7 +41,7 @@ def asked(workload: Workload) -> Question:
     return question_of(workload, Plan(workload_id=workload.identity, chunk_bytes=2**20, n_persist=0, n_buffer=1))
 
 
-@pytest.mark.parametrize(
+@some_quick(
     ("frozen", "backward"),
     [
         ((), 2 * FORWARD),
@@ -54,6 +55,7 @@ def asked(workload: Workload) -> Question:
             LAYERS * (LAYER + 2 * ATTENTION) + 2 * HEAD,
         ),
     ],
+    quick=2,
 )
 def test_frozen_weights_need_no_gradient(frozen: tuple[str, ...], backward: int) -> None:
     workload = traced(TrainingOptions(frozen=frozen))

@@ -6,6 +6,7 @@ import pytest
 
 from protwin.runtime.tracing import tracing
 from protwin.runtime.tracing.configurations import workload_of_configuration
+from tests.proof_size import some_quick
 
 LLAMA = {
     "model_type": "llama",
@@ -20,7 +21,7 @@ LLAMA = {
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 7, "n_head": 4, "n_positions": 32, "vocab_size": 100}
 
 
-@pytest.mark.parametrize("configuration", [LLAMA, GPT2], ids=lambda c: str(c["model_type"]))
+@some_quick("configuration", [LLAMA, GPT2], quick=1, ids=lambda c: str(c["model_type"]))
 def test_representatives_stand_for_all_blocks(
     configuration: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from protwin.shared.schema.schedule import Content, Schedule, TaskKind
 from protwin.shared.schema.shared_inputs import SharedInput
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.verify.verify import verify_schedule
+from tests.proof_size import some_quick
 from tests.runtime.accounts import BAR, MIXTURES, RESIDENCIES, error_frac, measured_peak_bytes, plan_of
 from tests.runtime.eager_lanes import eager_peak
 from tests.runtime.families import family_cases
@@ -34,7 +35,7 @@ def measured_and_accounted(name: str, mixture: str, residency: str) -> tuple[int
 
 @pytest.mark.parametrize("residency", RESIDENCIES)
 @pytest.mark.parametrize("mixture", MIXTURES)
-@pytest.mark.parametrize("name", NAMES)
+@some_quick("name", NAMES, quick=["gpt2 with dropout, tied", "llama in bfloat16"])
 def test_the_peak_is_the_schedules_own(name: str, mixture: str, residency: str) -> None:
     measured_bytes, schedule = measured_and_accounted(name, mixture, residency)
     assert error_frac(measured_bytes, eager_peak(schedule)) == pytest.approx(0, abs=BAR)
@@ -75,7 +76,7 @@ def peak_of(name: str, mixture: str) -> int:
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)
-@pytest.mark.parametrize("name", ["llama in bfloat16", "gemma2", "t5"])
+@some_quick("name", ["llama in bfloat16", "gemma2", "t5"], quick=1)
 def test_what_sections_share_goes_with_the_last_that_needs_it(name: str, mixture: str) -> None:
     """The embedded input of a narrow model, masks of two kinds, biases of an encoder and of a decoder."""
     shared = subject(name).workload.shared_inputs

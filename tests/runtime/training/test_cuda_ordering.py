@@ -19,6 +19,7 @@ from protwin.shared.basics.errors import HardwareError, ScheduleError
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ActivationMode, Plan
 from protwin.shared.schema.schedule import Memory
+from tests.proof_size import some_quick
 from tests.runtime.deferred_cuda import DeferredCuda, StandInStream, backward, cuda_device
 from tests.runtime.models import Case, adamw, differences, hand_written, llama, point_batches, snapshot, token_batches
 
@@ -104,7 +105,7 @@ def test_micro_batches_and_persistent_chunks_too() -> None:
     assert train(POINTS, plan, stand_in("D2H", seed=1)) == []
 
 
-@pytest.mark.parametrize("starved", STREAMS)
+@some_quick("starved", STREAMS, quick=2)
 def test_chunks_that_the_host_steps_and_the_device_keeps_too(starved: str) -> None:
     plan = plan_of(POINTS, micro_batches=2, n_persist=1, n_host_stepped=4)
     assert train(POINTS, plan, stand_in(starved, seed=4)) == []

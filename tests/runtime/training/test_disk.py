@@ -34,6 +34,7 @@ from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.schedule import Memory
 from protwin.shared.schema.workload import DType
+from tests.proof_size import some_quick
 from tests.runtime.equality import FAST_FOLDER, miscounted, trained
 from tests.runtime.models import SEED, Case, cases, differences
 
@@ -89,7 +90,7 @@ def train(training: Training, case: Case, steps: slice = slice(None)) -> list[fl
 # -- the plain loop's bits -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("knobs", [{}, {"micro_batches": 2, "max_gradient_norm": 0.5, "n_checkpoint": 2}], ids=str)
+@some_quick("knobs", [{}, {"micro_batches": 2, "max_gradient_norm": 0.5, "n_checkpoint": 2}], quick=1, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_everything_on_the_disk_trains_as_the_plain_loop(name: str, knobs: dict[str, Any]) -> None:
     case = cases()[name]
@@ -100,7 +101,7 @@ def test_everything_on_the_disk_trains_as_the_plain_loop(name: str, knobs: dict[
     assert miscounted(case, plan, outcome) == []
 
 
-@pytest.mark.parametrize("optimizer", [o for o in Optimizer if o is not Optimizer.PAGED_ADAMW_8BIT])
+@some_quick("optimizer", [o for o in Optimizer if o is not Optimizer.PAGED_ADAMW_8BIT], quick=3)
 def test_every_optimizer_steps_the_disk_as_it_steps_the_host(optimizer: Optimizer, disk_folder: Path) -> None:
     """Beside the same plan without a disk; ``test_named`` compares that with the plain loop."""
     if optimizer.is_of_bitsandbytes:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_in
 from torch.utils.flop_counter import FlopCounterMode
 
 from protwin.runtime import CpuDevice, CpuOutOfMemoryError, carry_out
+from tests.proof_size import some_quick
 from tests.runtime.life_cycle import check_ordinary, ordinary_facts, plan_for, start, train
 from tests.runtime.models import SEED, Case, cases, differences, snapshot, uncached
 from tests.runtime.watchdog import ends_in_time
@@ -66,7 +67,7 @@ def test_training_closed_on_another_thread(case: Case) -> None:
 PARTS = ("forward", "backward", "step")
 
 
-@pytest.mark.parametrize("around", [("forward",), ("backward",), ("backward", "step"), PARTS])
+@some_quick("around", [("forward",), ("backward",), ("backward", "step"), PARTS], quick=2)
 def test_a_mode_of_ones_own_around_any_part_of_a_step(case: Case, around: tuple[str, ...]) -> None:
     """It overlaps with the ledger's, which begins within the forward and ends within the step."""
 

@@ -18,6 +18,7 @@ from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import Phase, Workload
+from tests.proof_size import some_quick
 from tests.runtime.families import families
 from tests.runtime.models import adamw, gpt2, hand_written, llama, snapshot, token_batches, uncached
 
@@ -84,7 +85,7 @@ def plain_losses(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[float
     return losses
 
 
-@pytest.mark.parametrize("name", families())
+@some_quick("name", families(), quick=["bert", "mixtral", "t5"])
 def test_a_family_from_trace_to_training(name: str) -> None:
     family = families()[name]
     torch.manual_seed(0)
@@ -118,7 +119,7 @@ def test_a_family_from_trace_to_training(name: str) -> None:
     assert [name for name, tensor in snapshot(model).items() if not torch.equal(tensor, weights[name])] == []
 
 
-@pytest.mark.parametrize("is_tied", [False, True])
+@some_quick("is_tied", [False, True], quick=1)
 def test_fake_and_real_llama_agree(is_tied: bool) -> None:
     def build() -> nn.Module:
         return llama(num_layers=7, tie_word_embeddings=is_tied)

@@ -12,6 +12,7 @@ import torch
 
 from protwin.runtime import CpuDevice
 from protwin.runtime.recording import recorder as recording
+from tests.proof_size import some_quick
 from tests.runtime.eager_lanes import settle
 from tests.runtime.growth import FLOOR_BYTES, Growth, Held, growth_over, tenths
 from tests.runtime.models import cases
@@ -42,7 +43,7 @@ def growth(plan_of: Any, also: Callable[[Any], object] = lambda _: None, **knobs
         return growth_over(30, do_step, device, warm_up=25)
 
 
-@pytest.mark.parametrize(("plan_of", "knobs"), [(mixed, {"micro_batches": 2, "max_gradient_norm": 1.0}), (kept, {})])
+@some_quick(("plan_of", "knobs"), [(mixed, {"micro_batches": 2, "max_gradient_norm": 1.0}), (kept, {})], quick=1)
 def test_steps_grow_nothing_that_can_be_counted(plan_of: Any, knobs: dict[str, Any]) -> None:
     found = growth(plan_of, **knobs)
     assert found.grown == []

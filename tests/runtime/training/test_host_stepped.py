@@ -19,6 +19,7 @@ from protwin.shared.layout.layout import Layout, build_layout
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.schedule import Memory
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
+from tests.proof_size import some_quick
 from tests.runtime.equality import miscounted, trained
 from tests.runtime.models import SEED, Case, cases
 
@@ -52,7 +53,7 @@ def plan_for(case: Case, *, n_persist: int, n_host_stepped: int, **knobs: Any) -
 
 
 @pytest.mark.parametrize("knobs", [{}, {"micro_batches": 2, "max_gradient_norm": 0.5, "n_checkpoint": 2}], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@some_quick("name", NAMES, quick=2)
 def test_all_chunks_stepped_on_the_host_train_as_the_plain_loop(name: str, knobs: dict[str, Any]) -> None:
     case = cases()[name]
     chunks = layout_of(case).chunks

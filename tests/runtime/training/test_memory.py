@@ -21,6 +21,7 @@ from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.schedule import Content, Memory
 from protwin.shared.schema.workload import Phase as WorkloadPhase
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
+from tests.proof_size import some_quick
 from tests.runtime.models import SEED, Case, cases, differences, held, snapshot, token_batches, uncached
 from tests.strategies.plans import plans
 
@@ -191,7 +192,7 @@ def test_a_later_micro_batch_adds_to_gradients_that_are_there() -> None:
     assert guaranteed_device_peak(reckoned).size_bytes > 1.005 * measured_bytes(case, plan, CpuDevice())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@some_quick("name", NAMES, quick=2)
 def test_plans_differ_in_what_they_need(name: str) -> None:
     """What the equalities above would not show if every plan measured the same."""
     case = long_case(name)

@@ -23,6 +23,7 @@ from protwin.shared import FileError, Plan, PlanError, ProtwinError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.schedule import Memory
+from tests.proof_size import some_quick
 from tests.runtime.equality import FAST_FOLDER, random_plans
 from tests.runtime.models import SEED, Case, cases, differences, held, llama
 from tests.runtime.saved_models import HostPeak, on_meta, save
@@ -64,7 +65,7 @@ def trained(case: Case, model: nn.Module, plan: Plan, folder: Path) -> list[floa
     return losses
 
 
-@pytest.mark.parametrize("name", NAMES)
+@some_quick("name", NAMES, quick=2)
 def test_the_bits_are_those_of_a_model_that_was_loaded(name: str, tmp_path: Path) -> None:
     """Whatever the plan: chunks persistent, host-stepped, offloaded, on the disk, with masters and micro-batches."""
     case = cases()[name]
@@ -139,7 +140,7 @@ def start_peak(case: Case, plan: Plan, folder: Path, *, loads_first: bool) -> tu
     return peak_bytes, held_bytes
 
 
-@pytest.mark.parametrize("is_on_disk", [False, True])
+@some_quick("is_on_disk", [False, True], quick=1)
 def test_at_no_time_is_there_more_than_what_stays_and_one_chunk(is_on_disk: bool, tmp_path: Path) -> None:
     """A model that is loaded first lies there whole, which shows where it is on the disk afterwards.
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
-
+from tests.proof_size import some_quick
 from tests.runtime.equality import offloaded_chunks, trained
 from tests.runtime.modalities import model_and_batch
 from tests.runtime.models import Case
 from tests.runtime.resuming import plan_of
 
 
-@pytest.mark.parametrize("name", ["clip", "qwen2_vl", "whisper"])
+@some_quick("name", ["clip", "qwen2_vl", "whisper"], quick=1)
 def test_a_plan_that_offloads_equals_the_plain_loop(name: str) -> None:
     case = Case(lambda: model_and_batch(name)[0], [model_and_batch(name)[1]] * 2)
     plan = plan_of(case.workload, chunk_bytes=9_000, n_persist=1, n_checkpoint=2)

@@ -16,6 +16,7 @@ from protwin.shared.layout.layout import Chunk, build_layout
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.schedule import Content, Memory, TaskKind
 from protwin.shared.schema.workload import OuterSection, Uses, Workload
+from tests.proof_size import some_quick
 from tests.runtime.equality import miscounted, offloaded_chunks, trained
 from tests.runtime.families import family_cases
 from tests.runtime.models import SEED, Case, HandWritten, cases, gpt2, point_batches, token_batches
@@ -90,7 +91,7 @@ def chunks_outside(workload: Workload, plan: Plan) -> list[Chunk]:
     return [c for c in offloaded_chunks(workload, plan) if indices & {placed.index for placed in c.parameters}]
 
 
-@pytest.mark.parametrize(
+@some_quick(
     ("chunk_bytes", "share", "knobs"),
     [
         (SMALL, 0, {}),
@@ -98,6 +99,7 @@ def chunks_outside(workload: Workload, plan: Plan) -> list[Chunk]:
         (LARGE, 0, {"micro_batches": 2, "max_gradient_norm": 0.5}),
         (LARGE, 0.4, {"more_buffers": 1, "prefetch_depth": 3, "max_gradient_norm": 0.5}),
     ],
+    quick=2,
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_they_train_as_the_plain_loop(name: str, chunk_bytes: int, share: float, knobs: dict[str, object]) -> None:

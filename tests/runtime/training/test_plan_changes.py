@@ -24,7 +24,7 @@ from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from tests.runtime.equality import first
 from tests.runtime.models import SEED, Case, cases, differences, held, llama, token_batches
-from tests.runtime.resuming import kept, mixed, offloaded, on_disk, sgd
+from tests.runtime.resuming import kept, mixed, offloaded, on_disk, same_bits, sgd
 from tests.strategies.plans import plans
 
 _STEPS = 5
@@ -32,16 +32,6 @@ _STEPS = 5
 
 def need_bytes(case: Case, plan: Plan) -> int:
     return guaranteed_device_peak(compile_schedule(plan, case.workload)).size_bytes
-
-
-def same_bits(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same_bits(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(same_bits(a, b) for a, b in zip(one, other, strict=True))
-    return bool(one == other)
 
 
 class Followed:

@@ -26,6 +26,7 @@ from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
+from tests.proof_size import some_quick
 from tests.runtime.models import (
     SEED,
     Case,
@@ -140,13 +141,13 @@ def peaks_under_autocast(n_checkpoint: int, n_swap: int = 0) -> tuple[int, int]:
             return training.peak_device_bytes, guaranteed_device_peak(training.schedule).size_bytes
 
 
-@pytest.mark.parametrize(("n_checkpoint", "n_swap"), [(0, 0), (2, 0), (4, 0), (0, 4), (0, 2), (2, 1)])
+@some_quick(("n_checkpoint", "n_swap"), [(0, 0), (2, 0), (4, 0), (0, 4), (0, 2), (2, 1)], quick=2)
 def test_a_trace_within_autocast_accounts_for_casts(n_checkpoint: int, n_swap: int) -> None:
     measured_bytes, guaranteed_bytes = peaks_under_autocast(n_checkpoint, n_swap)
     assert measured_bytes <= 1.005 * guaranteed_bytes
 
 
-@pytest.mark.parametrize("is_wide", [False, True], ids=["around forward", "around the loop"])
+@some_quick("is_wide", [False, True], quick=1, ids=["around forward", "around the loop"])
 def test_casts_of_a_recomputation_go_with_it(is_wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wrong variant keeps them in autocast's cache, as it is within autocast that goes on through backward."""
     case = autocast_cases()["llama"]

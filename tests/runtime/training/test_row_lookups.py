@@ -17,6 +17,7 @@ from protwin.shared.layout.looked_up import as_planned
 from protwin.shared.schema.optimizer import HostGradients
 from protwin.shared.schema.plan import ActivationMode, Plan
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
+from tests.proof_size import some_quick
 from tests.runtime.accounts import BAR, CHUNK_BYTES, MIXTURES, error_frac, measured_peak_bytes
 from tests.runtime.eager_lanes import eager_peak
 from tests.runtime.equality import trained
@@ -116,8 +117,8 @@ KNOBS = ({}, {"micro_batches": 2, "n_checkpoint": 1}, {"max_gradient_norm": 0.5,
 NAMES = (UNTIED, "llama in bfloat16", "llama, frozen prologue and blocks", "llama, tied", "bert", "t5")
 
 
-@pytest.mark.parametrize(
-    ("name", "knobs"), [*((TIED, knobs) for knobs in KNOBS), *((name, KNOBS[1]) for name in NAMES)], ids=str
+@some_quick(
+    ("name", "knobs"), [*((TIED, knobs) for knobs in KNOBS), *((name, KNOBS[1]) for name in NAMES)], quick=4, ids=str
 )
 def test_rows_train_as_whole_tables_do(name: str, knobs: dict[str, Any]) -> None:
     case = subject(name)

@@ -19,6 +19,7 @@ from protwin.runtime import carry_out
 from protwin.shared.layout import layout
 from protwin.shared.schema.plan import Plan
 from protwin.shared.verify import steps
+from tests.proof_size import some_quick
 from tests.runtime.families import family_cases
 from tests.runtime.models import SEED, Case, adamw, cases, uncached
 
@@ -84,7 +85,7 @@ def chosen() -> dict[str, Case]:
     return {name: family_cases(2)[name] for name in ("t5", "vit", "mixtral")} | {name: cases()[name] for name in others}
 
 
-@pytest.mark.parametrize("name", chosen())
+@some_quick("name", chosen(), quick=2)
 def test_a_plan_runs_the_operations_of_the_plain_loop(name: str) -> None:
     """The model that the plan trains has its caches on, as transformers builds it."""
     case = chosen()[name]

@@ -21,6 +21,7 @@ from protwin.runtime.training.compute_lane import ComputeLane
 from protwin.shared.schema.plan import ActivationMode, Plan
 from protwin.shared.schema.schedule import Content, Task, TaskKind
 from tests.interrupting import interruption
+from tests.proof_size import some_quick
 from tests.runtime.eager_lanes import settle
 from tests.runtime.equality import offloaded_chunks, random_plans
 from tests.runtime.life_cycle import plan_for
@@ -329,13 +330,14 @@ def weights_after_skipping(case: Case) -> list[str]:
     return [name for name, value in expected.items() if not torch.equal(value, found.weights[name])]
 
 
-@pytest.mark.parametrize(
+@some_quick(
     "variant",
     [
         (PlacedModel, "take_back_steps", lambda self, *, num_completed: None),
         (_Kept, "give_back", lambda self, optimizer: give_weights_alone(self, optimizer)),
         (ChunkOptimizer, "take_step_back", lambda self: None),
     ],
+    quick=1,
     ids=["steps stay", "the optimizer's state stays", "the number of the step stays"],
 )
 def test_what_is_not_taken_back_shows(variant: Any, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

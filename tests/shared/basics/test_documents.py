@@ -22,6 +22,7 @@ from protwin.shared.schema.hardware import Hardware
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.record import Record
 from protwin.shared.schema.workload import Workload
+from tests.proof_size import examples
 from tests.strategies.machines import calibrations, hardware
 from tests.strategies.plans import plans
 from tests.strategies.records import records
@@ -54,7 +55,7 @@ def leftovers(folder: Path) -> list[str]:
 
 
 @KINDS
-@settings(max_examples=40, suppress_health_check=ONE_FOLDER)
+@settings(max_examples=examples(40, 20), suppress_health_check=ONE_FOLDER)
 @given(data=st.data())
 def test_every_field_reads_back_equal(kind: type[Document], data: st.DataObject, tmp_path: Path) -> None:
     document = data.draw(DOCUMENTS[kind])

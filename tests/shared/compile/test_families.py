@@ -36,7 +36,7 @@ def compiled(case: PlannedWorkload, depth: int, modes: list[ActivationMode]) -> 
 
 
 @given(planned_workloads() | parallel_workloads(), st.data())
-@settings(max_examples=examples(300, 24))
+@settings(max_examples=examples(300, 12))
 def test_every_plan_of_a_family_is_the_one_that_is_compiled_alone(case: PlannedWorkload, data: st.DataObject) -> None:
     alone = family_of(case.plan, case.workload, case.layout)
     bits = st.lists(st.booleans(), min_size=case.workload.num_blocks, max_size=case.workload.num_blocks)

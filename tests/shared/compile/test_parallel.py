@@ -23,7 +23,7 @@ from protwin.shared.verify.full_training import FULL_TRAINING
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.verify.rules import Stage
 from protwin.shared.verify.verify import verify_schedule
-from tests.proof_size import examples, share
+from tests.proof_size import examples, share, some_quick
 from tests.shared import faults
 from tests.shared.abstract_machine import AbstractMachine
 from tests.shared.adversaries import at_random, holding
@@ -85,7 +85,7 @@ def test_order_faults_are_rejected_exactly_when_some_timing_harms(case: PlannedW
             assert is_accepted(changed, case) == (harm is None), (fault, harm)
 
 
-@pytest.mark.parametrize(("mode", "n_shard"), CASES)
+@some_quick(("mode", "n_shard"), CASES, quick=2)
 def test_every_dropped_wait_of_a_collective_is_rejected_if_it_matters(mode: ParallelMode, n_shard: int) -> None:
     case = example(mode, n_shard)
     schedule = compiled(case)

@@ -11,7 +11,7 @@ from protwin.shared.schema.plan import ParallelMode
 from protwin.shared.schema.schedule import Content, Lane, RankAxis, Schedule, Task, TaskKind
 from protwin.shared.tables.explain import explain
 from protwin.shared.verify.verify import verify_schedule
-from tests.proof_size import examples
+from tests.proof_size import examples, some_quick
 from tests.shared import faults
 from tests.shared.abstract_machine import AbstractMachine
 from tests.shared.adversaries import holding
@@ -133,9 +133,10 @@ def test_gathering_or_scattering_over_all_ranks_is_rejected() -> None:
                 verify_schedule(changed, CASE.plan, CASE.workload, CASE.layout)
 
 
-@pytest.mark.parametrize(
+@some_quick(
     ("case", "waiting"),
     [(CASE, ["gradient_offload chunk 3", "gradient_offload chunk 3"]), (grouped(n_persist=0, n_shard=4), ["device"])],
+    quick=1,
     ids=["mixed", "on devices"],
 )
 def test_what_reads_a_part_waits_until_all_groups_are_in_it(case: PlannedWorkload, waiting: list[str]) -> None:

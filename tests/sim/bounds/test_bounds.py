@@ -159,7 +159,7 @@ def test_adding_the_tail_to_the_work_of_the_busiest_lane_is_no_bound_of_time() -
 
 
 @given(cases() | ranked_cases())
-@settings(max_examples=examples(200, 24))
+@settings(max_examples=examples(200, 12))
 def test_time_bounds_never_exceed_the_simulated_period(found: Case) -> None:
     simulated_s = found.simulated_s()
     assert found.work_bound_s() <= simulated_s

@@ -116,7 +116,7 @@ def run(
     st.integers(3000, 16_000),
     st.sampled_from((50.0, 500.0, 1e6)),
 )
-@settings(max_examples=examples(60, 10))
+@settings(max_examples=examples(60, 6))
 def test_it_finds_what_a_simulation_of_every_plan_finds(
     global_batch: int, fixed_s: float, budget_bytes: int, between: float
 ) -> None:

@@ -184,7 +184,7 @@ def small_spaces(draw: DrawFn) -> Small:
     return Small(model, box, space, tuple(outcomes), step)
 
 
-@settings(max_examples=examples(30, 8))
+@settings(max_examples=examples(30, 5))
 @given(small_spaces(), st.floats(0, 1))
 def test_the_search_finds_what_brute_force_finds(found: Small, share: float) -> None:
     peaks = sorted({device for _, _, device, _ in found.outcomes})

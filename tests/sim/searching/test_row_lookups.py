@@ -19,6 +19,7 @@ from protwin.sim.searching.problem import search_problem
 from protwin.sim.searching.request import Effort, Step
 from protwin.sim.searching.search import search
 from protwin.sim.space.space import SearchSpace
+from tests.proof_size import some_quick
 from tests.shared.looking_up import CHUNK_BYTES, lookups
 from tests.sim.fastest import fastest_request
 from tests.sim.hand_made import machine
@@ -35,7 +36,7 @@ SPACE = SearchSpace(
 """Tables are first, so that no plan of it keeps a chunk."""
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@some_quick("micro_batches", [1, 3], quick=1)
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_the_search_finds_what_brute_force_finds(micro_batches: int, max_norm: float | None) -> None:
     model, box = lookups(), machine(gather_s=0.05, offload_s=0.07, cpu_adam_s=0.03)

@@ -50,7 +50,7 @@ def _is_distinct(plan: Plan, model: Workload) -> bool:
 
 
 @given(cases(), st.floats(0, 1))
-@settings(max_examples=examples(300, 32))
+@settings(max_examples=examples(300, 16))
 def test_without_tolerance_the_search_finds_what_brute_force_finds(found: Case, share: float) -> None:
     peaks = sorted({outcome.device_bytes for outcome in found.outcomes})
     budget_bytes = peaks[round(share * (len(peaks) - 1))]
@@ -112,7 +112,7 @@ def test_the_certificate_is_true(found: Case, share: float, tolerance_frac: floa
 
 
 @given(cases())
-@settings(max_examples=examples(60, 10))
+@settings(max_examples=examples(60, 6))
 def test_more_memory_is_never_slower(found: Case) -> None:
     if max(outcome.iteration_s for outcome in found.outcomes) == 0:
         return
@@ -125,7 +125,7 @@ def test_more_memory_is_never_slower(found: Case) -> None:
 
 
 @given(cases(), st.floats(0, 1))
-@settings(max_examples=examples(60, 10))
+@settings(max_examples=examples(60, 6))
 def test_below_the_smallest_peak_nothing_fits_and_the_message_names_what_would(found: Case, share: float) -> None:
     least = min(outcome.device_bytes for outcome in found.outcomes)
     if least == 0 or max(outcome.iteration_s for outcome in found.outcomes) == 0:
