@@ -102,6 +102,9 @@ class Calibration(Document):
     """Seconds that a step on the host takes for every tensor, however small, of optimizers that step one by one."""
     device_optimizer_tensor_s: dict[Optimizer, NonNegativeFloat] = {}
     """The same of a step on the device."""
+    states: tuple[dict[Lane, PositiveFloat], ...] = ()
+    """States that the machine was in while it was measured: how many times as long as all else here says the tasks of a
+    lane took in each; lanes that are absent did not change.  Empty: it was in one."""
     iteration_noise_frac: NonNegativeFloat = 0.0
     """Run-to-run spread of the measured iteration time: median absolute deviation over the median."""
     iteration_error_frac: NonNegativeFloat | None = None

@@ -97,12 +97,27 @@ class DrawnMachine:
 
     def factors(self, kinds: Iterable[TaskKind]) -> dict[TaskKind, FloatArray]:
         """(NUM_DRAWS,) true over predicted seconds of each kind."""
-        return {kind: np.exp(sum(_log_draws(source) for source in self.errors.sources_of(kind))) for kind in kinds}
+        return {
+            kind: self._state_of(kind.lane) * np.exp(sum(_log_draws(source) for source in self.errors.sources_of(kind)))
+            for kind in kinds
+        }
 
     def arrivals(self, kinds: Iterable[TaskKind]) -> dict[TaskKind, FloatArray]:
         """(NUM_DRAWS,) true over predicted seconds of what bytes that have just come cost tasks of each kind."""
         sources = {kind: self.errors.arrival_source_of(kind) for kind in kinds}
-        return {kind: np.ones(NUM_DRAWS) if one is None else np.exp(_log_draws(one)) for kind, one in sources.items()}
+        return {
+            kind: self._state_of(kind.lane) * (1.0 if one is None else np.exp(_log_draws(one)))
+            for kind, one in sources.items()
+        }
+
+    def _state_of(self, lane: Lane) -> FloatArray:
+        """(NUM_DRAWS,) true over predicted seconds of the lane's tasks; every state has as many draws."""
+        known = self.errors.calibration
+        if known is None or not known.states:
+            return np.ones(NUM_DRAWS)
+        of_states = np.array([state.get(lane, 1.0) for state in known.states])
+        found: FloatArray = of_states[_draw_order("state of the machine") * len(of_states) // NUM_DRAWS]
+        return found
 
     @property
     def contention(self) -> FloatArray:
@@ -118,9 +133,13 @@ def _log_draws(source: Source) -> FloatArray:
     parts = np.array([normal.inv_cdf((number + 0.5) / NUM_DRAWS) for number in range(NUM_DRAWS)])
     # Middles of parts scatter a little less than the distribution.
     parts /= parts.std()
-    order = np.random.default_rng(zlib.crc32(source.name.encode())).permutation(NUM_DRAWS)
-    found: FloatArray = source.log_mean + source.log_std * parts[order]
+    found: FloatArray = source.log_mean + source.log_std * parts[_draw_order(source.name)]
     return found
+
+
+def _draw_order(name: str) -> NDArray[np.intp]:
+    """(NUM_DRAWS,) which of the equally likely parts of the source of this name every draw has."""
+    return np.random.default_rng(zlib.crc32(name.encode())).permutation(NUM_DRAWS)
 
 
 def log_errors(errors: ErrorModel, *, num_plans: int = 1, is_shared: bool = True) -> FloatArray:
