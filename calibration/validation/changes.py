@@ -6,8 +6,8 @@ either.  All plans have a turn in every round, so the machine's part can be told
 plans' lanes have in common.
 
 [Note: States of a machine]
-A change is a run of rounds within which lanes are slower, or faster, than in all others, by more than the plans, and the
-rounds on either side, lie apart.  The machine was then in two states.  Nobody knows which of them the next run meets,
+A change is a run of rounds within which lanes are slower, or faster, than in all others, by more than plans, and rounds
+on either side, lie apart.  The machine was then in two states.  Nobody knows which of them the next run meets,
 so intervals hold for both: half of the draws are of one state and half of the other, and 90 % of the measurements in
 each lie within the central 90 % of both together (``sim/engine/intervals.py``).  A factor with a range as wide would
 not do: who sits at the end of a range is outside every second time.
@@ -56,8 +56,10 @@ class Rounds:
     """What the lanes of every plan took, round by round."""
 
     def __init__(self, workload: Workload, bursts: Mapping[str, Sequence[Record]], num_rounds: int) -> None:
-        """``bursts``: of every plan one of each of the ``num_rounds`` rounds, the latest last; one before them is of
-        round 0, and earlier ones do not count."""
+        """``bursts``: of every plan one of each of the ``num_rounds`` rounds, the latest last.
+
+        One before them is of round 0, and earlier ones do not count.
+        """
         self.num_rounds = num_rounds + 1
         self._bursts = {name: list(found[-self.num_rounds :]) for name, found in bursts.items()}
         self._seconds = {name: list(_lane_seconds(workload, found)) for name, found in self._bursts.items()}

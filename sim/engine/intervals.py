@@ -68,6 +68,32 @@ def with_intervals(
     *,
     limit_bytes: int,
 ) -> Record:
+    """The record of ``drawn_record``."""
+    record, _ = drawn_record(record, durations_s, contention, schedule, timing, errors, limit_bytes=limit_bytes)
+    return record
+
+
+@dataclass(frozen=True, eq=False)
+class PlanDraws:
+    """One plan's time under every draw."""
+
+    iteration_s: float
+    """As predicted."""
+    logs: FloatArray
+    """``time_logs`` of it."""
+    errors: ErrorModel
+
+
+def drawn_record(
+    record: Record,
+    durations_s: Sequence[float],
+    contention: ContentionModel,
+    schedule: Schedule,
+    timing: Timing,
+    errors: ErrorModel,
+    *,
+    limit_bytes: int,
+) -> tuple[Record, PlanDraws]:
     """``record`` with the intervals of its time and of its peak, and the chance that the peak is above a limit.
 
     ``durations_s``: of the tasks of ``schedule``, which ``timing`` is of.  ``limit_bytes``: of device memory.
@@ -80,13 +106,13 @@ def with_intervals(
         peak_bytes=record.peak_device_bytes,
         guaranteed_bytes=record.guaranteed_peak_device_bytes,
     )
-    return record.model_copy(
-        update={
-            "iteration_interval_s": interval_of(record.iteration_s, time_logs(drawn, DrawnMachine(errors)), errors),
-            "peak_interval_bytes": peaks.interval,
-            "chance_oom": peaks.chance_above(limit_bytes),
-        }
-    )
+    draws = PlanDraws(record.iteration_s, time_logs(drawn, DrawnMachine(errors)), errors)
+    known = {
+        "iteration_interval_s": interval_of(record.iteration_s, draws.logs, errors),
+        "peak_interval_bytes": peaks.interval,
+        "chance_oom": peaks.chance_above(limit_bytes),
+    }
+    return record.model_copy(update=known), draws
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,11 +120,14 @@ class DrawnMachine:
     """The true machine over the predicted one, ``NUM_DRAWS`` times."""
 
     errors: ErrorModel
+    owner: str = ""
+    """Whose machine it is, where there are several: each has draws of its own."""
 
     def factors(self, kinds: Iterable[TaskKind]) -> dict[TaskKind, FloatArray]:
         """(NUM_DRAWS,) true over predicted seconds of each kind."""
         return {
-            kind: self._state_of(kind.lane) * np.exp(sum(_log_draws(source) for source in self.errors.sources_of(kind)))
+            kind: self._state_of(kind.lane)
+            * np.exp(sum(_log_draws(source, self.owner) for source in self.errors.sources_of(kind)))
             for kind in kinds
         }
 
@@ -106,7 +135,7 @@ class DrawnMachine:
         """(NUM_DRAWS,) true over predicted seconds of what bytes that have just come cost tasks of each kind."""
         sources = {kind: self.errors.arrival_source_of(kind) for kind in kinds}
         return {
-            kind: self._state_of(kind.lane) * (1.0 if one is None else np.exp(_log_draws(one)))
+            kind: self._state_of(kind.lane) * (1.0 if one is None else np.exp(_log_draws(one, self.owner)))
             for kind, one in sources.items()
         }
 
@@ -116,24 +145,25 @@ class DrawnMachine:
         if known is None or not known.states:
             return np.ones(NUM_DRAWS)
         of_states = np.array([state.get(lane, 1.0) for state in known.states])
-        found: FloatArray = of_states[_draw_order("state of the machine") * len(of_states) // NUM_DRAWS]
+        found: FloatArray = of_states[_draw_order(f"{self.owner}state of the machine") * len(of_states) // NUM_DRAWS]
         return found
 
     @property
     def contention(self) -> FloatArray:
         """(NUM_DRAWS,) of the excess over 1 of every slowdown."""
         known = self.errors.calibration
-        return np.exp(_log_draws(_CONTENTION if known is not None and known.contention else _UNMEASURED_CONTENTION))
+        source = _CONTENTION if known is not None and known.contention else _UNMEASURED_CONTENTION
+        return np.exp(_log_draws(source, self.owner))
 
 
 @lru_cache(maxsize=256)
-def _log_draws(source: Source) -> FloatArray:
+def _log_draws(source: Source, owner: str) -> FloatArray:
     """(NUM_DRAWS,) logarithms, one from every equally likely part; the order goes by the name."""
     normal = NormalDist()
     parts = np.array([normal.inv_cdf((number + 0.5) / NUM_DRAWS) for number in range(NUM_DRAWS)])
     # Middles of parts scatter a little less than the distribution.
     parts /= parts.std()
-    found: FloatArray = source.log_mean + source.log_std * parts[_draw_order(source.name)]
+    found: FloatArray = source.log_mean + source.log_std * parts[_draw_order(owner + source.name)]
     return found
 
 

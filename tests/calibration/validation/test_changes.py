@@ -41,9 +41,7 @@ NUM_JUDGED: Final = 8
 def truth(slower: Mapping[Lane, float]) -> Calibration:
     """The machine's secret, with lanes that are slower."""
     factors = {
-        kind: Factor(value=TRUTH.get(kind, 1.0) * slower.get(kind.lane, 1.0))
-        for kind in TaskKind
-        if kind.lane in LANES
+        kind: Factor(value=TRUTH.get(kind, 1.0) * slower.get(kind.lane, 1.0)) for kind in TaskKind if kind.lane in LANES
     }
     # Copies are a few times as long as on a machine whose link nobody notices.
     factors |= {kind: Factor(value=6 * factors[kind].value) for kind in factors if kind.lane in (Lane.H2D, Lane.D2H)}
