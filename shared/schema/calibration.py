@@ -110,6 +110,11 @@ class Calibration(Document):
     iteration_error_frac: NonNegativeFloat | None = None
     """Root mean square of the relative errors of iterations of runs that were left out of the fit, one plan at a time;
     None: unknown."""
+    transfer_error_frac: NonNegativeFloat | None = None
+    """Root mean square over models of the mean relative error of a model's iterations, each predicted by what was known
+    from others; None: unknown."""
+    num_transfers: NonNegativeInt = 0
+    """Models that it was found from."""
     fitted_to: tuple[str, ...] = ()
     """Names of the workloads that the factors were fitted to."""
     num_runs: PositiveInt = 1

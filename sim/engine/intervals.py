@@ -39,6 +39,8 @@ from .timing import Timing
 
 FloatArray = NDArray[np.float64]
 
+_Spread = tuple[float, int | None]
+"""A standard deviation, and the number of errors that it was found from; None: it is taken for known."""
 NUM_DRAWS: Final = 64
 NUM_PEAKS: Final = 32
 """Draws that are replayed with their memory."""
@@ -178,23 +180,26 @@ def log_errors(errors: ErrorModel, *, num_plans: int = 1, is_shared: bool = True
     ``num_plans``: errors of so many plans, each by itself, laid one over the other.  ``is_shared``: with what all plans
     for one workload have in common.
     """
-    return _log_errors(
-        errors.plan_std, errors.plan_freedom, errors.transfer_std if is_shared else 0.0, errors.run_std, num_plans
-    )
+    plan = errors.plan_std, errors.plan_freedom
+    transfer = (errors.transfer_std, errors.transfer_freedom) if is_shared else (0.0, None)
+    return _log_errors(plan, transfer, errors.run_std, num_plans)
 
 
 @lru_cache(maxsize=64)
-def _log_errors(
-    plan_std: float, freedom: int | None, transfer_std: float, run_std: float, num_plans: int
-) -> FloatArray:
+def _log_errors(plan: _Spread, transfer: _Spread, run_std: float, num_plans: int) -> FloatArray:
     random = np.random.default_rng(0)
-    total = transfer_std * random.standard_normal(_NUM_SAMPLES)
+    total = _drawn(transfer, random)
     for _ in range(num_plans):
-        of_plan = random.standard_normal(_NUM_SAMPLES) if freedom is None else random.standard_t(freedom, _NUM_SAMPLES)
-        total += plan_std * of_plan + run_std * random.standard_normal(_NUM_SAMPLES)
+        total += _drawn(plan, random) + run_std * random.standard_normal(_NUM_SAMPLES)
     found: FloatArray = _quantiles(total, (np.arange(_NUM_ERRORS) + 0.5) / _NUM_ERRORS)
     # What is left out of the mean by chance must not move the interval.
     return (found - found[::-1]) / 2
+
+
+def _drawn(spread: _Spread, random: np.random.Generator) -> FloatArray:
+    std, freedom = spread
+    values = random.standard_normal(_NUM_SAMPLES) if freedom is None else random.standard_t(freedom, _NUM_SAMPLES)
+    return std * values
 
 
 def _quantiles(values: FloatArray, shares: FloatArray) -> FloatArray:
