@@ -30,6 +30,8 @@ from ...shared.schema.calibration import Calibration
 from ...shared.schema.record import Record
 from ...shared.schema.schedule import Lane
 from ...shared.schema.workload import Workload
+from ...shared.tables.labels import LANE_NAMES
+from ...sim.costs.error_sources import transfer_of
 from ..fitting.fit import pairs_of
 from ..fitting.since_ready import seconds_since_ready
 from .fidelity import MachineChange
@@ -146,6 +148,31 @@ def as_it_changed(calibration: Calibration, rounds: Rounds, fitted: Collection[s
         known = min(1.0, factor) if share is None else 1 - share + share * factor
         states[0][lane], states[1][lane] = 1 / known, factor / known
     return calibration.model_copy(update={"states": states, "iteration_noise_frac": noise_frac})
+
+
+def change_words(change: MachineChange, num_rounds: int) -> str:
+    """For the report: when the machine changed, and by how much on which lane."""
+    since = f"from round {change.first_round} on"
+    if change.last_round < num_rounds:
+        since = f"from round {change.first_round} to {change.last_round}"
+    told = ", ".join(f"{LANE_NAMES[lane]} {factor:.2f}" for lane, factor in sorted(change.lanes.items()))
+    return (
+        f"The machine changed: {since} of {num_rounds}, tasks took so many times as long as in the other rounds: "
+        f"{told}. Intervals hold for both."
+    )
+
+
+def transfer_notes(calibration: Calibration, model_name: str) -> list[str]:
+    """What a report says where the judged calibration was fitted to other models alone."""
+    if model_name in calibration.fitted_to:
+        return []
+    std, found_from = transfer_of(model_name, calibration)
+    known = "taken for granted" if found_from is None else f"found from {found_from} models left out"
+    others = ", ".join(calibration.fitted_to) or "none that it names"
+    return [
+        f"The calibration was fitted to other models: {others}. Intervals allow for an error of {std:.1%} that all "
+        f"plans share ({known})."
+    ]
 
 
 def _lane_seconds(workload: Workload, bursts: Sequence[Record]) -> Iterator[LaneSeconds]:

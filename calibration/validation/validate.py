@@ -31,7 +31,7 @@ from ..fitting.fit import fit_calibration, pairs_of
 from ..fitting.optimizer_costs import optimizer_costs
 from ..fitting.slowdowns import measure_slowdowns
 from ..fitting.subject import Subject
-from .changes import Rounds, as_it_changed
+from .changes import Rounds, as_it_changed, change_words, transfer_notes
 from .drawing import Draw, draw_plans, guaranteed_bytes, plan_words
 from .fidelity import Fidelity
 from .judging import Judgement
@@ -165,6 +165,8 @@ class _Validation:
         rounds = Rounds(subject.workload, self.turns.bursts, num_rounds)
         is_fitted = trial.calibration is None
         calibration = as_it_changed(self._calibration(fitted), rounds, fitted if is_fitted else None)
+        self.notes += [] if rounds.change is None else [change_words(rounds.change, num_rounds)]
+        self.notes += [] if is_fitted else transfer_notes(calibration, subject.workload.model_name)
         judgement = Judgement()
         for name in judged:
             judgement.add(subject, calibration, name, self.turns.bursts[name])

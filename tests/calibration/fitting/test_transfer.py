@@ -27,7 +27,7 @@ from tests.calibration.fitting.test_updating import told
 from tests.calibration.validation.test_changes import scaled
 from tests.proof_size import examples
 
-NUM_MACHINES: Final = examples(60, 8)
+NUM_MACHINES: Final = examples(60, 5)
 
 
 def model(number: int) -> Workload:
@@ -54,7 +54,12 @@ def known(logs: list[float]) -> Calibration:
     # Nothing else is unsure.
     factors = {kind: factor.model_copy(update={"relative_std": 0.0}) for kind, factor in found.factors.items()}
     return found.model_copy(
-        update={"factors": factors, "iteration_error_frac": 0.0, "iteration_noise_frac": 0.0, "arrival_std_s_per_byte": {}}
+        update={
+            "factors": factors,
+            "iteration_error_frac": 0.0,
+            "iteration_noise_frac": 0.0,
+            "arrival_std_s_per_byte": {},
+        }
     )
 
 
