@@ -11,6 +11,7 @@ one of predictions that nobody makes with the whole fit.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
@@ -62,3 +63,19 @@ def iteration_error_frac(workload: Workload, measured: Record, hardware: Hardwar
     durations_s = CostModel.of(workload, hardware, calibration, num_ranks=plan.num_ranks).durations_s(schedule)
     timing = simulate_timing(schedule, durations_s, ContentionModel.for_plan(plan, hardware, calibration))
     return timing.iteration_s / measured.iteration_s - 1
+
+
+def model_error_frac(
+    runs: Sequence[tuple[Workload, Record]], hardware: Hardware, calibration: Calibration
+) -> float | None:
+    """Mean signed relative error of the iterations of one model, whose runs had no part in ``calibration``.
+
+    What its plans have in common is what does not carry over from other models.  Plans with some kind of tasks that the
+    calibration has no run of, and no like, do not count; None where no plan does.
+    """
+    errors = [
+        iteration_error_frac(workload, measured, hardware, calibration)
+        for workload, measured in runs
+        if all(calibration.fitted_kind(kind) in calibration.factors for kind in _kinds_of([measured]))
+    ]
+    return statistics.fmean(errors) if errors else None

@@ -6,15 +6,15 @@ the latest update counts as much as all before it.  What lanes do to each other,
 no record tells; it stays what was measured.
 
 How far predictions are off (``iteration_error_frac``) is told by what the calibration said of each run before it learnt
-from it.
+from it; how far for another model (``transfer_error_frac``), by what it said of a model's runs before it had seen any.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
 
 from ...runtime.recording.timed_iterations import LEAST_TIMED
 from ...shared.basics.errors import CalibrationError
@@ -26,7 +26,7 @@ from ...shared.schema.schedule import TaskKind
 from ...shared.schema.workload import Workload
 from ..estimation.evidence import estimate_evidence, evidence_before, evidence_of, together
 from .fit import Pair, columns_of, fit, gap_of, pairs_of, with_estimates
-from .left_out import iteration_error_frac
+from .left_out import iteration_error_frac, model_error_frac
 
 FORGETTING: Final = 0.5
 """What is left of what was known, with every update."""
@@ -58,7 +58,11 @@ def updated(
     known = calibration or Calibration(
         hardware_name=hardware.name, machine=pairs[0].measured.machine, software=dict(pairs[0].measured.software)
     )
-    new = evidence_by_kind(pairs, hardware, known)
+    of_models = {
+        name: evidence_by_kind([pair for pair in pairs if pair.workload.model_name == name], hardware, known)
+        for name in dict.fromkeys(pair.workload.model_name for pair in pairs)
+    }
+    new = _added(of_models.values())
     evidence = dict(known.evidence)
     for kind, of_kind in new.items():
         before = evidence_before(known, kind)
@@ -72,6 +76,7 @@ def updated(
             **{name: getattr(known, name) | getattr(found, name) for name in _BY_KIND},
             "evidence": evidence,
             "iteration_noise_frac": _noise_frac(known, forgetting * num_before, pairs),
+            **_transfer(known, of_models, pairs, hardware),
             "iteration_error_frac": _error_frac(calibration, forgetting * num_before, pairs, hardware),
             "fitted_to": tuple(names),
             "num_runs": num_before + len(pairs),
@@ -105,13 +110,50 @@ def _error_frac(
     return math.sqrt((before + len(pairs) * statistics.fmean(squares)) / (num_before + len(pairs)))
 
 
+def _transfer(
+    known: Calibration, of_models: Mapping[str, Mapping[TaskKind, Evidence]], pairs: Sequence[Pair], hardware: Hardware
+) -> dict[str, Any]:
+    """How far predictions for a model are off that nothing was learnt from, as fields of a calibration.
+
+    Models that are new to ``known`` tell, by what it said of them; without any known model each of several by what the
+    others say of it.  ``of_models``: what each model's ``pairs`` tell.
+    """
+    before = (known.transfer_error_frac or 0.0) ** 2 * known.num_transfers
+    squares = []
+    for name in of_models:
+        if name in known.fitted_to:
+            continue
+        others = known
+        if not known.fitted_to:
+            told = _added(of_kind for other, of_kind in of_models.items() if other != name)
+            others = with_estimates(known, {kind: estimate_evidence(one, hardware) for kind, one in told.items()})
+        runs = [
+            (one.workload, one.measured)
+            for pair in pairs
+            if pair.workload.model_name == name
+            for one in pairs_of(pair.workload, pair.measured)
+        ]
+        error_frac = model_error_frac(runs, hardware, others)
+        squares += [] if error_frac is None else [error_frac**2]
+    if not squares:
+        return {}
+    number = known.num_transfers + len(squares)
+    return {"transfer_error_frac": math.sqrt((before + sum(squares)) / number), "num_transfers": number}
+
+
+def _added(of_models: Iterable[Mapping[TaskKind, Evidence]]) -> dict[TaskKind, Evidence]:
+    """What all of them tell."""
+    found: dict[TaskKind, Evidence] = {}
+    for of_kinds in of_models:
+        for kind, one in of_kinds.items():
+            found[kind] = together(found[kind], one) if kind in found else one
+    return found
+
+
 def evidence_by_kind(pairs: Sequence[Pair], hardware: Hardware, calibration: Calibration) -> dict[TaskKind, Evidence]:
     """What the tasks of ``pairs`` tell, each pair by itself, with the contention that ``calibration`` has."""
-    found: dict[TaskKind, Evidence] = {}
-    for pair in (one for given in pairs for one in pairs_of(given.workload, given.measured)):
-        for kind, of_kind in _evidence_of_one(pair, hardware, calibration).items():
-            found[kind] = together(found[kind], of_kind) if kind in found else of_kind
-    return found
+    ranks = [one for given in pairs for one in pairs_of(given.workload, given.measured)]
+    return _added(_evidence_of_one(pair, hardware, calibration) for pair in ranks)
 
 
 def _evidence_of_one(pair: Pair, hardware: Hardware, calibration: Calibration) -> dict[TaskKind, Evidence]:

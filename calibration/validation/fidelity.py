@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import NonNegativeFloat, NonNegativeInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from ...shared.basics.documents import Document, FrozenModel
 from ...shared.basics.interval import Interval
 from ...shared.schema.plan import Plan
-from ...shared.schema.schedule import TaskKind
+from ...shared.schema.schedule import Lane, TaskKind
 
 
 class PlanFidelity(FrozenModel):
@@ -84,6 +84,19 @@ class KindFidelity(FrozenModel):
     all kinds they add up to the error of all iterations together."""
 
 
+class MachineChange(FrozenModel):
+    """Rounds in which the machine was another one than in the rest."""
+
+    first_round: PositiveInt
+    """Rounds count from 1."""
+    last_round: PositiveInt
+    lanes: dict[Lane, PositiveFloat]
+    """Seconds of the tasks of a lane within these rounds, over those in the others; lanes that changed alone."""
+
+    def __contains__(self, number: int) -> bool:
+        return self.first_round <= number <= self.last_round
+
+
 class Fidelity(Document):
     """All plans of one model on one machine."""
 
@@ -129,6 +142,9 @@ class Fidelity(Document):
     Intervals allow for as much."""
     control_s: tuple[float, ...] = ()
     """Seconds of an iteration of one plan in every round: what the machine did meanwhile."""
+    change: MachineChange | None = None
+    """What the machine did for good or for a while, if it did: intervals then hold for it as it was and as it became;
+    None if it did not, and in files that do not say."""
     num_rounds: int | None = None
     """Times that every plan had its turn."""
     seed: int | None = None

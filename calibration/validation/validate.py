@@ -31,6 +31,7 @@ from ..fitting.fit import fit_calibration, pairs_of
 from ..fitting.optimizer_costs import optimizer_costs
 from ..fitting.slowdowns import measure_slowdowns
 from ..fitting.subject import Subject
+from .changes import Rounds, as_it_changed, change_words, transfer_notes
 from .drawing import Draw, draw_plans, guaranteed_bytes, plan_words
 from .fidelity import Fidelity
 from .judging import Judgement
@@ -163,10 +164,11 @@ class _Validation:
         seconds = {name: [seconds_of(burst) for burst in bursts] for name, bursts in self.turns.bursts.items()}
         self._check_certain([seconds[name] for name in judged], num_rounds)
         drift = drift_frac({name: found[-num_rounds:] for name, found in seconds.items()})
-        calibration = self._calibration(fitted)
-        calibration = calibration.model_copy(
-            update={"iteration_noise_frac": max(calibration.iteration_noise_frac, drift)}
-        )
+        rounds = Rounds(subject.workload, self.turns.bursts, num_rounds)
+        is_fitted = trial.calibration is None
+        calibration = as_it_changed(self._calibration(fitted), rounds, fitted if is_fitted else None)
+        self.notes += [] if rounds.change is None else [change_words(rounds.change, num_rounds)]
+        self.notes += [] if is_fitted else transfer_notes(calibration, subject.workload.model_name)
         judgement = Judgement()
         for name in judged:
             judgement.add(subject, calibration, name, self.turns.bursts[name])
@@ -178,6 +180,7 @@ class _Validation:
             plain_s=tuple(self.plain_s),
             run={
                 "drift_frac": drift,
+                "change": rounds.change,
                 "control_s": tuple(seconds[control][-num_rounds:]),
                 "num_rounds": num_rounds,
                 "seed": trial.seed,

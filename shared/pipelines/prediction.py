@@ -33,6 +33,8 @@ class PipelinePrediction(Document):
 
     pipeline: Pipeline
     stages: tuple[StagePrediction, ...] = Field(min_length=1)
+    interval_s: Interval | None = None
+    """Where the time of whichever stage is slowest is expected; None in files that do not say."""
 
     @model_validator(mode="after")
     def _stages_are_those_of_the_pipeline(self) -> Self:
@@ -54,8 +56,11 @@ class PipelinePrediction(Document):
 
     @property
     def iteration_interval_s(self) -> Interval | None:
-        """Where the time of the slowest stage is expected; another one that takes longer then is not counted."""
-        return self.stages[self.slowest].record.iteration_interval_s
+        """Where the time of one optimizer step is expected.
+
+        Of files without ``interval_s``, that of the stage that is predicted to be slowest.
+        """
+        return self.interval_s or self.stages[self.slowest].record.iteration_interval_s
 
     @property
     def num_tokens(self) -> int:

@@ -40,6 +40,7 @@ def prediction_tables(prediction: PipelinePrediction) -> Parts:
 def stage_table(prediction: PipelinePrediction) -> Table:
     """What every stage holds, how long it takes, and what bounds it."""
     rows = []
+    spread = format_interval_s(prediction.iteration_interval_s)
     for number, stage in enumerate(prediction.stages):
         record = stage.record
         rows.append(
@@ -60,8 +61,8 @@ def stage_table(prediction: PipelinePrediction) -> Table:
         rows=rows,
         styles={prediction.slowest: "bold"},
         notes=[
-            f"All stages go at the pace of the slowest: {format_seconds(prediction.iteration_s)} per iteration, "
-            f"{format_number(prediction.tokens_per_s)} tokens per second."
+            f"All stages go at the pace of the slowest: {format_seconds(prediction.iteration_s)} per iteration"
+            f"{f' (expected: {spread})' if spread else ''}, {format_number(prediction.tokens_per_s)} tokens per second."
         ],
     )
 

@@ -170,6 +170,8 @@ class TrainedModel(FrozenModel):
     num_parameters: PositiveInt
     plan: Plan
     iteration_s: PositiveFloat
+    iteration_interval_s: Interval | None = None
+    """Where a run of the plan is expected; None in files that do not say."""
     tokens_per_s: PositiveFloat
     bottleneck: Lane | None
     """The busiest lane."""

@@ -102,11 +102,19 @@ class Calibration(Document):
     """Seconds that a step on the host takes for every tensor, however small, of optimizers that step one by one."""
     device_optimizer_tensor_s: dict[Optimizer, NonNegativeFloat] = {}
     """The same of a step on the device."""
+    states: tuple[dict[Lane, PositiveFloat], ...] = ()
+    """States that the machine was in while it was measured: how many times as long as all else here says the tasks of a
+    lane took in each; lanes that are absent did not change.  Empty: it was in one."""
     iteration_noise_frac: NonNegativeFloat = 0.0
     """Run-to-run spread of the measured iteration time: median absolute deviation over the median."""
     iteration_error_frac: NonNegativeFloat | None = None
     """Root mean square of the relative errors of iterations of runs that were left out of the fit, one plan at a time;
     None: unknown."""
+    transfer_error_frac: NonNegativeFloat | None = None
+    """Root mean square over models of the mean relative error of a model's iterations, each predicted by what was known
+    from others; None: unknown."""
+    num_transfers: NonNegativeInt = 0
+    """Models that it was found from."""
     fitted_to: tuple[str, ...] = ()
     """Names of the workloads that the factors were fitted to."""
     num_runs: PositiveInt = 1

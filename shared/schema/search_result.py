@@ -172,6 +172,8 @@ class WhatIf(FrozenModel):
     """What would be different, in words: ``"2 GiB more device memory"``."""
     iteration_s: PositiveFloat | None
     """Of the best plan then; None if none fits."""
+    iteration_interval_s: Interval | None = None
+    """Where a run of it is expected; None if none fits, or in files that do not say."""
     speedup: PositiveFloat | None
     """How many times as fast tokens then come: other numbers of ranks may train on more of them in an iteration."""
     reason: str = ""

@@ -147,10 +147,20 @@ def largest_tables(answer: LargestModels) -> Parts:
             *([one.disk_name or "none"] if has_disk else []),
             *_found_cells(one.found),
             *_following_cells(one),
+            _expected(one.found),
         )
         for one in answer.machines
     ]
-    columns = ("machine", ">device", ">host", *(["disk"] if has_disk else []), *_FOUND, "next larger", "which lacks")
+    columns = (
+        "machine",
+        ">device",
+        ">host",
+        *(["disk"] if has_disk else []),
+        *_FOUND,
+        "next larger",
+        "which lacks",
+        _EXPECTED,
+    )
     notes = []
     if any(one.found is not None and one.found.survives is False for one in answer.machines):
         notes.append(
@@ -159,7 +169,9 @@ def largest_tables(answer: LargestModels) -> Parts:
     if answer.left_out:
         notes.append(f"Left out, for they have no such sequences: {', '.join(answer.left_out)}.")
     title = f"The largest models that train: {step}"
-    parts: list[Table | str] = [Table(title=title, columns=columns, rows=rows, always=8 + has_disk, notes=notes)]
+    parts: list[Table | str] = [
+        Table(title=title, columns=columns, rows=rows, always=8 + has_disk, notes=notes, expendable=(_EXPECTED,))
+    ]
     if answer.published:
         parts.append(_published_table(answer.published))
     return tuple(parts)
@@ -200,6 +212,10 @@ def _found_cells(found: TrainedModel | None, model: str = "none") -> Row:
         format_number(found.tokens_per_s),
         NO_VALUE if found.bottleneck is None else LANE_NAMES[found.bottleneck],
     )
+
+
+def _expected(found: TrainedModel | None) -> str:
+    return (None if found is None else format_interval_s(found.iteration_interval_s)) or NO_VALUE
 
 
 def _following_cells(one: LargestModel) -> Row:

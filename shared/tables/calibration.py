@@ -44,7 +44,16 @@ def calibration_tables(calibration: Calibration) -> Parts:
             rows=slowdowns,
         ),
         f"Run-to-run noise of an iteration: {calibration.iteration_noise_frac:.1%}",
+        *_transfer(calibration),
     )
+
+
+def _transfer(calibration: Calibration) -> list[str]:
+    """How far it was off for models that it had not seen."""
+    found_frac, number = calibration.transfer_error_frac, calibration.num_transfers
+    if found_frac is None:
+        return []
+    return [f"Error for a model that it was not fitted to: {found_frac:.1%} ({number} left out)"]
 
 
 def _per_mib(calibration: Calibration, kind: TaskKind) -> str:

@@ -134,12 +134,22 @@ def outcome_table(title: str, outcomes: Sequence[PlanOutcome], result: SearchRes
 
 def _what_if_table(answers: Sequence[WhatIf]) -> Table:
     rows = [
-        (one.change, "nothing fits", "")
+        (one.change, "nothing fits", "", "")
         if one.iteration_s is None or one.speedup is None
-        else (one.change, format_seconds(one.iteration_s), f"{one.speedup:.2f} times")
+        else (
+            one.change,
+            format_seconds(one.iteration_s),
+            format_interval_s(one.iteration_interval_s) or NO_VALUE,
+            f"{one.speedup:.2f} times",
+        )
         for one in answers
     ]
-    return Table(title="If one thing were different", columns=("", ">iteration", ">tokens per second"), rows=rows)
+    return Table(
+        title="If one thing were different",
+        columns=("", ">iteration", ">expected", ">tokens per second"),
+        rows=rows,
+        expendable=(">expected",),
+    )
 
 
 def _seconds(time_s: float | None) -> str:

@@ -16,6 +16,7 @@ from typing import Final
 
 from ..basics.errors import WorkloadError
 from ..phases.distillation import Distillation, KeyToLearn
+from ..phases.seen_memory import PhaseMemory, SeenMemory
 from ..schema.workload import (
     COMPOSED,
     Block,
@@ -170,18 +171,10 @@ class _Pairs:
 
     def add(self, pair: int, student: Workload, given_bytes: int) -> int:
         """Add the next pair, whose blocks read ``given_bytes``; gives the bytes of the teacher's output."""
-        forward = self._of_teacher(pair)
-        nothing = _NOTHING
-        output_bytes = max(0, forward.net_bytes)
-        of_teacher = BlockProfile(
-            output_bytes=output_bytes,
-            forward=forward,
-            backward=nothing,
-            checkpoint_forward=forward,
-            recompute=nothing,
-            checkpoint_backward=nothing,
-        )
-        self._add_block(self.teacher, pair, "teacher", self._place(of_teacher, nothing))
+        profile = self.teacher.profile_of(pair)
+        of_teacher = self._of_teacher(pair, profile)
+        seen = None if profile.seen is None else self._of_teacher(pair, _as_seen(profile))
+        self._add_block(self.teacher, pair, "teacher", self._place(_with_seen(of_teacher, seen, profile), _NOTHING))
         self.parameters += [
             _named("teacher", p, block=2 * pair, trainable=False) for p in _of_block(self.teacher, pair)
         ]
@@ -191,9 +184,13 @@ class _Pairs:
         ]
         self.parameters += learnt
         sizes = [parameter.size_bytes for parameter in learnt if parameter.trainable]
-        of_student = self._of_student(student, pair, given_bytes, sum(sizes) if sizes else None)
-        self._add_block(student, pair, "student", of_student)
-        return output_bytes
+        profile, learnt_bytes = student.profile_of(pair), sum(sizes) if sizes else None
+        of_student, loss = self._of_student(student, pair, profile, given_bytes, learnt_bytes)
+        seen = None
+        if profile.seen is not None:
+            seen, _ = self._of_student(student, pair, _as_seen(profile), given_bytes, learnt_bytes)
+        self._add_block(student, pair, "student", self._place(_with_seen(of_student, seen, profile), loss))
+        return of_teacher.output_bytes
 
     def _add_block(self, workload: Workload, block: int, model: str, profile: int) -> None:
         self.blocks.append(Block(name=f"{model}.{workload.blocks[block].name}", profile=profile))
@@ -209,13 +206,26 @@ class _Pairs:
         self.losses.append(loss)
         return len(self.profiles) - 1
 
-    def _of_teacher(self, block: int) -> Phase:
+    def _of_teacher(self, block: int, profile: BlockProfile) -> BlockProfile:
+        """A teacher's block, which in full training has ``profile``."""
         let_go_bytes = sum(s.size_bytes for s in self.teacher.shared_inputs if s.let_go_by == block)
-        return _unmeasured(self.teacher.profile_of(block).checkpoint_forward.with_shared(held_bytes=let_go_bytes))
+        forward = _unmeasured(profile.checkpoint_forward.with_shared(held_bytes=let_go_bytes))
+        return BlockProfile(
+            output_bytes=max(0, forward.net_bytes),
+            forward=forward,
+            backward=_NOTHING,
+            checkpoint_forward=forward,
+            recompute=_NOTHING,
+            checkpoint_backward=_NOTHING,
+        )
 
-    def _of_student(self, student: Workload, block: int, given_bytes: int, learnt_bytes: int | None) -> int:
-        """The place of the profile of a student's block; ``learnt_bytes``: of what is learnt, None if nothing is."""
-        profile = student.profile_of(block)
+    def _of_student(
+        self, student: Workload, block: int, profile: BlockProfile, given_bytes: int, learnt_bytes: int | None
+    ) -> tuple[BlockProfile, Phase]:
+        """A student's block, which in full training has ``profile``, and its loss.
+
+        ``learnt_bytes``: of what is learnt, None if nothing is.
+        """
         let_go_bytes = sum(s.size_bytes for s in student.shared_inputs if s.let_go_by == block)
         forward = profile.forward if learnt_bytes is not None else profile.checkpoint_forward
         forward = _unmeasured(forward.with_shared(held_bytes=let_go_bytes))
@@ -239,7 +249,30 @@ class _Pairs:
             recompute=_NOTHING,
             checkpoint_backward=_NOTHING,
         )
-        return self._place(of_student, of_loss)
+        return of_student, of_loss
+
+
+def _as_seen(profile: BlockProfile) -> BlockProfile:
+    """The profile with the memory of the traced batch; pairs have no mode SWAP."""
+    assert profile.seen is not None
+    return profile.model_copy(update={"swappable_bytes": profile.seen.swappable_bytes}).as_seen
+
+
+def _with_seen(pair_profile: BlockProfile, seen: BlockProfile | None, of_training: BlockProfile) -> BlockProfile:
+    """``pair_profile`` with the memory of ``seen``, as what ``of_training`` was seen to take becomes it."""
+    known = of_training.seen
+    if known is None or seen is None:
+        return pair_profile
+    found = SeenMemory(
+        forward=PhaseMemory.of(seen.forward, pair_profile.forward),
+        backward=PhaseMemory.of(seen.backward, pair_profile.backward),
+        checkpoint_forward=PhaseMemory.of(seen.checkpoint_forward, pair_profile.checkpoint_forward),
+        recompute=PhaseMemory.of(seen.recompute, pair_profile.recompute),
+        checkpoint_backward=PhaseMemory.of(seen.checkpoint_backward, pair_profile.checkpoint_backward),
+        is_forced=known.is_forced,
+        num_tried=known.num_tried,
+    )
+    return pair_profile.model_copy(update={"seen": found})
 
 
 def _of_block(workload: Workload, block: int) -> list[Parameter]:

@@ -8,7 +8,8 @@ a comparison.  What is left has no task to belong to:
 * the *model's error*, of each plan by itself: what the iteration is off by with the right factors.  A calibration knows
   it from the runs that it left out of its fit, one plan at a time (``Calibration.iteration_error_frac``): the root mean
   square of few errors, so that it scatters as Student's t with as many degrees of freedom;
-* the *transfer*, of all plans for a workload that the calibration was not fitted to;
+* the *transfer*, of all plans for a workload that the calibration was not fitted to: measured, where it was fitted to
+  three models or more, by leaving them out one at a time, and again Student's t;
 * the *run*: what is measured is the typical iteration of one run, and another run measures another one.
 
 So the interval is one of the iteration time that a run of this plan will measure, not of single iterations, which
@@ -69,8 +70,11 @@ UNKNOWN_PLAN_STD: Final = 0.13
 """Of one plan by itself, of a calibration that does not say: the mean error of random plans of six models, each with
 its own calibration of three runs, was 8 to 24 %, 12.6 % in the mean."""
 TRANSFER_STD: Final = 0.10
-"""Of all plans for a workload that the calibration was not fitted to.  Factors of one kind differ by up to a tenth
-between fits to different models on one machine; no run of another model has told more yet."""
+"""Of all plans for a workload that a calibration of one or two models was not fitted to.  Factors of one kind differ by
+up to a tenth between fits to different models on one machine."""
+FEWEST_MODELS: Final = 3
+"""That a calibration must have been fitted to, for its errors of models left out to count: of two, each is predicted
+by one other, which is not what predicts the third."""
 RUN_NOISE: Final = 0.93
 """Standard deviation of what a run measures, over the median absolute deviation of its iterations: 1.48 makes a
 standard deviation of it, 1.25 that of a median of one, and what disturbs a machine lasts: of all iterations of a run
@@ -122,6 +126,8 @@ class ErrorModel:
     """Errors that ``plan_std`` was found from; None: it is taken for known."""
     transfer_std: float = 0.0
     """Of all plans for one workload."""
+    transfer_freedom: int | None = None
+    """Models that ``transfer_std`` was found from; None: it is taken for known."""
     run_std: float = 0.0
     """Of what one run measures."""
     memory: Range = (1.0, 1.0)
@@ -138,12 +144,14 @@ class ErrorModel:
             lanes = {**DATA_SHEETS, Lane.COMPUTE: compute}
             return cls(lanes=lanes, plan_std=DATA_SHEET_PLAN_STD, memory=memory)
         error_frac = calibration.iteration_error_frac
+        transfer_std, transfer_freedom = transfer_of(workload.model_name, calibration)
         return cls(
             calibration=calibration,
             lanes=dict.fromkeys(Lane, UNMEASURED_KIND),
             plan_std=UNKNOWN_PLAN_STD if error_frac is None else error_frac,
             plan_freedom=None if error_frac is None else calibration.num_runs,
-            transfer_std=0.0 if workload.model_name in calibration.fitted_to else TRANSFER_STD,
+            transfer_std=transfer_std,
+            transfer_freedom=transfer_freedom,
             run_std=RUN_NOISE * calibration.iteration_noise_frac,
             memory=memory,
         )
@@ -173,3 +181,16 @@ class ErrorModel:
         fitted = known.fitted_kind(kind)
         std = known.arrival_std_s_per_byte.get(fitted, 0.0) / known.arrival(kind)
         return Source.of_std(f"arrivals of {fitted}", min(std, _MOST_STD))
+
+
+def transfer_of(model_name: str, calibration: Calibration) -> tuple[float, int | None]:
+    """Standard deviation of the error that all plans for a model share, and how many errors it was found from.
+
+    None for the second where it is stated instead of measured, or no such error is expected.
+    """
+    if model_name in calibration.fitted_to:
+        return 0.0, None
+    measured_frac = calibration.transfer_error_frac
+    if measured_frac is None or len(calibration.fitted_to) < FEWEST_MODELS:
+        return TRANSFER_STD, None
+    return measured_frac, calibration.num_transfers

@@ -39,6 +39,8 @@ from .timing import Timing
 
 FloatArray = NDArray[np.float64]
 
+_Spread = tuple[float, int | None]
+"""A standard deviation, and the number of errors that it was found from; None: it is taken for known."""
 NUM_DRAWS: Final = 64
 NUM_PEAKS: Final = 32
 """Draws that are replayed with their memory."""
@@ -68,6 +70,32 @@ def with_intervals(
     *,
     limit_bytes: int,
 ) -> Record:
+    """The record of ``drawn_record``."""
+    record, _ = drawn_record(record, durations_s, contention, schedule, timing, errors, limit_bytes=limit_bytes)
+    return record
+
+
+@dataclass(frozen=True, eq=False)
+class PlanDraws:
+    """One plan's time under every draw."""
+
+    iteration_s: float
+    """As predicted."""
+    logs: FloatArray
+    """``time_logs`` of it."""
+    errors: ErrorModel
+
+
+def drawn_record(
+    record: Record,
+    durations_s: Sequence[float],
+    contention: ContentionModel,
+    schedule: Schedule,
+    timing: Timing,
+    errors: ErrorModel,
+    *,
+    limit_bytes: int,
+) -> tuple[Record, PlanDraws]:
     """``record`` with the intervals of its time and of its peak, and the chance that the peak is above a limit.
 
     ``durations_s``: of the tasks of ``schedule``, which ``timing`` is of.  ``limit_bytes``: of device memory.
@@ -80,13 +108,13 @@ def with_intervals(
         peak_bytes=record.peak_device_bytes,
         guaranteed_bytes=record.guaranteed_peak_device_bytes,
     )
-    return record.model_copy(
-        update={
-            "iteration_interval_s": interval_of(record.iteration_s, time_logs(drawn, DrawnMachine(errors)), errors),
-            "peak_interval_bytes": peaks.interval,
-            "chance_oom": peaks.chance_above(limit_bytes),
-        }
-    )
+    draws = PlanDraws(record.iteration_s, time_logs(drawn, DrawnMachine(errors)), errors)
+    known = {
+        "iteration_interval_s": interval_of(record.iteration_s, draws.logs, errors),
+        "peak_interval_bytes": peaks.interval,
+        "chance_oom": peaks.chance_above(limit_bytes),
+    }
+    return record.model_copy(update=known), draws
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,33 +122,56 @@ class DrawnMachine:
     """The true machine over the predicted one, ``NUM_DRAWS`` times."""
 
     errors: ErrorModel
+    owner: str = ""
+    """Whose machine it is, where there are several: each has draws of its own."""
 
     def factors(self, kinds: Iterable[TaskKind]) -> dict[TaskKind, FloatArray]:
         """(NUM_DRAWS,) true over predicted seconds of each kind."""
-        return {kind: np.exp(sum(_log_draws(source) for source in self.errors.sources_of(kind))) for kind in kinds}
+        return {
+            kind: self._state_of(kind.lane)
+            * np.exp(sum(_log_draws(source, self.owner) for source in self.errors.sources_of(kind)))
+            for kind in kinds
+        }
 
     def arrivals(self, kinds: Iterable[TaskKind]) -> dict[TaskKind, FloatArray]:
         """(NUM_DRAWS,) true over predicted seconds of what bytes that have just come cost tasks of each kind."""
         sources = {kind: self.errors.arrival_source_of(kind) for kind in kinds}
-        return {kind: np.ones(NUM_DRAWS) if one is None else np.exp(_log_draws(one)) for kind, one in sources.items()}
+        return {
+            kind: self._state_of(kind.lane) * (1.0 if one is None else np.exp(_log_draws(one, self.owner)))
+            for kind, one in sources.items()
+        }
+
+    def _state_of(self, lane: Lane) -> FloatArray:
+        """(NUM_DRAWS,) true over predicted seconds of the lane's tasks; every state has as many draws."""
+        known = self.errors.calibration
+        if known is None or not known.states:
+            return np.ones(NUM_DRAWS)
+        of_states = np.array([state.get(lane, 1.0) for state in known.states])
+        found: FloatArray = of_states[_draw_order(f"{self.owner}state of the machine") * len(of_states) // NUM_DRAWS]
+        return found
 
     @property
     def contention(self) -> FloatArray:
         """(NUM_DRAWS,) of the excess over 1 of every slowdown."""
         known = self.errors.calibration
-        return np.exp(_log_draws(_CONTENTION if known is not None and known.contention else _UNMEASURED_CONTENTION))
+        source = _CONTENTION if known is not None and known.contention else _UNMEASURED_CONTENTION
+        return np.exp(_log_draws(source, self.owner))
 
 
 @lru_cache(maxsize=256)
-def _log_draws(source: Source) -> FloatArray:
+def _log_draws(source: Source, owner: str) -> FloatArray:
     """(NUM_DRAWS,) logarithms, one from every equally likely part; the order goes by the name."""
     normal = NormalDist()
     parts = np.array([normal.inv_cdf((number + 0.5) / NUM_DRAWS) for number in range(NUM_DRAWS)])
     # Middles of parts scatter a little less than the distribution.
     parts /= parts.std()
-    order = np.random.default_rng(zlib.crc32(source.name.encode())).permutation(NUM_DRAWS)
-    found: FloatArray = source.log_mean + source.log_std * parts[order]
+    found: FloatArray = source.log_mean + source.log_std * parts[_draw_order(owner + source.name)]
     return found
+
+
+def _draw_order(name: str) -> NDArray[np.intp]:
+    """(NUM_DRAWS,) which of the equally likely parts of the source of this name every draw has."""
+    return np.random.default_rng(zlib.crc32(name.encode())).permutation(NUM_DRAWS)
 
 
 def log_errors(errors: ErrorModel, *, num_plans: int = 1, is_shared: bool = True) -> FloatArray:
@@ -129,23 +180,26 @@ def log_errors(errors: ErrorModel, *, num_plans: int = 1, is_shared: bool = True
     ``num_plans``: errors of so many plans, each by itself, laid one over the other.  ``is_shared``: with what all plans
     for one workload have in common.
     """
-    return _log_errors(
-        errors.plan_std, errors.plan_freedom, errors.transfer_std if is_shared else 0.0, errors.run_std, num_plans
-    )
+    plan = errors.plan_std, errors.plan_freedom
+    transfer = (errors.transfer_std, errors.transfer_freedom) if is_shared else (0.0, None)
+    return _log_errors(plan, transfer, errors.run_std, num_plans)
 
 
 @lru_cache(maxsize=64)
-def _log_errors(
-    plan_std: float, freedom: int | None, transfer_std: float, run_std: float, num_plans: int
-) -> FloatArray:
+def _log_errors(plan: _Spread, transfer: _Spread, run_std: float, num_plans: int) -> FloatArray:
     random = np.random.default_rng(0)
-    total = transfer_std * random.standard_normal(_NUM_SAMPLES)
+    total = _drawn(transfer, random)
     for _ in range(num_plans):
-        of_plan = random.standard_normal(_NUM_SAMPLES) if freedom is None else random.standard_t(freedom, _NUM_SAMPLES)
-        total += plan_std * of_plan + run_std * random.standard_normal(_NUM_SAMPLES)
+        total += _drawn(plan, random) + run_std * random.standard_normal(_NUM_SAMPLES)
     found: FloatArray = _quantiles(total, (np.arange(_NUM_ERRORS) + 0.5) / _NUM_ERRORS)
     # What is left out of the mean by chance must not move the interval.
     return (found - found[::-1]) / 2
+
+
+def _drawn(spread: _Spread, random: np.random.Generator) -> FloatArray:
+    std, freedom = spread
+    values = random.standard_normal(_NUM_SAMPLES) if freedom is None else random.standard_t(freedom, _NUM_SAMPLES)
+    return std * values
 
 
 def _quantiles(values: FloatArray, shares: FloatArray) -> FloatArray:

@@ -9,7 +9,8 @@ from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.record import Record
 from ...shared.schema.workload import Workload
-from .simulator import simulate
+from .joint_intervals import interval_of_slowest
+from .simulator import simulate_drawn
 
 
 def simulate_pipeline(
@@ -27,12 +28,25 @@ def simulate_pipeline(
 
     Raises PlanError if the pipeline belongs to another workload, otherwise as ``simulate``.
     """
-    records = []
+    records, draws = [], []
     workloads = pipeline.workloads(workload)
     for number, (stage, own) in enumerate(zip(pipeline.stages, workloads, strict=True)):
         on_progress(number, pipeline.num_stages)
-        records.append(simulate(stage.plan, own, hardware, calibration))
-    return predicted_pipeline(pipeline, workloads, records)
+        record, of_stage = simulate_drawn(stage.plan, own, hardware, calibration)
+        records.append(record)
+        draws.append(of_stage)
+    found = predicted_pipeline(pipeline, workloads, records)
+    return found.model_copy(update={"interval_s": interval_of_slowest(draws)})
+
+
+def with_interval(
+    prediction: PipelinePrediction, workload: Workload, hardware: Hardware, calibration: Calibration | None
+) -> PipelinePrediction:
+    """A pipeline whose stages were searched, with the interval of the whole; every stage is simulated once more."""
+    pipeline = prediction.pipeline
+    pairs = zip(pipeline.stages, pipeline.workloads(workload), strict=True)
+    draws = [simulate_drawn(stage.plan, own, hardware, calibration)[1] for stage, own in pairs]
+    return prediction.model_copy(update={"interval_s": interval_of_slowest(draws)})
 
 
 def predicted_pipeline(

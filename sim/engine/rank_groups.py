@@ -21,8 +21,11 @@ from ...shared.schema.record import OF_RANKS, RankRecord, RankWait, Record
 from ...shared.schema.schedule import Lane, Schedule, TaskId
 from ...shared.schema.workload import Workload
 from ..costs.contention import ContentionModel
+from ..costs.error_sources import ErrorModel
 from ..costs.task_costs import CostModel
 from ..memory.libraries import collective_bytes
+from .intervals import DrawnMachine, PlanDraws
+from .joint_intervals import draws_of, interval_of_groups
 from .lanes import LaneProcesses
 from .prediction import RankMachine, predicted_record
 from .simulator import MAX_ITERATIONS, MIN_ITERATIONS, by_task
@@ -94,8 +97,8 @@ def simulate_groups(
 
     Every group is simulated once, whatever its number of ranks, in one world, where all meet in their collectives
     ([Note: Where groups meet] in ``sim/engine/lanes.py``).  A collective takes as long as on the machine where
-    it takes longest.  Equal groups give exactly what ``simulate`` gives, but no intervals.  The cost
-    grows with groups times tasks.
+    it takes longest.  Equal groups give exactly what ``simulate`` gives, but no intervals of peaks.  The cost grows
+    with groups times tasks.
 
     Raises PlanError if the groups do not have the plan's ranks between them, and what ``simulate`` raises.
     """
@@ -125,6 +128,9 @@ def simulate_groups(
         )
         for group, model, timing in zip(groups, costs, timings, strict=True)
     ]
+    draws = _drawn(workload, groups, schedule, durations_s, contentions, calibration)
+    interval = interval_of_groups(timings[0].iteration_s, draws)
+    records = [record.model_copy(update={"iteration_interval_s": interval}) for record in records]
     found = tuple(GroupRecord(group, record) for group, record in zip(groups, records, strict=True))
     record = _of_all(groups, records, timings, schedule.lanes[Lane.COMPUTE][0])
     return GroupedPrediction(found, timings[0].iteration_s, record)
@@ -209,6 +215,30 @@ def _slowed(schedule: Schedule, costs: CostModel, group: RankGroup) -> tuple[flo
     durations_s = costs.durations_s(schedule)
     pairs = zip(schedule.tasks, durations_s, strict=True)
     return tuple(seconds * group.slowdowns.get(task.lane, 1.0) for task, seconds in pairs)
+
+
+def _drawn(
+    workload: Workload,
+    groups: Sequence[RankGroup],
+    schedule: Schedule,
+    durations_s: Sequence[Sequence[float]],
+    contentions: Sequence[ContentionModel],
+    calibration: Calibration | None,
+) -> list[PlanDraws]:
+    """Every group by itself, with collectives that take as long as in the group where they take longest."""
+    longest_s = np.max(durations_s, axis=0)
+    is_joint = np.array([task.lane is Lane.COLLECTIVE for task in schedule.tasks])
+    # Machines of one kind are off by the same factors; the first kind has the draws of a machine by itself.
+    names = ["" if group.hardware.name == groups[0].hardware.name else group.hardware.name for group in groups]
+    return [
+        draws_of(
+            schedule,
+            np.where(is_joint, longest_s, of_group).tolist(),
+            contention,
+            DrawnMachine(ErrorModel.of(workload, group.hardware, calibration), name),
+        )
+        for group, of_group, contention, name in zip(groups, durations_s, contentions, names, strict=True)
+    ]
 
 
 def _check_groups(plan: Plan, groups: Sequence[RankGroup]) -> None:

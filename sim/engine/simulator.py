@@ -24,7 +24,7 @@ from ..costs.error_sources import ErrorModel
 from ..costs.task_costs import CostModel
 from ..memory.libraries import collective_bytes, rank_device_bytes
 from .folding import MORE_KEPT, Folds, find_folds, kept_micro_batches
-from .intervals import with_intervals
+from .intervals import PlanDraws, drawn_record
 from .kept_schedule import KeptSchedule, kept_schedule
 from .lanes import LaneProcesses
 from .prediction import RankMachine, predicted_record
@@ -68,6 +68,24 @@ def simulate(
     the calibration belongs to another machine, HardwareError if the machine lacks a figure that the workload needs or a
     device for a rank, and WorkloadError if the workload says nothing of how long it takes on this machine.
     """
+    record, _ = simulate_drawn(
+        plan, workload, hardware, calibration, schedule=schedule, layout=layout, method=method, on_progress=on_progress
+    )
+    return record
+
+
+def simulate_drawn(
+    plan: Plan,
+    workload: Workload,
+    hardware: Hardware,
+    calibration: Calibration | None = None,
+    *,
+    schedule: Schedule | None = None,
+    layout: Layout | None = None,
+    method: Method | None = None,
+    on_progress: OnProgress = no_progress,
+) -> tuple[Record, PlanDraws]:
+    """``simulate``, with the time under every draw, which intervals of several plans together are made of."""
     costs = CostModel.of(workload, hardware, calibration, num_ranks=plan.num_ranks)
     num_stages = workload.num_stages
     contention = ContentionModel.for_plan(plan, hardware, calibration, num_stages=num_stages)
@@ -87,7 +105,7 @@ def simulate(
     record = predicted_record(plan, workload, rank, calibration, schedule, timing, layout=layout, method=method)
     durations_s, errors = costs.durations_s(schedule), ErrorModel.of(workload, hardware, calibration)
     limit_bytes = rank_device_bytes(hardware, plan.num_ranks * num_stages, plan.shard_ranks)
-    return with_intervals(record, durations_s, contention, schedule, timing, errors, limit_bytes=limit_bytes)
+    return drawn_record(record, durations_s, contention, schedule, timing, errors, limit_bytes=limit_bytes)
 
 
 def simulate_plan(

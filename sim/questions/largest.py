@@ -192,6 +192,7 @@ def trained(request: LargestRequest, workload: Workload, hardware: Hardware) -> 
         num_parameters=workload.num_parameters,
         plan=result.plan,
         iteration_s=record.iteration_s,
+        iteration_interval_s=record.iteration_interval_s,
         tokens_per_s=record.tokens_per_s,
         bottleneck=bottleneck(record),
         guaranteed_peak_device_bytes=record.guaranteed_peak_device_bytes,

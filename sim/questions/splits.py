@@ -35,7 +35,7 @@ from ...shared.schema.search_result import SearchResult
 from ...shared.schema.workload import Workload
 from ...shared.workloads.stages import stage_workload
 from ..costs.task_costs import CostModel
-from ..engine.pipelines import predicted_pipeline
+from ..engine.pipelines import predicted_pipeline, with_interval
 from ..searching.request import GlobalBatch, SearchRequest
 from ..searching.search import search
 
@@ -77,7 +77,7 @@ def search_splits(request: SearchRequest, *, on_progress: OnProgress = no_progre
         model_name=workload.model_name,
         hardware_name=request.hardware.name,
         num_ranks=request.step.num_ranks,
-        chosen=chosen,
+        chosen=with_interval(chosen, workload, request.hardware, request.calibration),
         splits=tuple(split for split, _ in found),
         device_budget_bytes=device_bytes,
         tolerance_frac=tolerance_frac,

@@ -93,9 +93,16 @@ def what_if(
         on_progress(number, len(asked))
         try:
             # An answer of one figure: nothing stands beside it.
-            found_s = search(replace(question.request, baselines=None)).prediction.iteration_s
-            speedup = iteration_s / found_s * (tokens_per_step(question.request) / tokens_now)
-            answers.append(WhatIf(change=question.change, iteration_s=found_s, speedup=speedup))
+            found = search(replace(question.request, baselines=None)).prediction
+            speedup = iteration_s / found.iteration_s * (tokens_per_step(question.request) / tokens_now)
+            answers.append(
+                WhatIf(
+                    change=question.change,
+                    iteration_s=found.iteration_s,
+                    iteration_interval_s=found.iteration_interval_s,
+                    speedup=speedup,
+                )
+            )
         except PlanError as error:
             answers.append(WhatIf(change=question.change, iteration_s=None, speedup=None, reason=str(error)))
     on_progress(len(asked), len(asked))

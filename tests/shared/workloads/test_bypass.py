@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from protwin.shared.basics.errors import PlanError, WorkloadError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import layout_of
+from protwin.shared.phases.seen_memory import PhaseMemory, SeenMemory
 from protwin.shared.schema.plan import Plan, TrainingMethod
 from protwin.shared.schema.schedule import Content, OuterSection, TaskKind
-from protwin.shared.schema.workload import DType, Workload
+from protwin.shared.schema.workload import DType, Phase, Workload
 from protwin.shared.verify.verify import verify_schedule
 from protwin.shared.workloads.block_losses import loss_phases
 from protwin.shared.workloads.bypass import bypass_workload
@@ -20,6 +21,7 @@ from tests.shared.small_models import chain
 from tests.strategies.workloads import workloads
 
 GIB = 2**30
+PHASES = ("forward", "backward", "checkpoint_forward", "recompute", "checkpoint_backward")
 
 
 def resident_plan(workload: Workload, **knobs: object) -> Plan:
@@ -84,6 +86,51 @@ def test_any_workload_is_its_own_teacher(model: Workload) -> None:
     found = bypass_workload(model, [model])
     plan = resident_plan(found, n_persist=0, n_buffer=layout_of(found, GIB).min_buffers(0))
     verify_schedule(compile_schedule(plan, found), plan, found)
+
+
+def lower(phase: Phase) -> Phase:
+    """With half of what it holds beyond what it leaves."""
+    base = max(0, phase.net_bytes)
+    fields = {name: getattr(phase, name) for name in Phase.model_fields}
+    for name in ("curve", "adding_curve"):
+        fields[name] = tuple(
+            (end, base + (level - base) // 2 if level > base else level) for end, level in fields[name]
+        )
+    return Phase(**fields)
+
+
+def routed(model: Workload) -> tuple[Workload, Workload]:
+    """The model, of whose batch less was seen than its values may take; and one that always takes as little."""
+    less, known = [], []
+    for profile in model.profiles:
+        phases = {name: lower(getattr(profile, name)) for name in PHASES}
+        memory = {name: PhaseMemory.of(phase, getattr(profile, name)) for name, phase in phases.items()}
+        seen = SeenMemory(**memory, swappable_bytes=profile.swappable_bytes, is_forced=True, num_tried=4)
+        less.append(profile.model_copy(update=phases))
+        known.append(profile.model_copy(update={"seen": seen}))
+    fields = {name: getattr(model, name) for name in Workload.model_fields}
+    return Workload(**fields | {"profiles": tuple(known)}), Workload(**fields | {"profiles": tuple(less)})
+
+
+@settings(max_examples=examples(200, 10))
+@given(workloads(max_blocks=3))
+def test_pairs_of_models_whose_memory_depends_on_values_know_both(model: Workload) -> None:
+    """What was seen of the pairs is what pairs of what was seen take; the most is what pairs of the most take."""
+    known, less = routed(model)
+    try:
+        found, seen, worst = (bypass_workload(one, [one]) for one in (known, less, model))
+    except WorkloadError:
+        return  # its blocks share, or nothing is learnt
+    for block in range(found.num_blocks):
+        profile = found.profile_of(block)
+        assert profile.model_copy(update={"seen": None}) == worst.profile_of(block)
+        assert profile.seen is not None
+        assert profile.seen.num_tried == 4
+        as_seen, expected = found.as_seen.profile_of(block), seen.profile_of(block)
+        for name in PHASES:
+            for field in ("net_bytes", "curve", "adding_curve", "gradient_bytes"):
+                assert getattr(getattr(as_seen, name), field) == getattr(getattr(expected, name), field)
+    assert found.as_seen.identity == found.identity
 
 
 def test_the_loss_saves_a_difference_in_float32() -> None:
