@@ -7,7 +7,8 @@ a comparison.  What is left has no task to belong to:
 
 * the *model's error*, of each plan by itself: what the iteration is off by with the right factors.  A calibration knows
   it from the runs that it left out of its fit, one plan at a time (``Calibration.iteration_error_frac``): the root mean
-  square of few errors, so that it scatters as Student's t with as many degrees of freedom;
+  square of few errors, so that it scatters as Student's t with as many degrees of freedom.  The noise of those runs is
+  in these errors, and is taken out;
 * the *transfer*, of all plans for a workload that the calibration was not fitted to: measured, where it was fitted to
   three models or more, by leaving them out one at a time, and again Student's t;
 * the *run*: what is measured is the typical iteration of one run, and another run measures another one.
@@ -143,16 +144,16 @@ class ErrorModel:
             compute = MEASURED_PHASES if is_measured else CPU_DEVICE if is_cpu else DATA_SHEETS[Lane.COMPUTE]
             lanes = {**DATA_SHEETS, Lane.COMPUTE: compute}
             return cls(lanes=lanes, plan_std=DATA_SHEET_PLAN_STD, memory=memory)
-        error_frac = calibration.iteration_error_frac
+        error_frac, run_std = calibration.iteration_error_frac, RUN_NOISE * calibration.iteration_noise_frac
         transfer_std, transfer_freedom = transfer_of(workload.model_name, calibration)
         return cls(
             calibration=calibration,
             lanes=dict.fromkeys(Lane, UNMEASURED_KIND),
-            plan_std=UNKNOWN_PLAN_STD if error_frac is None else error_frac,
+            plan_std=UNKNOWN_PLAN_STD if error_frac is None else _without(error_frac, run_std),
             plan_freedom=None if error_frac is None else calibration.num_runs,
             transfer_std=transfer_std,
             transfer_freedom=transfer_freedom,
-            run_std=RUN_NOISE * calibration.iteration_noise_frac,
+            run_std=run_std,
             memory=memory,
         )
 
@@ -181,6 +182,11 @@ class ErrorModel:
         fitted = known.fitted_kind(kind)
         std = known.arrival_std_s_per_byte.get(fitted, 0.0) / known.arrival(kind)
         return Source.of_std(f"arrivals of {fitted}", min(std, _MOST_STD))
+
+
+def _without(error_frac: float, run_std: float) -> float:
+    """What is left of the errors of single runs without what a run itself scatters by: both vary by themselves."""
+    return math.sqrt(max(0.0, error_frac**2 - run_std**2))
 
 
 def transfer_of(model_name: str, calibration: Calibration) -> tuple[float, int | None]:

@@ -103,8 +103,10 @@ def coverage(chosen: Plan, known: Calibration, found: Interval) -> float:
         durations_s = [seconds * factors[task.kind] for task, seconds in tasks]
         true_s = simulate_timing(bare.schedule, durations_s, ContentionModel.none()).iteration_s
         num_runs = 20 * (NUM_TRUTHS if is_certain else 1)
-        errors = (known.iteration_error_frac or 0.0) * random.standard_t(known.num_runs, num_runs)
-        errors += 0.93 * known.iteration_noise_frac * random.standard_normal(num_runs)
+        noise_std = 0.93 * known.iteration_noise_frac
+        model_std = math.sqrt(max(0.0, (known.iteration_error_frac or 0.0) ** 2 - noise_std**2))
+        errors = model_std * random.standard_t(known.num_runs, num_runs)
+        errors += noise_std * random.standard_normal(num_runs)
         if MODEL.model_name not in known.fitted_to:
             errors += 0.10 * random.standard_normal(num_runs)
         hits += [found.contains(one_s) for one_s in (true_s * np.exp(errors)).tolist()]
