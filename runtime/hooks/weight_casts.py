@@ -44,6 +44,8 @@ class WeightCasts:
 
     def stays(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor that is saved is the cast of a weight that others may use; notes it if none may."""
+        if not self._narrow:
+            return False
         cast = tensor._base if tensor._is_view() else tensor
         if cast is None or self._narrow.get(cast.device.type) is not cast.dtype:
             return False

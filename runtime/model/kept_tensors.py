@@ -11,6 +11,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from types import FunctionType, MethodType, NoneType
 from typing import Any, Final
 
 import torch
@@ -20,6 +21,8 @@ from .nested_tensors import has_storage
 
 _OF_EVERY_MODULE: Final = frozenset(nn.Module().__dict__)
 """Attributes of ``nn.Module`` itself: its tables of parameters, buffers, submodules and hooks."""
+_LEAVES: Final = frozenset({NoneType, bool, int, float, str, FunctionType, MethodType})
+"""What most attributes are, and holds nothing."""
 _ROWS: Final = (list, tuple, set, frozenset, deque)
 _REFILLED: Final = (list, set, deque, dict, OrderedDict, defaultdict)
 """Containers that are emptied and filled again as one would expect."""
@@ -31,14 +34,22 @@ def kept_tensors(modules: Iterable[nn.Module], *, model: nn.Module | None = None
     Parameters and buffers of ``modules``, or of the ``model`` that they belong to, are left out.
     """
     modules = list(modules)
+    seen: set[int] = set()
+    found = [
+        tensor
+        for module in modules
+        for name, value in module.__dict__.items()
+        if type(value) not in _LEAVES and name not in _OF_EVERY_MODULE
+        for tensor in _tensors_within(value, seen)
+    ]
+    if not found:
+        # The usual case, asked whenever a block that swaps has run: nobody has to look at the whole model.
+        return
     owners = modules if model is None else model.modules()
     own = {id(tensor) for module in owners for tensor in (*module.parameters(False), *module.buffers(False))}
-    seen: set[int] = set()
-    for module in modules:
-        for value in _plain_attributes(module).values():
-            for tensor in _tensors_within(value, seen):
-                if id(tensor) not in own and has_storage(tensor):
-                    yield tensor
+    for tensor in found:
+        if id(tensor) not in own and has_storage(tensor):
+            yield tensor
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:
