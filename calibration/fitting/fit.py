@@ -19,7 +19,7 @@ import numpy as np
 
 from ...shared.basics.errors import CalibrationError
 from ...shared.compile.compile import compile_schedule
-from ...shared.schema.calibration import Calibration, Contention, Factor
+from ...shared.schema.calibration import Calibration, Contention, Factor, MeanSeconds
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.record import OF_RANKS, Origin, RankRecord, Record
 from ...shared.schema.schedule import Lane, Schedule, TaskKind
@@ -32,7 +32,9 @@ from ..estimation.tasks import NOTHING_KNOWN, Coefficient, Priors, estimate_task
 from .left_out import left_out_error_frac
 from .since_ready import seconds_since_ready
 
-_ROUNDS: Final = 4
+_ROUNDS: Final = 5
+_SWAPPING: Final = (TaskKind.FORWARD, TaskKind.BACKWARD)
+"""What takes longer where its block swaps."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ def fit(
             kind: estimate_tasks(kind, *of_kind.columns, hardware, priors.get(kind, NOTHING_KNOWN))
             for kind, of_kind in seen.items()
         } | {kind: expected(of_kind) for kind, of_kind in priors.items() if kind not in seen}
-        calibration = with_estimates(calibration, estimates)
+        calibration = with_estimates(calibration, estimates).model_copy(update={"swapping": _swapping(seen, estimates)})
     return Fit(_with_gap(calibration, pairs, schedules), estimates)
 
 
@@ -158,6 +160,8 @@ class _Seen:
     modelled_s: list[float] = field(default_factory=list)
     arrived_bytes: list[float] = field(default_factory=list)
     measured_s: list[float] = field(default_factory=list)
+    swapping: list[tuple[float, float, float]] = field(default_factory=list)
+    """The same three of those whose blocks swap, with what swapping took."""
 
     @property
     def columns(self) -> tuple[FloatArray, FloatArray, FloatArray]:
@@ -184,12 +188,34 @@ def _seen(
         timing = simulate_timing(schedule, current, ContentionModel.for_plan(plan, hardware, calibration))
         taken = timing.ends_s[timing.window] - timing.starts_s[timing.window]
         seconds = seconds_since_ready(pair.measured, schedule)
+        swapping = {task.section for task in schedule.tasks if task.kind is TaskKind.ACTIVATION_OFFLOAD}
         for task in schedule.tasks:
             slowdown = float(taken[task.id]) / current[task.id] if current[task.id] > 0 else 1.0
             of_kind = found.setdefault(task.kind, _Seen())
             of_kind.modelled_s.append(bare[task.id])
             of_kind.arrived_bytes.append(float(task.arrived_bytes))
-            of_kind.measured_s.append(seconds[task.id] / max(1.0, slowdown))
+            alone_s = seconds[task.id] / max(1.0, slowdown)
+            if task.kind in _SWAPPING and task.section in swapping:
+                of_kind.swapping.append((bare[task.id], float(task.arrived_bytes), alone_s))
+                alone_s -= calibration.swap_s(task.kind)
+            of_kind.measured_s.append(alone_s)
+    return found
+
+
+def _swapping(seen: Mapping[TaskKind, _Seen], estimates: Mapping[TaskKind, Estimate]) -> dict[TaskKind, MeanSeconds]:
+    """What tasks of blocks that swap take beyond what ``estimates`` say, by kind."""
+    found = {}
+    for kind, of_kind in seen.items():
+        rows, known = of_kind.swapping, estimates[kind]
+        if rows:
+            more_s = [
+                taken_s
+                - known[Coefficient.SLOPE] * modelled_s
+                - known[Coefficient.OVERHEAD_S]
+                - known[Coefficient.ARRIVAL_S_PER_BYTE] * arrived_bytes
+                for modelled_s, arrived_bytes, taken_s in rows
+            ]
+            found[kind] = MeanSeconds(seconds=max(0.0, statistics.fmean(more_s)), num_tasks=len(rows))
     return found
 
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 from ...runtime.recording.timed_iterations import LEAST_TIMED
 from ...shared.basics.errors import CalibrationError
 from ...shared.compile.compile import compile_schedule
-from ...shared.schema.calibration import Calibration, Evidence
+from ...shared.schema.calibration import Calibration, Evidence, MeanSeconds
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.record import Origin, Record
 from ...shared.schema.schedule import TaskKind
@@ -75,6 +75,7 @@ def updated(
         update={
             **{name: getattr(known, name) | getattr(found, name) for name in _BY_KIND},
             "evidence": evidence,
+            "swapping": _swapping(known, pairs, hardware, forgetting),
             "iteration_noise_frac": _noise_frac(known, forgetting * num_before, pairs),
             **_transfer(known, of_models, pairs, hardware),
             "iteration_error_frac": _error_frac(calibration, forgetting * num_before, pairs, hardware),
@@ -156,27 +157,53 @@ def evidence_by_kind(pairs: Sequence[Pair], hardware: Hardware, calibration: Cal
     return _added(_evidence_of_one(pair, hardware, calibration) for pair in ranks)
 
 
-def _evidence_of_one(pair: Pair, hardware: Hardware, calibration: Calibration) -> dict[TaskKind, Evidence]:
-    """Slowdowns are those under the factors of this record alone, so that it tells the same whatever else is known."""
-    measured_alone = {
-        name: getattr(calibration, name)
-        for name in (
-            "host_optimizer_factors",
-            "device_optimizer_factors",
-            "host_optimizer_tensor_s",
-            "device_optimizer_tensor_s",
-        )
-    }
-    own = fit(
+_OF_OPTIMIZERS: Final = (
+    "host_optimizer_factors",
+    "device_optimizer_factors",
+    "host_optimizer_tensor_s",
+    "device_optimizer_tensor_s",
+)
+"""Measured by themselves."""
+
+
+def _alone(pair: Pair, hardware: Hardware, calibration: Calibration) -> Calibration:
+    """What a record tells alone: the same whatever else is known."""
+    return fit(
         [pair],
         hardware,
         contention=calibration.contention,
         machine=calibration.machine,
         software=calibration.software,
-        optimizers=measured_alone,
+        optimizers={name: getattr(calibration, name) for name in _OF_OPTIMIZERS},
     ).calibration
+
+
+def _swapping(
+    known: Calibration, pairs: Sequence[Pair], hardware: Hardware, forgotten: float
+) -> dict[TaskKind, MeanSeconds]:
+    """What tasks of blocks that swap take longer: the mean over runs, of which those before count in part."""
+    found = dict(known.swapping)
+    left = dict.fromkeys(found, forgotten)
+    for pair in (one for given in pairs for one in pairs_of(given.workload, given.measured)):
+        if all(timing.kind is not TaskKind.ACTIVATION_OFFLOAD for timing in pair.measured.tasks):
+            continue
+        for kind, new in _alone(pair, hardware, known).swapping.items():
+            before = found.get(kind, MeanSeconds(num_tasks=0))
+            num_before = left.pop(kind, 1.0) * before.num_tasks
+            number = num_before + new.num_tasks
+            seconds = (num_before * before.seconds + new.num_tasks * new.seconds) / number
+            found[kind] = MeanSeconds(seconds=seconds, num_tasks=number)
+    return found
+
+
+def _evidence_of_one(pair: Pair, hardware: Hardware, calibration: Calibration) -> dict[TaskKind, Evidence]:
+    """Slowdowns are those under the factors of this record alone."""
+    own = _alone(pair, hardware, calibration)
     bare = Calibration(
-        hardware_name=hardware.name, machine=calibration.machine, software=calibration.software, **measured_alone
+        hardware_name=hardware.name,
+        machine=calibration.machine,
+        software=calibration.software,
+        **{name: getattr(calibration, name) for name in _OF_OPTIMIZERS},
     )
     columns = columns_of(pair, hardware, own, bare)
     # What passes between iterations is part of the task that ends one.

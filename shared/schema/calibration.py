@@ -43,6 +43,14 @@ class Contention(FrozenModel):
         return self
 
 
+class MeanSeconds(FrozenModel):
+    """What tasks took, in the mean."""
+
+    seconds: NonNegativeFloat = 0.0
+    num_tasks: NonNegativeFloat = 1.0
+    """Of which earlier ones count in part."""
+
+
 class Evidence(FrozenModel):
     """Sums over the tasks of one kind in all records, of which earlier ones count in part.
 
@@ -90,6 +98,9 @@ class Calibration(Document):
     """Seconds added to a task for every byte that it is the first to read since a copy brought it; absent: 0."""
     arrival_std_s_per_byte: dict[TaskKind, NonNegativeFloat] = {}
     """Standard deviation of each of these."""
+    swapping: dict[TaskKind, MeanSeconds] = {}
+    """Added to a task of a block in mode SWAP: each tensor that its forward saves is noted in Python, and each that its
+    backward reads is made anew; absent: nothing."""
     evidence: dict[TaskKind, Evidence] = {}
     """What the coefficients were estimated from, for records to come; absent: they are all that is known."""
     contention: tuple[Contention, ...] = ()
@@ -138,6 +149,11 @@ class Calibration(Document):
     def arrival(self, kind: TaskKind) -> float:
         """Seconds added for every byte that has just come; of kinds as ``factor`` says."""
         return self.arrival_s_per_byte.get(self.fitted_kind(kind), 0.0)
+
+    def swap_s(self, kind: TaskKind) -> float:
+        """Seconds added to a task of a block in mode SWAP."""
+        found = self.swapping.get(kind)
+        return found.seconds if found is not None else 0.0
 
     def fitted_kind(self, kind: TaskKind) -> TaskKind:
         """The kind whose figures count for ``kind``: itself, or one that is like it ([Note: Kinds without runs])."""

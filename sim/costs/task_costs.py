@@ -119,7 +119,13 @@ class CostModel:
         """
         check_disk(schedule, self.hardware)
         priced = self.stepping(schedule.optimizer).among(schedule.num_ranks, schedule.shard_ranks)
-        return tuple([priced.task_s(task) for task in schedule.tasks])
+        swapping = {task.section for task in schedule.tasks if task.kind is TaskKind.ACTIVATION_OFFLOAD}
+        return tuple(
+            [
+                priced.task_s(task) + (self.swap_s(task.kind) if task.section in swapping else 0.0)
+                for task in schedule.tasks
+            ]
+        )
 
     def stepping(self, optimizer: Optimizer) -> CostModel:
         """The costs on the same machine with this optimizer."""
@@ -145,6 +151,10 @@ class CostModel:
     def arrival_s_per_byte(self, kind: TaskKind) -> float:
         """What a task of ``kind`` pays for every byte that it is the first to read on the device; calibrated."""
         return 0.0 if self.calibration is None else self.calibration.arrival(kind)
+
+    def swap_s(self, kind: TaskKind) -> float:
+        """What a task of ``kind`` takes longer because its block swaps; calibrated."""
+        return 0.0 if self.calibration is None else self.calibration.swap_s(kind)
 
     def _task_s(self, task: Task) -> float:
         if task.stated_s is not None:

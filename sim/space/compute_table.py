@@ -20,7 +20,7 @@ from ...shared.schema.workload import Workload
 from ..costs.task_costs import CostModel
 from .prices import FloatArray, PriceList
 from .section_program import SectionProgram
-from .space import IntArray, ModeRows
+from .space import BoolArray, IntArray, ModeRows
 from .step_spec import StepSpec
 
 _PLAIN_STEP: Final = StepSpec()
@@ -71,12 +71,29 @@ def compute_table(
         prices=prices,
         modes=modes,
         positions=policies.sections.positions_of(workload, step.micro_batches),
-        seconds=program.seconds(prices),
+        seconds=program.seconds(prices)
+        + _swapping_s(prices, modes, swap_bytes > 0, policies.sections.positions_of(workload)),
         levels=_levels(policies, workload, modes, step.micro_batches),
         swap_bytes=swap_bytes,
         swap_out_s=copies_s(TaskKind.ACTIVATION_OFFLOAD),
         swap_in_s=copies_s(TaskKind.ACTIVATION_FETCH),
     )
+
+
+def _swapping_s(prices: PriceList, modes: ModeRows, moves: BoolArray, positions: Positions) -> FloatArray:
+    """(K, W) what tasks take longer because their blocks swap; ``moves``: (n,) the blocks that have something to."""
+    found = np.zeros((len(modes.n_swap), positions.micro_length))
+    swaps = modes.is_swap & moves
+    if not swaps.any():
+        return found
+    sections = np.arange(1, len(moves) + 1)
+    for kind, position in (
+        (TaskKind.FORWARD, positions.forward(sections)),
+        (TaskKind.BACKWARD, positions.backward(sections)),
+    ):
+        if swap_s := prices.swap_s(kind):
+            found[:, position] = np.where(swaps, swap_s, 0.0)
+    return found
 
 
 def _levels(policies: Policies, workload: Workload, modes: ModeRows, micro_batches: int) -> ActivationLevels:

@@ -166,6 +166,9 @@ class PlanFamily:
             seconds[:, here] = of_rows[group.rows]
             if group.checkpointed is not None:
                 seconds[1, here] = of_rows[group.checkpointed]
+        for ids, group in self.draft.groups:
+            if swap_s := self.prices.swap_s(group.kind):
+                seconds[:, ids] += np.where(np.isin(group.section, self.family.swapped + 1), swap_s, 0.0)
         self._add_arrivals(seconds)
         return seconds
 

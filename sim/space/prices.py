@@ -38,6 +38,10 @@ class PriceList:
         """What a task of ``kind`` pays for every byte that it is the first to read on the device."""
         return self._costs.arrival_s_per_byte(kind)
 
+    def swap_s(self, kind: TaskKind) -> float:
+        """What a task of ``kind`` takes longer because its block swaps."""
+        return self._costs.swap_s(kind)
+
     def _price(self, task: Task) -> float:
         """Equal tasks are priced once."""
         stepped = task.num_stepped, task.stepped_bytes, task.num_tensors

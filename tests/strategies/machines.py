@@ -7,7 +7,7 @@ from typing import Final
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from protwin.shared.schema.calibration import Calibration, Contention, Factor
+from protwin.shared.schema.calibration import Calibration, Contention, Factor, MeanSeconds
 from protwin.shared.schema.hardware import Device, DeviceKind, Disk, Hardware, Host, Link, LinkPoint
 from protwin.shared.schema.schedule import Lane, TaskKind
 from protwin.shared.schema.workload import DType, OperationClass
@@ -101,6 +101,11 @@ def calibrations(draw: DrawFn) -> Calibration:
         factors=draw(st.dictionaries(st.sampled_from(TaskKind), factors)),
         overhead_s=draw(st.dictionaries(st.sampled_from(TaskKind), TIMES_S)),
         arrival_s_per_byte=draw(st.dictionaries(st.sampled_from(READING), ARRIVALS_S_PER_BYTE)),
+        swapping=draw(
+            st.dictionaries(
+                st.sampled_from((TaskKind.FORWARD, TaskKind.BACKWARD)), st.builds(MeanSeconds, seconds=TIMES_S)
+            )
+        ),
         contention=tuple(draw(st.lists(contentions(), max_size=4, unique_by=lambda entry: frozenset(entry.lanes)))),
         iteration_noise_frac=draw(st.floats(0, 0.5)),
         iteration_error_frac=draw(st.none() | st.floats(0, 0.5)),

@@ -16,7 +16,7 @@ from protwin.calibration.validation.drawing import Draw, draw_plans
 from protwin.shared.basics.errors import CalibrationError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
-from protwin.shared.schema.calibration import Calibration, Contention, Factor
+from protwin.shared.schema.calibration import Calibration, Contention, Factor, MeanSeconds
 from protwin.shared.schema.hardware import Device, DeviceKind, Hardware, Host, Link
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.record import Origin
@@ -239,3 +239,26 @@ def test_another_machines_figures_are_refused() -> None:
     fast = Calibration(hardware_name=MACHINE.name, machine="here", factors=factors)
     with pytest.raises(CalibrationError, match="another machine"):
         fitted(runs_of(a_workload(), fast), ())
+
+
+def test_what_swapping_costs_comes_back() -> None:
+    """Of a machine on which tasks of blocks that swap take longer, and others do not; the wrong variant knows no such.
+
+    Predictions of plans that nothing was fitted to are the machine within 1 %.
+    """
+    workload = a_workload()
+    profiles = [profile.model_copy(update={"swappable_bytes": 40_000}) for profile in workload.profiles]
+    workload = Workload(**{name: getattr(workload, name) for name in Workload.model_fields} | {"profiles": profiles})
+    swapping = {TaskKind.FORWARD: MeanSeconds(seconds=0.004), TaskKind.BACKWARD: MeanSeconds(seconds=0.002)}
+    truth = true_calibration().model_copy(update={"swapping": swapping})
+    found = fitted(runs_of(workload, truth), SLOW)
+    for kind, cost in swapping.items():
+        assert found.swap_s(kind) == pytest.approx(cost.seconds, rel=0.05)
+    unaware = found.model_copy(update={"swapping": {}})
+    plans = [plan for plan in draw_plans(workload, Draw(seed=3), number=8) if plan.n_swap or plan.activation_modes]
+    errors = []
+    for plan in plans:
+        truth_s = simulate(plan, workload, MACHINE, truth).iteration_s
+        assert simulate(plan, workload, MACHINE, found).iteration_s == pytest.approx(truth_s, rel=0.01)
+        errors.append(simulate(plan, workload, MACHINE, unaware).iteration_s / truth_s - 1)
+    assert min(errors) < -0.03

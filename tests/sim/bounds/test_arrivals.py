@@ -1,4 +1,7 @@
-"""What compute pays for bytes that have just come: tables and replays say what the simulator does, bounds no more."""
+"""What compute pays for bytes that have just come, and for swapping: tables and replays say what the simulator does.
+
+Bounds say no more.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from tests.proof_size import examples
 from tests.sim.bound_cases import Case, case, cases, hand_made, on_a_machine
 from tests.sim.hand_made import MACHINE, machine, plan, workload
 from tests.sim.ranked_cases import ranked_cases
-from tests.strategies.machines import ARRIVALS_S_PER_BYTE, READING
+from tests.strategies.machines import ARRIVALS_S_PER_BYTE, READING, TIMES_S
 from tests.strategies.pairs import bypass_cases
 
 
@@ -34,16 +37,21 @@ def paying(draw: DrawFn) -> Case:
     """Cases in which every kind that may read first pays for it."""
     found = draw(cases() | ranked_cases() | pairs())
     rates = {kind: draw(ARRIVALS_S_PER_BYTE) for kind in READING}
-    return with_rates(found, rates)
+    swap_s = {kind: draw(TIMES_S) for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)}
+    return with_rates(found, rates, swap_s)
 
 
-def with_rates(found: Case, rates: dict[TaskKind, float]) -> Case:
-    """The same at these prices of bytes."""
+def with_rates(found: Case, rates: dict[TaskKind, float], swap_s: dict[TaskKind, float] | None = None) -> Case:
+    """The same at these prices of bytes, and of being a task of a block that swaps."""
     name = found.costs.hardware.name
     known = found.costs.calibration or Calibration(hardware_name=name, machine=name)
     # Of kinds without a factor, a price would be that of their like.
     factors = {kind: known.factors.get(kind, {"value": known.factor(kind)}) for kind in (*known.factors, *rates)}
-    fields = known.model_dump() | {"factors": factors, "arrival_s_per_byte": rates}
+    fields = known.model_dump() | {
+        "factors": factors,
+        "arrival_s_per_byte": rates,
+        "swapping": {kind: {"seconds": one} for kind, one in (swap_s or {}).items()},
+    }
     costs = replace(found.costs, calibration=Calibration.model_validate(fields))
     return case(found.workload, found.plan, found.layout, costs, found.contention, found.policies)
 
