@@ -100,6 +100,15 @@ class TaskKind(StrEnum):
     DEVICE_ADAM = "device_adam"
     """Step every persistent chunk, and the rank's part of every one that is sharded over the devices; ends the
     iteration even where there is nothing to step."""
+    GRADIENT_PROJECTION = "gradient_projection"
+    """Make gradients orthogonal to frozen subspaces, on the device: of all persistent chunks, or of one chunk before
+    they leave."""
+    PARAMETER_PROJECTION = "parameter_projection"
+    """Make the parameters that device Adam has stepped orthogonal to frozen subspaces."""
+    HOST_GRADIENT_PROJECTION = "host_gradient_projection"
+    """Make a chunk's complete gradients orthogonal to frozen subspaces, on the host."""
+    HOST_PARAMETER_PROJECTION = "host_parameter_projection"
+    """Make the parameters that CPU Adam has stepped orthogonal to frozen subspaces."""
     ALL_GATHER = "all_gather"
     """Every rank sends its shard of a chunk to all others, in their buffers; from the buffer, where a gather has copied
     it, or from where it lies on the device."""
@@ -142,6 +151,10 @@ LANE_OF: dict[TaskKind, Lane] = {
     TaskKind.TEACHER_FORWARD: Lane.COMPUTE,
     TaskKind.LOSS: Lane.COMPUTE,
     TaskKind.DEVICE_ADAM: Lane.COMPUTE,
+    TaskKind.GRADIENT_PROJECTION: Lane.COMPUTE,
+    TaskKind.PARAMETER_PROJECTION: Lane.COMPUTE,
+    TaskKind.HOST_GRADIENT_PROJECTION: Lane.CPU_OPTIM,
+    TaskKind.HOST_PARAMETER_PROJECTION: Lane.CPU_OPTIM,
     TaskKind.GATHER: Lane.H2D,
     TaskKind.GRADIENT_OFFLOAD: Lane.D2H,
     TaskKind.GRADIENT_ACCUMULATE: Lane.CPU_OPTIM,
