@@ -159,6 +159,18 @@ _PARALLEL_WORDS: Final[dict[ParallelMode, str]] = {
 }
 
 
+def _knobs_of_ranks(plan: Plan) -> list[Knob]:
+    shown = []
+    if plan.num_ranks > 1:
+        shown.append(Knob("parallel", plan.parallel, _PARALLEL_WORDS[plan.parallel]))
+        shown.append(Knob("num_ranks", f"{plan.num_ranks:,}", "devices that train together, each on its own batches"))
+    if plan.shard_ranks is not None:
+        shown.append(
+            Knob("shard_ranks", f"{plan.shard_ranks:,}", "neighbours that share chunks; such groups have replicas")
+        )
+    return shown
+
+
 def knobs(plan: Plan, *, num_blocks: int | None = None) -> tuple[Knob, ...]:
     """The plan's knobs in the order of ``Plan``, each in words."""
     of_blocks = f" of {num_blocks}" if num_blocks else ""
@@ -208,13 +220,7 @@ def knobs(plan: Plan, *, num_blocks: int | None = None) -> tuple[Knob, ...]:
     if plan.projects_gradients_on is not ProjectionPlace.HOST:
         place = plan.projects_gradients_on
         shown.append(Knob("projects_gradients_on", place, "where gradients that leave are projected"))
-    if plan.num_ranks > 1:
-        shown.append(Knob("parallel", plan.parallel, _PARALLEL_WORDS[plan.parallel]))
-        shown.append(Knob("num_ranks", f"{plan.num_ranks:,}", "devices that train together, each on its own batches"))
-    if plan.shard_ranks is not None:
-        shown.append(
-            Knob("shard_ranks", f"{plan.shard_ranks:,}", "neighbours that share chunks; such groups have replicas")
-        )
+    shown += _knobs_of_ranks(plan)
     if plan.activation_modes is not None:
         runs = [(mode, len(list(group))) for mode, group in groupby(plan.activation_modes)]
         modes = ", ".join(f"{mode} × {count}" for mode, count in runs)

@@ -79,7 +79,7 @@ def test_the_search_tries_both_places_and_finds_what_brute_force_finds(found: br
 def test_gradients_are_projected_where_it_is_faster() -> None:
     """A host that multiplies slowly leaves it to the device, and one that does so at once spares the device's time."""
     model = factorised()
-    space = SearchSpace(chunk_bytes=600, n_persist=0, n_host_stepped=0, n_buffer=3, prefetch_depth=1, n_checkpoint=0)
+    space = SearchSpace(chunk_bytes=600, n_persist=0, n_host_stepped=0, n_buffer=4, prefetch_depth=1, n_checkpoint=0)
     for rate, place in ((1.0, ProjectionPlace.DEVICE), (1e15, ProjectionPlace.HOST)):
         box = machine(gather_s=0.05, offload_s=0.07, cpu_adam_s=0.03)
         slow = {"peak_flop_per_s": {"float32": 1e3}, "vector_flop_per_s": 1e3}
@@ -96,7 +96,7 @@ def test_gradients_are_projected_where_it_is_faster() -> None:
 
 def test_several_micro_batches_are_projected_on_the_host() -> None:
     box = machine(gather_s=0.05, offload_s=0.07, cpu_adam_s=0.03)
-    space = SearchSpace(chunk_bytes=600, n_persist=0, n_host_stepped=0, n_buffer=3, prefetch_depth=1, n_checkpoint=0)
+    space = SearchSpace(chunk_bytes=600, n_persist=0, n_host_stepped=0, n_buffer=4, prefetch_depth=1, n_checkpoint=0)
     result = search(fastest_request(workload=factorised(), hardware=box, space=space, step=Step(micro_batches=2)))
     assert result.plan.projects_gradients_on is ProjectionPlace.HOST
 
