@@ -20,7 +20,15 @@ from typing import Any, Final
 from ..basics.errors import PlanError
 from ..basics.shown import Shown
 from ..optimizers.check import check_host_gradients, check_optimizer
-from ..schema.plan import ParallelMode, Plan, TrainingMethod, why_no_disk, why_not_parallel, why_not_shard_ranks
+from ..schema.plan import (
+    ParallelMode,
+    Plan,
+    ProjectionPlace,
+    TrainingMethod,
+    why_no_disk,
+    why_not_parallel,
+    why_not_shard_ranks,
+)
 from ..schema.schedule import ChunkId
 from ..schema.workload import Parameter, Subspace, Workload
 from .uses import NumberedUses, numbered_uses
@@ -304,12 +312,22 @@ def check_layout(layout: Layout, plan: Plan, workload: Workload) -> None:
     if (reason := why_no_disk(plan)) is not None:
         raise PlanError(f"{reason}.")
     layout.on_disk(plan.num_kept + plan.n_shard, plan.n_disk_state)
+    if plan.projects_gradients_on is ProjectionPlace.DEVICE and (reason := why_not_on_device(layout)) is not None:
+        raise PlanError(f"projects_gradients_on is {plan.projects_gradients_on}, but {reason}. Name host.")
     num_chunks = len(layout.chunks)
     if plan.parallel is ParallelMode.DDP and (kept := len(layout.persistent(plan.n_persist))) < num_chunks:
         raise PlanError(
             f"parallel is ddp, which keeps every chunk on every device, but n_persist = {plan.n_persist} keeps {kept} "
             f"of {num_chunks}. Set n_persist to {num_chunks}, or parallel to replicated or sharded."
         )
+
+
+def why_not_on_device(layout: Layout) -> str | None:
+    """Why gradients cannot be projected on the device before they leave; None if they can."""
+    for chunk in layout.chunks:
+        if chunk.subspaces and chunk.completed_by not in chunk.backward:
+            return f"chunk {chunk.id} is not there when its gradients are complete"
+    return None
 
 
 def _groups_in_order(uses: Sequence[NumberedUses], num_blocks: int) -> list[tuple[NumberedUses | None, list[int]]]:

@@ -16,7 +16,7 @@ from typing import ClassVar, Final, NewType
 
 from ..basics.shown import Shown
 from .optimizer import Optimizer
-from .plan import ParallelMode, num_shards
+from .plan import ParallelMode, ProjectionPlace, num_shards
 from .workload import OuterSection as OuterSection
 from .workload import Phase
 from .workload import Section as Section
@@ -288,11 +288,14 @@ class Task:
     moved_bytes: int = 0
     """Bytes that a copy moves; of a collective, the whole buffer that every rank begins or ends with; what is sent."""
     num_stepped: int = 0
-    """Scalars that an Adam task steps."""
+    """Scalars that an Adam task steps, or that a projection changes."""
     stepped_bytes: int = 0
-    """Bytes of memory that a task of Adam, of adding gradients up or of their norm reads and writes."""
+    """Bytes of memory that a task of Adam, of adding gradients up, of their norm, or a projection reads and writes."""
     num_tensors: int = 0
-    """Tensors that an Adam task steps, each by itself unless the optimizer has one kernel for all."""
+    """Tensors that an Adam task steps, each by itself unless the optimizer has one kernel for all; matrices that a
+    projection changes."""
+    flops: int = 0
+    """Operations of a projection's matrix products."""
     num_ranks: int = 1
     """Ranks that do it together."""
     axis: RankAxis = RankAxis.WORLD
@@ -338,6 +341,8 @@ class Schedule(Shown):
     """Ranks of one shard group; None where all are one, or none shards anything."""
     optimizer: Optimizer = Optimizer.ADAMW
     """What tasks of the kinds CPU_ADAM and DEVICE_ADAM step with."""
+    projects_gradients_on: ProjectionPlace = ProjectionPlace.HOST
+    """Where gradients that leave are projected, if any are."""
 
     @cached_property
     def lanes(self) -> dict[Lane, tuple[TaskId, ...]]:

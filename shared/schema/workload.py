@@ -36,6 +36,7 @@ from ..phases.operations import SignedBytes as SignedBytes
 from ..phases.phase import Phase as Phase
 from ..phases.seen_memory import SeenMemory
 from ..phases.subspaces import Subspace as Subspace
+from ..phases.subspaces import SubspaceAxis as SubspaceAxis
 from ..phases.subspaces import why_no_subspaces
 from .plan import ActivationMode, Plan, TrainingMethod
 from .shared_inputs import SharedInput

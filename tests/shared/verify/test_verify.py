@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from protwin.shared.basics.errors import PlanError, ScheduleError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
+from protwin.shared.order.happens_before import HappensBefore, Occurrence
 from protwin.shared.schema.schedule import LANE_OF, Lane, Memory, Schedule, TaskId, TaskKind
 from protwin.shared.verify import data_flow, verify
 from protwin.shared.verify.claim import Claim
 from protwin.shared.verify.disk import check_disk_reads, check_disk_writes, check_shared_places, check_turns
 from protwin.shared.verify.full_training import FULL_TRAINING
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
-from protwin.shared.verify.happens_before import HappensBefore, Occurrence
 from protwin.shared.verify.residency import check_gathers, check_one_gather
 from protwin.shared.verify.rules import Stage
 from protwin.shared.verify.verify import verify_schedule
