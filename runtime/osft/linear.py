@@ -2,10 +2,44 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
+from ...shared.basics.errors import WorkloadError
+from ..model.parameters import asks_for_facts
 from .factorisation import FACTOR_NAMES, Factors
+
+
+class DenseWeight(torch.Tensor):
+    """The facts of a weight that is there in factors alone."""
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], like: torch.Tensor) -> DenseWeight:
+        """Of ``shape``, and otherwise as ``like``; it has no memory."""
+        # torch annotates none of it.
+        return cls._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined,no-any-return]
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Answer what asks for facts.  Raises WorkloadError of anything else."""
+        if asks_for_facts(function):
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        raise _refusal(function)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Of what torch's own code asks.  Raises WorkloadError."""
+        raise _refusal(function)
+
+
+def _refusal(function: Any) -> WorkloadError:
+    return WorkloadError(
+        f"the model computes with the weight of a factorised map itself ({getattr(function, '__name__', function)}) "
+        f"and not by calling the map. Leave this map out of the targets."
+    )
 
 
 class OrthogonalLinear(nn.Module):
@@ -62,12 +96,12 @@ class OrthogonalLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """Shape and element type of the dense weight, without values: models ask their maps for these.
+        """Shape, element type and device of the dense weight, without values: models ask their maps for these.
 
-        It is on the meta device, so that whoever computes with it gets torch's error.
+        Whoever computes with it gets WorkloadError.
         """
         shape = (self.out_features, self.in_features)
-        return torch.empty(shape[::-1] if self.is_transposed else shape, dtype=self.u_low.dtype, device="meta")
+        return DenseWeight.of(shape[::-1] if self.is_transposed else shape, self.u_low)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., m) to (..., n)."""

@@ -10,8 +10,8 @@ Rank p has the rows N_p of U_high (n x k) and of dU (n x r), and the rows K_p of
   that other ranks have are of *their* rows of dV.  So neither a sum of the blocks nor all of them together help; right
   are a gather of V_high, or the Gram matrix V_high^T V_high = sum_p V_high[K_p]^T V_high[K_p] (m x m), a sum again.
 
-Tensors that every rank has whole need no collective: ``projected``.  Of ranks that hold several copies of the parts, the
-group is the one that shares a copy (``shard group``).
+Tensors that every rank has whole need no collective: ``projected``.  Of ranks that hold several copies of the parts,
+the group is the one that shares a copy (the shard group).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def project_column_shards_(
 ) -> None:
     """Project the rank's rows of several U or dU (n_p, r), each onto its rows of U_high (n_p, k), in place.
 
-    One all-reduce of all coefficients together, in float32 at least.  A rank whose value is None, as it had no gradient,
-    takes part with zeros, so that no rank waits; ``num_trained`` says r of each.  To be called on all ranks of
+    One all-reduce of all coefficients together, in float32 at least.  A rank whose value is None, as it had no
+    gradient, takes part with zeros, so that no rank waits; ``num_trained`` says r of each.  To be called on all ranks of
     ``group``, for the same factors in the same order.
     """
     wide = _widest(frozen)

@@ -12,6 +12,7 @@ from torch import nn
 
 from ...shared.basics.errors import WorkloadError
 from ...shared.basics.suggestions import did_you_mean
+from ..model.adapters import LowRankLinear
 from ..model.blocks import find_blocks
 from .linear import OrthogonalLinear
 
@@ -45,7 +46,8 @@ def find_targets(model: nn.Module, targets: Sequence[str] = ()) -> list[Target]:
     experts, no maps of a single direction, and none that have low-rank matrices beside them.  Raises WorkloadError if
     a target matches nothing, or something that cannot be factorised.
     """
-    modules = {path: module for path, module in model.named_modules() if path}
+    adapted = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, LowRankLinear))
+    modules = {path: module for path, module in model.named_modules() if path and not path.startswith(adapted)}
     if not targets:
         inside = tuple(f"{block.name}." for block in find_blocks(model))
         chosen = [path for path, module in modules.items() if path.startswith(inside) and _is_default(path, module)]
@@ -80,12 +82,12 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """transformers' linear map of GPT-2, whose matrix is transposed."""
+    """Whether it is the linear map that GPT-2 has in transformers, whose matrix is transposed."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def _is_default(path: str, module: nn.Module) -> bool:
-    parent, _, name = path.rpartition(".")
+    name = path.rpartition(".")[2]
     if not _is_linear(module) or name in _ROUTERS:
         return False
     # The maps of torch's own attention are read by it, and never called.
