@@ -1,6 +1,6 @@
 """A model with factorised linear maps: made from a dense one, in place, and made dense again.
 
-The maps keep their paths; ``path.weight`` becomes ``path.u_high`` and so on.  All else of the model is trained as before.
+The maps keep their paths; ``path.weight`` becomes ``path.u_high`` and so on.  All else is trained as before.
 """
 
 from __future__ import annotations

@@ -6,7 +6,17 @@ reconstructions compute in float32 at least, and what they give is stored again 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+
+
+@contextmanager
+def computing(device: torch.device) -> Iterator[None]:
+    """Within the block nothing is recorded for backward, and no autocast of the caller narrows products."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
 
 
 def computed(dtype: torch.dtype) -> torch.dtype:

@@ -18,7 +18,7 @@ from torch import nn
 
 from ...shared.phases.subspaces import SubspaceAxis
 from .linear import OrthogonalLinear
-from .precision import computed
+from .precision import computed, computing
 
 
 def coefficients(frozen: torch.Tensor, values: torch.Tensor, axis: SubspaceAxis) -> torch.Tensor:
@@ -26,19 +26,20 @@ def coefficients(frozen: torch.Tensor, values: torch.Tensor, axis: SubspaceAxis)
 
     In float32 at least.  Shapes are those of ``Subspace``.
     """
-    wide = torch.promote_types(computed(frozen.dtype), values.dtype)
-    frozen, values = frozen.detach().to(wide), values.detach().to(wide)
-    return frozen.t() @ values if axis is SubspaceAxis.COLUMNS else values @ frozen.t()
+    with computing(values.device):
+        wide = _common(frozen, values)
+        frozen, values = frozen.detach().to(wide), values.detach().to(wide)
+        return frozen.t() @ values if axis is SubspaceAxis.COLUMNS else values @ frozen.t()
 
 
 def take_away_(values: torch.Tensor, frozen: torch.Tensor, along: torch.Tensor, axis: SubspaceAxis) -> None:
     """``values`` less what ``along`` (``coefficients``) makes of ``frozen``, in place; float32 at least between."""
-    with torch.no_grad():
-        wide = values.to(along.dtype)
+    with computing(values.device):
+        wide = values.detach().to(along.dtype)
         frozen = frozen.detach().to(along.dtype)
         first, second = (frozen, along) if axis is SubspaceAxis.COLUMNS else (along, frozen)
         wide.addmm_(first, second, alpha=-1)
-        if wide is not values:
+        if wide.dtype != values.dtype:
             values.copy_(wide)
 
 
@@ -48,7 +49,16 @@ def project_(values: torch.Tensor, frozen: torch.Tensor, axis: SubspaceAxis) -> 
     Columns: ``values`` (n, r) and ``frozen`` (n, k); rows: (r, m) and (k, m).  Computed in float32 at least; needs
     room for k r coefficients, and for both matrices in float32 where they are narrower.
     """
-    take_away_(values, frozen, coefficients(frozen, values, axis), axis)
+    with computing(values.device):
+        kind = _common(frozen, values)
+        wide, frozen = values.detach().to(kind), frozen.detach().to(kind)
+        take_away_(wide, frozen, coefficients(frozen, wide, axis), axis)
+        if wide.dtype != values.dtype:
+            values.copy_(wide)
+
+
+def _common(frozen: torch.Tensor, values: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(computed(frozen.dtype), computed(values.dtype))
 
 
 def projected(values: torch.Tensor, frozen: torch.Tensor, axis: SubspaceAxis) -> torch.Tensor:

@@ -46,8 +46,8 @@ def project_column_shards_(
     """Project the rank's rows of several U or dU (n_p, r), each onto its rows of U_high (n_p, k), in place.
 
     One all-reduce of all coefficients together, in float32 at least.  A rank whose value is None, as it had no
-    gradient, takes part with zeros, so that no rank waits; ``num_trained`` says r of each.  To be called on all ranks of
-    ``group``, for the same factors in the same order.
+    gradient, takes part with zeros, so that no rank waits; ``num_trained`` says r of each.  To be called on all ranks
+    of ``group``, for the same factors in the same order.
     """
     wide = _widest(frozen)
     parts = []

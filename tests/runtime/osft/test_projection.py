@@ -15,6 +15,7 @@ from protwin.runtime.osft.linear import OrthogonalLinear
 from protwin.runtime.osft.projection import project_, projected
 from protwin.shared.phases.subspaces import SubspaceAxis
 from tests.runtime.models import llama, token_batches
+from tests.runtime.osft.overlaps import overlaps
 
 AXES = list(SubspaceAxis)
 
@@ -60,17 +61,6 @@ def test_narrow_values_are_projected_in_float32(axis: SubspaceAxis) -> None:
     along = frozen.T @ values if axis is SubspaceAxis.COLUMNS else values @ frozen.T
     narrow = values - (frozen @ along if axis is SubspaceAxis.COLUMNS else along @ frozen)
     assert not torch.equal(narrow, expected)
-
-
-def overlaps(model: nn.Module) -> float:
-    """The largest of the norms of U_high^T U_low and V_low V_high^T, in float64."""
-    found = []
-    for module in model.modules():
-        if isinstance(module, OrthogonalLinear) and module.u_high is not None and module.v_high is not None:
-            found.append((module.u_high.double().T @ module.u_low.double()).norm().item())
-            found.append((module.v_low.double() @ module.v_high.double().T).norm().item())
-    assert found
-    return max(found)
 
 
 def after_training(steps: int, *, gradients: bool = True, parameters: bool = True) -> tuple[nn.Module, nn.Module]:
