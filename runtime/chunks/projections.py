@@ -1,4 +1,4 @@
-"""Projections of what is stepped, chunk by chunk, wherever it lies ([Note: Subspaces], [Note: Order of projections])."""
+"""Projections of what is stepped, chunk by chunk, where it lies ([Note: Subspaces], [Note: Order of projections])."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ...shared.schema.schedule import LANES_ALONE, Lane, Schedule, Task, TaskId, TaskKind
 from ...shared.order.memory_events import memory_events
+from ...shared.schema.schedule import LANES_ALONE, Lane, Schedule, Task, TaskId, TaskKind
 from ..chunks.gradient_stand_ins import Norms
 from ..chunks.placed_model import PlacedModel
 from ..devices.device import TrainingDevice

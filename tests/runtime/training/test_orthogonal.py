@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache, partial
 from random import Random
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from protwin.runtime import CpuDevice, make_orthogonal
-from protwin.runtime.chunks.projections import Projections
-from protwin.shared.compile.compile import compile_schedule
+from protwin.runtime import make_orthogonal
 from protwin.shared.layout.layout import layout_of
 from protwin.shared.schema.plan import ActivationMode, Plan, ProjectionPlace, TrainingMethod
 from protwin.shared.schema.schedule import TaskKind
@@ -22,7 +18,6 @@ from protwin.shared.schema.workload import Workload
 from tests.runtime.equality import trained
 from tests.runtime.families import families
 from tests.runtime.models import SEED, Case, gpt2, hand_written, llama, point_batches, three_groups, token_batches
-from tests.runtime.osft.overlaps import overlaps
 
 RATIO = 0.4
 STEPS = 4
