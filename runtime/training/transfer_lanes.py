@@ -154,7 +154,7 @@ class TransferLanes:
         Raises nothing.
         """
         for task in self._tasks:
-            is_step = task.kind in (TaskKind.CPU_ADAM, TaskKind.DISK_WRITE)
+            is_step = task.kind in (TaskKind.CPU_ADAM, TaskKind.HOST_PARAMETER_PROJECTION, TaskKind.DISK_WRITE)
             mark = self._marks.get((iteration, task.id)) if is_step else None
             if mark is not None:
                 mark.wait_for_end()
