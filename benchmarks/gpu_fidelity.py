@@ -4,7 +4,7 @@ The same question as that of ``fidelity.py``, which lets all plans train side by
 and now slower.  A GPU is not, and what its allocator holds would be that of all of them.
 
 Memory on CUDA comes as early and goes as late as in any timing of a schedule ([Note: Memory on one stream] in
-``shared/verify/memory_events.py``), so measured peaks are held against what the schedule guarantees.
+``shared/order/memory_events.py``), so measured peaks are held against what the schedule guarantees.
 """
 
 from __future__ import annotations

@@ -28,6 +28,12 @@ if TYPE_CHECKING:
     from .optimizers.loss_scaling import LossScaling as LossScaling
     from .optimizers.named import named_optimizer as named_optimizer
     from .optimizers.non_finite import NonFiniteGradientError as NonFiniteGradientError
+    from .osft.cache import FactorCache as FactorCache
+    from .osft.orthogonal_model import dense_state_dict as dense_state_dict
+    from .osft.orthogonal_model import make_dense as make_dense
+    from .osft.orthogonal_model import make_orthogonal as make_orthogonal
+    from .osft.projection import project_gradients as project_gradients
+    from .osft.projection import project_parameters as project_parameters
     from .ranks.rank_probe import probe_ranks as probe_ranks
     from .recording.summaries import StepSummary as StepSummary
     from .students.activation_statistics import activation_statistics as activation_statistics
@@ -47,6 +53,7 @@ _HOMES = {
     "CpuOutOfMemoryError": "devices.ledger",
     "CudaDevice": "devices.cuda_device",
     "Distilling": "distillation.distil",
+    "FactorCache": "osft.cache",
     "LossScaling": "optimizers.loss_scaling",
     "MemoryLedger": "devices.ledger",
     "NonFiniteGradientError": "optimizers.non_finite",
@@ -58,15 +65,20 @@ _HOMES = {
     "add_lora": "model.adapters",
     "block_loss": "distillation.block_losses",
     "carry_out": "training.carry_out",
+    "dense_state_dict": "osft.orthogonal_model",
     "distil": "distillation.distil",
     "family_of_configuration": "tracing.families",
     "freeze": "model.adapters",
     "load_student": "students.saving",
+    "make_dense": "osft.orthogonal_model",
+    "make_orthogonal": "osft.orthogonal_model",
     "make_student": "students.student_model",
     "named_optimizer": "optimizers.named",
     "parameters_on_meta": "chunks.meta_parameters",
     "probe_hardware": "devices.probe",
     "probe_ranks": "ranks.rank_probe",
+    "project_gradients": "osft.projection",
+    "project_parameters": "osft.projection",
     "save_student": "students.saving",
     "trace": "tracing.tracing",
     "trace_distillation": "distillation.tracing",

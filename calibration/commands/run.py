@@ -46,7 +46,7 @@ from ...runtime.commands.run_ranks import has_to_start, in_one_voice, rank_at_ha
 from ...runtime.commands.run_record import check_record
 from ...runtime.devices.process_settings import prefer_expandable_segments
 from ...shared.basics.documents import write_atomically
-from ...shared.basics.errors import ProtwinError
+from ...shared.basics.errors import PlanError, ProtwinError
 from ...shared.catalogue.machines import load_hardware
 from ...shared.catalogue.models import load_model_configuration
 from ...shared.cli.options import (
@@ -58,16 +58,20 @@ from ...shared.cli.options import (
     JsonFlag,
     LoraRank,
     LoraTargets,
+    MethodName,
     OptimizerName,
+    OsftTargets,
     OutputPath,
     Seed,
     SequenceLength,
     TimelinePath,
+    UnfreezeRankRatio,
     command_app,
     examples,
     keep_apart,
     load_plan,
     options_of,
+    osft_of,
 )
 from ...shared.cli.output import is_standard_output, tell
 from ...shared.cli.output import save as save_document
@@ -76,8 +80,9 @@ from ...shared.compile.compile import compile_schedule
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.optimizer import Optimizer
-from ...shared.schema.plan import Plan
+from ...shared.schema.plan import Plan, TrainingMethod
 from ...shared.schema.record import Record
+from ...shared.schema.training_options import OsftOptions
 from ...shared.schema.workload import Workload
 from ...shared.workloads.dtypes import choose_dtype
 
@@ -105,6 +110,9 @@ def run_command(
     dtype: DTypeName = None,
     lora_rank: LoraRank = None,
     lora_targets: LoraTargets = None,
+    method: MethodName = None,
+    unfreeze_rank_ratio: UnfreezeRankRatio = None,
+    osft_targets: OsftTargets = None,
     frozen: FrozenParts = None,
     data: DataPaths = None,
     tokenizer: TokenizerFolder = None,
@@ -161,7 +169,8 @@ def run_command(
     named = model if weights is None else str(weights / "config.json")
     assert named is not None
     described = load_model_configuration(named)
-    options = options_of(lora_rank, lora_targets, frozen, None)
+    osft = _factorised(chosen, method, unfreeze_rank_ratio, osft_targets)
+    options = options_of(lora_rank, lora_targets, frozen, None, osft)
 
     prefer_expandable_segments(os.environ)
     if starts:
@@ -236,6 +245,25 @@ def check_replan(
 
 def _tell_nobody(line: str) -> None:
     """Standard output is JSON alone, or another rank's."""
+
+
+def _factorised(
+    plan: Plan, method: TrainingMethod | None, unfreeze_rank_ratio: float | None, targets: list[str] | None
+) -> OsftOptions | None:
+    """What is factorised for the plan.  Raises ProtwinError if the options are not those of its method."""
+    found = osft_of(method, unfreeze_rank_ratio, targets)
+    if method not in (None, plan.method):
+        raise PlanError(f"the plan is one of method {plan.method}, and --method is {method}. Leave it out.")
+    if found is not None and plan.method is not TrainingMethod.OSFT:
+        raise PlanError(
+            f"the plan is one of method {plan.method}. Leave out --unfreeze-rank-ratio, or name another plan."
+        )
+    if found is None and plan.method is TrainingMethod.OSFT:
+        raise PlanError(
+            f"the plan is one of method {plan.method}. Say the ratio that it was searched with: --unfreeze-rank-ratio "
+            f"0.25."
+        )
+    return found
 
 
 def _check_choices(

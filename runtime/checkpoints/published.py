@@ -25,6 +25,7 @@ from ..model.adapters import LowRankLinear
 from ..model.configurations import quiet
 from ..model.heads import reads_forward
 from ..model.pretrained import no_progress_bar
+from ..osft.orthogonal_model import dense_state_dict, orthogonal_maps
 from .folder import sync_folder
 
 _PREFIX: Final = "base_model.model."
@@ -44,7 +45,8 @@ def check_free(folder: Path) -> None:
 def save_published(folder: Path, model: Any, tokenizer: Any | None, *, base: str) -> None:
     """Write ``model``, a model of transformers, and its tokenizer into the new folder ``folder``.
 
-    Of a model with low-rank matrices these alone are written; ``base`` is what they were trained beside.  The folder
+    Of a model with low-rank matrices these alone are written; ``base`` is what they were trained beside.  Factorised
+    maps are written as dense ones.  The folder
     is there when it is complete.  Raises FileError if it cannot be written, or is not free.
     """
     adapted = {path: part for path, part in model.named_modules() if isinstance(part, LowRankLinear)}
@@ -53,7 +55,9 @@ def save_published(folder: Path, model: Any, tokenizer: Any | None, *, base: str
         if adapted:
             _save_adapter(part, adapted, base, is_causal=reads_forward(model))
         else:
-            model.save_pretrained(part)
+            # Of factorised maps the dense weights: whoever loads them knows of no factors.
+            dense = dense_state_dict(model) if orthogonal_maps(model) else None
+            model.save_pretrained(part, state_dict=dense)
         if tokenizer is not None:
             tokenizer.save_pretrained(part)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from ...shared.schema.optimizer import Optimizer
@@ -46,6 +47,8 @@ class ModelOptimizers:
         """The steps of what stays whole on the device, in order."""
         self.parts: list[tuple[ShardedChunk, ChunkOptimizer]] = []
         """The steps of parts that stay on the device."""
+        self.masters: dict[nn.Parameter, torch.Tensor] = {}
+        """Float32 masters of narrower parameters that stay on the device."""
         self._policy = policy
         self._optimizer = optimizer
         self._ledger = device.ledger
@@ -83,7 +86,7 @@ class ModelOptimizers:
         narrow = {id(parameter) for parameter in chunk.narrow}
         for parameter in chunk.trainable:
             if id(parameter) in narrow:
-                master = parameter.detach().float()
+                master = self.masters[parameter] = parameter.detach().float()
                 if self._ledger is not None:
                     self._ledger.adopt([master], Content.OPTIMIZER_STATE)
                 steps += narrow_steps(parameter, master, policy.options, policy.make_optimizer)
@@ -136,4 +139,5 @@ class ModelOptimizers:
         self.host.clear()
         self.device.clear()
         self.parts.clear()
+        self.masters.clear()
         self._stepped.clear()

@@ -27,6 +27,7 @@ from .gradient_stand_ins import GradientStandIns, Norms, held_gradient
 from .gradient_watch import GradientWatch
 from .model_optimizers import ModelOptimizers, StepPolicy
 from .parameter_values import OwnValues, ParameterValues
+from .projections import Projections
 from .row_lookups import LookedUpRows
 
 
@@ -107,6 +108,8 @@ class PlacedModel:
         with torch.no_grad():
             self._move_in(maker)
         self.clipping.add(self.chunks)
+        self.projections = Projections(self.chunks, self.optimizers.masters)
+        """What keeps trained factors orthogonal to frozen ones; it does nothing where there are none."""
         if self.optimizers.host or self.optimizers.parts or self._max_norm is not None:
             self._stand_ins = GradientStandIns(
                 self._in_order, self._max_norm, has_parts=plan.parallel is ParallelMode.SHARDED

@@ -143,6 +143,11 @@ class RunRequest:
         if self.save is None:
             return
         check_free(self.save)
+        if self.model.options.lora is not None and self.model.options.osft is not None:
+            raise ProtwinError(
+                "--save writes an adapter beside a base model, or a whole model; low-rank matrices and factorised maps "
+                "together are neither. Leave out --save, or one of --lora-rank and --unfreeze-rank-ratio."
+            )
         if self.checkpoints.folder is not None:
             one, other = self.save.resolve(), self.checkpoints.folder.resolve()
             if one == other or one in other.parents or other in one.parents:

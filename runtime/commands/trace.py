@@ -18,17 +18,22 @@ from ...shared.cli.options import (
     JsonFlag,
     LoraRank,
     LoraTargets,
+    MethodName,
+    OsftTargets,
     OutputPath,
     Seed,
     SequenceLength,
     StatedBatchSize,
+    UnfreezeRankRatio,
     command_app,
     examples,
     keep_apart,
     options_of,
+    osft_of,
 )
 from ...shared.cli.output import give
 from ...shared.schema.hardware import DeviceKind
+from ...shared.schema.plan import TrainingMethod
 from ...shared.schema.training_options import TrainingOptions
 from ...shared.schema.workload import Workload
 from ...shared.workloads.dtypes import choose_dtype
@@ -61,6 +66,9 @@ def trace_command(
     hardware: MachineToTrainOn = None,
     lora_rank: LoraRank = None,
     lora_targets: LoraTargets = None,
+    method: MethodName = None,
+    unfreeze_rank_ratio: UnfreezeRankRatio = None,
+    osft_targets: OsftTargets = None,
     frozen: FrozenParts = None,
     autocast: AutocastName = None,
     is_real: Annotated[
@@ -81,7 +89,10 @@ def trace_command(
     device = None if hardware is None else load_hardware(hardware).device
     described = load_model_configuration(model)
     chosen = choose_dtype(published_dtype(described.config), dtype, device)
-    options = options_of(lora_rank, lora_targets, frozen, autocast)
+    if method is TrainingMethod.BYPASS:
+        raise ProtwinError(f"--method {method} trains a student, which a search traces with its teacher. Leave it out.")
+    osft = osft_of(method, unfreeze_rank_ratio, osft_targets)
+    options = options_of(lora_rank, lora_targets, frozen, autocast, osft)
     if is_real and options.autocast is not None:
         raise ProtwinError("--real computes in the dtype of the parameters. Leave out --autocast, or trace without it.")
     if is_real:

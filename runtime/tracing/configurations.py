@@ -20,6 +20,8 @@ from ..devices.time_limit import TimeChecks, time_limit
 from ..model.adapters import add_lora, freeze
 from ..model.batches import BatchRefusedError
 from ..model.configurations import build_model, first_line, quiet, training_dtype
+from ..osft.cache import FactorCache
+from ..osft.orthogonal_model import make_orthogonal
 from .known_values import looks_at_values
 from .model_inputs import ModelInputs
 from .tracing import trace
@@ -83,13 +85,24 @@ def configured_model(
     return model
 
 
-def apply_options(model: nn.Module, options: TrainingOptions, *, device: torch.device | None = None) -> None:
-    """Add what ``options`` add to ``model`` and freeze what they freeze, in place.
+def apply_options(
+    model: nn.Module,
+    options: TrainingOptions,
+    *,
+    device: torch.device | None = None,
+    cache: FactorCache | None = None,
+) -> None:
+    """Add what ``options`` add to ``model``, factorise what they factorise and freeze what they freeze, in place.
 
-    What is added lies beside the model's own parameters, or on ``device``.  Raises WorkloadError.
+    What is added lies beside the model's own parameters, or on ``device``; ``cache`` has factorisations that were made
+    before.  Raises WorkloadError.
     """
     if options.lora is not None:
         add_lora(model, rank=options.lora.rank, targets=options.lora.targets, device=device)
+    if options.osft is not None:
+        make_orthogonal(
+            model, unfreeze_rank_ratio=options.osft.unfreeze_rank_ratio, targets=options.osft.targets, cache=cache
+        )
     freeze(model, options.frozen)
 
 

@@ -36,6 +36,7 @@ from ..model.ownership import check_untaken
 from ..model.parameters import SeenUses, TracedUses, compute_dtype, describe_parameters
 from ..model.snapshot import left_as_found
 from ..model.strides import unkept_strides
+from ..osft.subspaces import described_subspaces
 from ..routing.forced_choices import ForcedChoices
 from ..routing.tried import with_other_values
 from ..routing.value_dependence import ValueWatch, joined
@@ -124,12 +125,13 @@ def traced_model(
     row_lookups: tuple[str, ...] = (),
 ) -> TracedModel:
     """What is said of a model at every shape."""
-    parameters = describe_parameters(model, blocks, uses)
+    parameters, subspaces = described_subspaces(model, describe_parameters(model, blocks, uses))
     return TracedModel(
         model_name=name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__,
         model_hash=model_hash(model),
         compute_dtype=compute_dtype(parameters),
         parameters=parameters,
+        subspaces=subspaces,
         block_names=tuple(block.name for block in blocks),
         stands_for=tuple(uses.stands_for),
         traced_with=traced_with,

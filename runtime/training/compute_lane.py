@@ -82,9 +82,16 @@ class ComputeLane:
         return found
 
     def _source_of(self, task: Task) -> TaskId:
-        """The last compute task that ``task`` waits for, itself or by way of what ranks make of gradients before it."""
+        """The last compute task that ``task`` waits for, itself or by way of what ranks make of gradients before it.
+
+        Of a projection on the way, what it waits for: gradients have left their parameters by then.
+        """
         tasks = self._schedule.tasks
-        before = [other for other in task.after if tasks[other].lane is Lane.COMPUTE]
+        before = [
+            self._source_of(tasks[other]) if tasks[other].kind in PROJECTIONS else other
+            for other in task.after
+            if tasks[other].lane is Lane.COMPUTE
+        ]
         if not before:
             reductions = [tasks[other] for other in task.after if tasks[other].lane is Lane.COLLECTIVE]
             before = [self._source_of(reduction) for reduction in reductions]
@@ -186,7 +193,8 @@ class ComputeLane:
         """The walker's announcement that backward is over."""
         try:
             self._finish_running()
-            is_last = self._place == len(self._program) - 1
+            self._project()
+            is_last = self.task_at_hand.kind is TaskKind.DEVICE_ADAM
             self._progress.advance(Call.END_BACKWARD if is_last else Call.END_MICRO_BATCH)
             if is_last:
                 if not self._placed.hands_over:
@@ -214,6 +222,7 @@ class ComputeLane:
                 self._placed.step_on_device(self._lanes.work.clipped_in(self.iteration))
             self._placed.drop_gradients()
             self._finish_running()
+            self._project()
             log = self._logs.pop(self.iteration)
             log.memory = self._metering.end_iteration()
             self._lanes.forget(self.iteration - 1)
@@ -319,6 +328,7 @@ class ComputeLane:
         """The running task ends; the one of ``kind`` and ``section`` begins when what it waits for has ended."""
         try:
             self._finish_running()
+            self._project()
             task = self.task_at_hand
             if (task.kind, task.section) != (kind, section):
                 where = f" {section}" if section is not None else ""
@@ -328,25 +338,46 @@ class ComputeLane:
                 # What is stepped on the device cannot be taken back, so nothing may be left that could still fail.
                 self._lanes.wait_for_steps(self.iteration)
                 self._lanes.check()
-            self._wait(task)
-            self._lanes.let_go(task, self.iteration)
-            with self._metering.one_moment():
-                if kind is TaskKind.BACKWARD and isinstance(section, int) and section in self._swapping:
-                    self._swapping[section].arrive()
-                self._metering.begin_task(task)
+            self._begin_at_hand()
         except BaseException as error:
             self.failed(error)
             raise
-        log = self._logs[self.iteration]
-        span = log.spans[task.id] = Span(self._device.stamp())
-        if self._place == 0:
-            log.started = span.start
-        self._running = task
         self._placed.rows.is_in_prologue = (task.kind, task.section) == (TaskKind.FORWARD, OuterSection.PROLOGUE)
         if task.section is OuterSection.PROLOGUE and task.kind in _FORWARDS:
             self._progress.advance(Call.FORWARD)
         elif task.kind is TaskKind.BACKWARD and self._progress.phase is TrainingPhase.FORWARD:
             self._progress.advance(Call.BACKWARD)
+
+    def _begin_at_hand(self) -> None:
+        """The task at hand begins when what it waits for has ended."""
+        task, section = self.task_at_hand, self.task_at_hand.section
+        self._wait(task)
+        self._lanes.let_go(task, self.iteration)
+        with self._metering.one_moment():
+            if task.kind is TaskKind.BACKWARD and isinstance(section, int) and section in self._swapping:
+                self._swapping[section].arrive()
+            self._metering.begin_task(task)
+        log = self._logs[self.iteration]
+        span = log.spans[task.id] = Span(self._device.stamp())
+        if self._place == 0:
+            log.started = span.start
+        self._running = task
+
+    def _project(self) -> None:
+        """Do the projections that come next, each a task of its own: nothing of the model's own announces them."""
+        while self._place < len(self._program) and self.task_at_hand.kind in PROJECTIONS:
+            task = self.task_at_hand
+            self._begin_at_hand()
+            with torch.profiler.record_function(f"protwin::{task.name}"):
+                if task.kind is TaskKind.PARAMETER_PROJECTION:
+                    self._placed.projections.project_staying_parameters()
+                elif task.chunk is not None:
+                    self._lanes.work.project_leaving(task, self.iteration)
+                else:
+                    # Means over ranks of parameters that have no gradient here are projected too.
+                    self._placed.show_received()
+                    self._placed.projections.project_staying_gradients()
+            self._finish_running()
 
     def _wait(self, task: Task) -> None:
         """Wait for the tasks of other lanes that a compute task needs; the first iteration has none before it."""
@@ -386,6 +417,8 @@ class ComputeLane:
         self._place += 1
 
 
+PROJECTIONS: Final = frozenset({TaskKind.GRADIENT_PROJECTION, TaskKind.PARAMETER_PROJECTION})
+"""Tasks of the lane that the schedule alone begins."""
 _FORWARDS: Final = frozenset({TaskKind.FORWARD, TaskKind.TEACHER_FORWARD})
 _COMPLETE_IT: Final = "Complete it: call backward() if that is missing, then step()."
 _AFTERWARDS: Final = (

@@ -114,6 +114,12 @@ class LaneWork:
         self._outgoing[iteration, offload.micro_batch, offload.chunk] = gradients
         return [gradient for gradient in gradients if gradient is not None]
 
+    def project_leaving(self, projection: Task, iteration: int) -> None:
+        """Project gradients that have left their parameters, on the compute thread, before their offload begins."""
+        assert projection.chunk is not None
+        gradients = self._outgoing[iteration, projection.micro_batch, projection.chunk]
+        self._placed.projections.project_leaving_gradients(projection.chunk, gradients)
+
     def lend(self, reduction: Task, iteration: int) -> None:
         """The gradients that ``reduction`` adds up over ranks where they stay are complete."""
         assert self.ranks is not None
@@ -173,6 +179,10 @@ class LaneWork:
                         work = partial(self._offload, chunk, iteration, task)
                     case TaskKind.GRADIENT_ACCUMULATE:
                         work = partial(self._accumulate, chunk, iteration, task.micro_batch)
+                    case TaskKind.HOST_GRADIENT_PROJECTION:
+                        work = partial(self._project_gradients, chunk, iteration)
+                    case TaskKind.HOST_PARAMETER_PROJECTION:
+                        work = partial(self._placed.projections.project_masters, chunk.chunk.id)
                     case _:
                         assert task.kind is TaskKind.CPU_ADAM
                         work = partial(self._cpu_adam, chunk, iteration)
@@ -264,6 +274,9 @@ class LaneWork:
             self.ranks.squares[iteration] = self._placed.own_squares(present)
         else:
             self.clipped[iteration, None] = self._placed.clip(present)
+
+    def _project_gradients(self, chunk: DeviceChunk, iteration: int) -> None:
+        self._placed.projections.project_staged_gradients(chunk.chunk.id, self._present[iteration, chunk.chunk.id])
 
     def _cpu_adam(self, chunk: DeviceChunk, iteration: int) -> None:
         present = self._present.pop((iteration, chunk.chunk.id))

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from ...shared.order.memory_events import memory_events
 from ...shared.schema.schedule import LANES_ALONE, Lane, Schedule, Task, TaskId, TaskKind
-from ...shared.verify.memory_events import memory_events
 from ..chunks.gradient_stand_ins import Norms
 from ..chunks.placed_model import PlacedModel
 from ..devices.device import TrainingDevice
@@ -154,7 +154,7 @@ class TransferLanes:
         Raises nothing.
         """
         for task in self._tasks:
-            is_step = task.kind in (TaskKind.CPU_ADAM, TaskKind.DISK_WRITE)
+            is_step = task.kind in (TaskKind.CPU_ADAM, TaskKind.HOST_PARAMETER_PROJECTION, TaskKind.DISK_WRITE)
             mark = self._marks.get((iteration, task.id)) if is_step else None
             if mark is not None:
                 mark.wait_for_end()

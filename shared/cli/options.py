@@ -15,8 +15,8 @@ from ..basics.errors import FileError, ProtwinError
 from ..basics.units import parse_bytes, parse_bytes_per_s, parse_count
 from ..optimizers.names import host_gradients_named, optimizer_named
 from ..schema.optimizer import HostGradients, Optimizer
-from ..schema.plan import Plan
-from ..schema.training_options import LoraOptions, TrainingOptions
+from ..schema.plan import Plan, TrainingMethod
+from ..schema.training_options import LoraOptions, OsftOptions, TrainingOptions
 from ..schema.workload import DType
 from .output import check_standard_output, is_standard_output
 from .told import warn as warn
@@ -197,6 +197,31 @@ LoraTargets = Annotated[
         "--lora-targets", metavar="NAMES", help="Linear maps that get them (q_proj,v_proj), instead of all of a block."
     ),
 ]
+MethodName = Annotated[
+    TrainingMethod | None,
+    typer.Option(
+        "--method",
+        metavar="NAME",
+        help="How it is trained: full, osft (a part of each weight's directions), or bypass (every block of a student "
+        "by itself).",
+    ),
+]
+UnfreezeRankRatio = Annotated[
+    float | None,
+    typer.Option(
+        "--unfreeze-rank-ratio",
+        metavar="RATIO",
+        help="Orthogonal subspace fine-tuning: the part of each weight's directions that is trained, from 0 to 1.",
+    ),
+]
+OsftTargets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--osft-target",
+        metavar="PATTERN",
+        help="Linear maps that are factorised for it (q_proj, 'model.layers.[0-9].*'), instead of all of a block.",
+    ),
+]
 FrozenParts = Annotated[
     list[str] | None,
     typer.Option(
@@ -257,8 +282,44 @@ def examples(*lines: str) -> str:
     return "\b\n" + "\n".join(("Examples:" if len(lines) > 1 else "Example:", *(f"  {line}" for line in lines)))
 
 
+def osft_of(
+    method: TrainingMethod | None, unfreeze_rank_ratio: float | None, targets: list[str] | None
+) -> OsftOptions | None:
+    """What the options say of orthogonal subspace fine-tuning; None if they do not ask for it.
+
+    The ratio asks for it, with or without the method's name.  Raises ProtwinError if the options make no sense
+    together.
+    """
+    if unfreeze_rank_ratio is None:
+        if method is TrainingMethod.OSFT:
+            raise ProtwinError(
+                f"--method {method} trains a part of each weight's directions, and nobody says how many. Add "
+                f"--unfreeze-rank-ratio 0.25."
+            )
+        if targets:
+            raise ProtwinError(
+                f"--osft-target is {targets[0]!r}, but --unfreeze-rank-ratio is missing. Write --unfreeze-rank-ratio "
+                f"0.25 --osft-target {targets[0]}."
+            )
+        return None
+    if method not in (None, TrainingMethod.OSFT):
+        raise ProtwinError(
+            f"--method {method} factorises nothing. Leave out --unfreeze-rank-ratio, or write --method osft."
+        )
+    if not 0 <= unfreeze_rank_ratio <= 1:
+        raise ProtwinError(
+            f"--unfreeze-rank-ratio is {unfreeze_rank_ratio}; it is the part of the directions that is trained, from 0 "
+            f"to 1."
+        )
+    return OsftOptions(unfreeze_rank_ratio=unfreeze_rank_ratio, targets=tuple(targets or ()))
+
+
 def options_of(
-    lora_rank: int | None, lora_targets: str | None, frozen: list[str] | None, autocast: str | None
+    lora_rank: int | None,
+    lora_targets: str | None,
+    frozen: list[str] | None,
+    autocast: str | None,
+    osft: OsftOptions | None = None,
 ) -> TrainingOptions:
     """What the options say of how a model is trained.  Raises ProtwinError if they make no sense together."""
     computed = None if autocast is None else _autocast(autocast)
@@ -269,7 +330,7 @@ def options_of(
             f"--lora-targets is {lora_targets!r}, but {missing}. Write --lora-rank 16 --lora-targets q_proj."
         )
     lora = LoraOptions(rank=lora_rank, targets=targets) if lora_rank is not None else None
-    return TrainingOptions(lora=lora, frozen=tuple(frozen or ()), autocast=computed)
+    return TrainingOptions(lora=lora, osft=osft, frozen=tuple(frozen or ()), autocast=computed)
 
 
 def _autocast(name: str) -> DType:

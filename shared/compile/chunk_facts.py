@@ -10,7 +10,8 @@ from typing import Final, Self
 import numpy as np
 
 from ..layout.adam_memory import alone_peak_bytes, together_gradient_bytes, widened_part_bytes
-from ..layout.layout import Layout
+from ..layout.layout import Chunk, Layout
+from ..layout.projections import ProjectionWork, gradient_projections, parameter_projections
 from ..layout.shards import chunk_paged_bytes, chunk_state_bytes, num_tensors, rank_part, stepped_bytes
 from ..layout.slots import Stay, Uses, assign_slots
 from ..schema.optimizer import HostGradients, Optimizer
@@ -37,6 +38,8 @@ class StepKnobs:
     host_gradients: HostGradients = HostGradients.PARAMETERS
     shard_ranks: int | None = None
     """Ranks of a shard group; None where all are one."""
+    projects_on_device: bool = False
+    """Whether gradients of chunks that the host steps are projected before they leave."""
 
     @property
     def is_sharded(self) -> bool:
@@ -392,6 +395,48 @@ class ChunkFacts:
         """By chunk: the sum of its gradients over the ranks of a shard group; each keeps its part."""
         step = self.step
         return Work(moved_bytes=self.part("reduced_bytes"), num_ranks=step.num_shards, axis=step.shard_axis)
+
+    @cached_property
+    def has_subspaces(self) -> BoolArray:
+        """(C,) whether anything of a chunk is projected."""
+        return np.array([bool(chunk.subspaces) for chunk in self.layout.chunks], dtype=np.bool_)
+
+    def _projections(self, of_chunk: Callable[[Chunk], ProjectionWork]) -> tuple[Work, IntArray]:
+        """By chunk, and (C,) the most that it makes on the way."""
+        found = [of_chunk(chunk) for chunk in self.layout.chunks]
+        work = Work(
+            num_stepped=integers(one.num_projected for one in found),
+            stepped_bytes=integers(one.touched_bytes for one in found),
+            num_tensors=integers(one.num_tensors for one in found),
+            flops=integers(one.flops for one in found),
+        )
+        return work, integers(one.peak_bytes for one in found)
+
+    @cached_property
+    def gradient_projections(self) -> tuple[Work, IntArray]:
+        """By chunk: projection of its gradients on the device, and (C,) the most that it makes on the way."""
+        return self._projections(lambda chunk: gradient_projections(chunk, self.parameters))
+
+    @cached_property
+    def host_gradient_projections(self) -> tuple[Work, IntArray]:
+        """By chunk: projection of its gradients on the host, and (C,) the most that it makes on the way."""
+        widens = self.step.widens
+        return self._projections(lambda chunk: gradient_projections(chunk, self.parameters, widens=widens))
+
+    @cached_property
+    def parameter_projections(self) -> tuple[Work, IntArray]:
+        """By chunk: projection of its parameters, and (C,) the most that it makes on the way."""
+        optimizer = self.step.optimizer
+        return self._projections(lambda chunk: parameter_projections(chunk, self.parameters, optimizer))
+
+    @cached_property
+    def host_step_bytes(self) -> IntArray:
+        """(C,) the most that a step on the host makes on the way, and what is projected there before and behind it."""
+        peaks = [self.part("host_step_bytes"), self.parameter_projections[1]]
+        if not self.step.projects_on_device:
+            peaks.append(self.host_gradient_projections[1])
+        found: IntArray = np.max(peaks, axis=0, initial=0)
+        return found
 
     @cached_property
     def replica_work(self) -> Work:

@@ -26,6 +26,8 @@ the last backward that adds to it.  The policies are written in steps:
 
 ``FullTraining`` and ``Pairs`` (``sections.py``, ``pairs.py``), ``Residency`` and ``Updates`` hold these policies.
 
+Projections of orthogonal subspace fine-tuning are those of [Note: Order of projections] in ``projections.py``.
+
 Steps of bypass distillation are those of [Note: Pairs] in ``pairs.py``.
 
 [Note: Norms of blocks]
@@ -111,6 +113,7 @@ from .family import Family, family_of
 from .homes import add_homes
 from .pairs import Pairs
 from .program import Draft
+from .projections import ProjectedResidency, ProjectedSections, ProjectedUpdates
 from .residency import Residency
 from .sections import FullTraining, Sections
 from .staging import Staging
@@ -120,6 +123,7 @@ from .views import tasks_and_buffers
 __all__ = [
     "BYPASS",
     "FULL_TRAINING",
+    "OSFT",
     "POLICIES",
     "Policies",
     "check_plan",
@@ -144,13 +148,17 @@ class Policies:
 
     @property
     def move_plainly(self) -> bool:
-        """Whether chunks come, gradients leave and parameters are stepped as [Note: Steps] says, whatever computes."""
-        return self.residency is Residency and self.updates is Updates
+        """Whether chunks come, gradients leave and parameters are stepped as [Note: Steps] says, whatever computes.
+
+        Projections are tasks beside these and stays that last until them: what a bound leaves out, it stays below.
+        """
+        return (self.residency, self.updates) in ((Residency, Updates), (ProjectedResidency, ProjectedUpdates))
 
 
 FULL_TRAINING: Final = Policies()
 BYPASS: Final = Policies(sections=Pairs)
-POLICIES: Final = {TrainingMethod.FULL: FULL_TRAINING, TrainingMethod.BYPASS: BYPASS}
+OSFT: Final = Policies(sections=ProjectedSections, residency=ProjectedResidency, updates=ProjectedUpdates)
+POLICIES: Final = {TrainingMethod.FULL: FULL_TRAINING, TrainingMethod.BYPASS: BYPASS, TrainingMethod.OSFT: OSFT}
 
 
 def compile_schedule(
@@ -182,6 +190,7 @@ def compile_schedule(
         parallel=plan.parallel,
         shard_ranks=plan.shard_ranks,
         optimizer=plan.optimizer,
+        projects_gradients_on=plan.projects_gradients_on,
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..layout.layout import Layout
 from ..layout.residencies import GATHERED, STEPPED_BY_HOST, ChunkResidency, residencies
-from ..schema.plan import ActivationMode, Plan
+from ..schema.plan import ActivationMode, Plan, ProjectionPlace
 from ..schema.workload import Workload
 from .chunk_facts import ChunkFacts, StepKnobs
 from .program import BoolArray, IntArray, Work
@@ -171,6 +171,7 @@ def family_of(plan: Plan, workload: Workload, layout: Layout) -> Family:
         plan.optimizer,
         plan.host_gradients,
         plan.shard_ranks,
+        plan.projects_gradients_on is ProjectionPlace.DEVICE,
     )
     return Family(
         workload=workload,

@@ -36,11 +36,11 @@ from functools import cached_property
 
 import numpy as np
 
+from ..layout.positions import Positions
 from ..layout.uses import numbered_uses
 from ..phases.distillation import Distillation
 from ..schema.schedule import Content, Memory, TaskKind
 from ..schema.workload import Phase, Workload
-from .positions import Positions
 from .program import BufferGroup, IntArray, Operand, Part, PhaseWork, TaskGroup, Work, spread
 from .sections import Sections
 

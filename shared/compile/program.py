@@ -73,6 +73,7 @@ class Work:
     num_stepped: Integers = 0
     stepped_bytes: Integers = 0
     num_tensors: Integers = 0
+    flops: Integers = 0
     num_ranks: int = 1
     axis: RankAxis = RankAxis.WORLD
     stated_s: float | None = None
@@ -170,6 +171,8 @@ class Draft:
         """What ``arrive`` was told."""
         self.phases: dict[int, Phase] = {}
         """By task."""
+        self.between_bytes: list[tuple[IntArray, IntArray]] = []
+        """What compute tasks between two positions add to the level before: tasks and bytes, (n,) each."""
         self.at_end_bytes = 0
         """The most that the last task adds to the level before."""
         self.repeats = True

@@ -39,6 +39,8 @@ class Residency:
         """(B,) blocks"""
         self._swapping = 1 + family.swapped
         """(B,) the same among the sections."""
+        self.stay_ends: IntArray = sections.stay_ends(self.stays.chunk, self.stays.last_step)
+        """(G,) the task that ends each stay."""
         draft.repeats = self.stays.repeats(sections.positions.micro_steps)
         self._swap_out()
         self._send_position = self._sent_behind()  # (S,) or (D, S)
@@ -125,7 +127,7 @@ class Residency:
                 micro_batch=self.micro_batch_of(stays.first_step),
                 slot=stays.slot,
                 made_by=self.gathers,
-                freed_by=sections.step_end[stays.last_step],
+                freed_by=self.stay_ends,
                 freed_at=Operand.RELEASED.at(np.arange(len(stays.chunk))),
             )
         )
@@ -192,9 +194,9 @@ class Residency:
         stays, step_end, wait = self.stays, self.sections.step_end, self.draft.wait
         for before in (stays.previous, stays.earlier):
             of_stay = np.flatnonzero(before >= 0)
-            wait(self.gathers[of_stay], step_end[stays.last_step[before[of_stay]]])
+            wait(self.gathers[of_stay], self.stay_ends[before[of_stay]])
         first = np.flatnonzero(stays.previous < 0)
-        wait(self.gathers[first], step_end[stays.last_step[stays.last_in_slot[first]]], is_previous=True)
+        wait(self.gathers[first], self.stay_ends[stays.last_in_slot[first]], is_previous=True)
         self._wait_for_window(self.gathers, stays.first_step)
         window = self._window(stays.first_step)
         early = np.flatnonzero(window.min(axis=0, initial=0) < 0)
@@ -214,7 +216,7 @@ class Residency:
         stays = self.stays
         first = np.flatnonzero(stays.earlier < 0)
         stepped = stepped_by[stays.chunk[first]]
-        gone = self.sections.step_end[stays.last_step[stays.latest[first]]]
+        gone = self.stay_ends[stays.latest[first]]
         self.draft.wait(self.gathers[first], np.where(stepped >= 0, stepped, gone), is_previous=True)
         self.draft.wait(self.renewals, stepped_by[self.renewed], is_previous=True)
 

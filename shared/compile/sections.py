@@ -7,11 +7,11 @@ from typing import ClassVar
 
 import numpy as np
 
+from ..layout.positions import Positions
 from ..schema.schedule import Content, Memory, TaskKind
 from ..schema.workload import BlockProfile, Phase, Workload
 from .activation_levels import ActivationAccount, ActivationLevels, activation_levels
 from .family import Family
-from .positions import Positions
 from .program import NOT_THERE, BoolArray, BufferGroup, Draft, IntArray, Operand, Part, PhaseWork, TaskGroup, spread
 
 _PROLOGUE_FORWARD, _EPILOGUE_FORWARD, _EPILOGUE_BACKWARD, _PROLOGUE_BACKWARD, _PROFILES = range(5)
@@ -72,6 +72,11 @@ class Sections(ABC):
         """
         del workload, is_checkpoint, is_swap, micro_batches
         return None
+
+    def stay_ends(self, chunks: IntArray, last_steps: IntArray) -> IntArray:
+        """The tasks that end the stays of ``chunks`` whose last steps are these; (n,) each."""
+        found: IntArray = self.step_end[last_steps]
+        return found
 
     @abstractmethod
     def _add_tasks(self) -> tuple[IntArray, IntArray]:

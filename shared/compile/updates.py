@@ -14,9 +14,12 @@ from .program import NOT_THERE, BufferGroup, Draft, IntArray, Operand, Part, Tas
 from .rows import Rows
 from .sections import Sections
 
-DISK_WRITES, DISK_READS, _REDUCES, _REPLICATES, _OFFLOADS, _ACCUMULATES, STEPS, TASKS_PER_CHUNK = range(8)
+DISK_WRITES, DISK_READS, _REDUCES, _REPLICATES, DEVICE_PROJECTIONS, _OFFLOADS, _ACCUMULATES = range(7)
+HOST_PROJECTIONS, STEPS, PARAMETER_PROJECTIONS, TASKS_PER_CHUNK = range(7, 11)
 """The order of what becomes of one chunk's gradients behind a backward; behind the norm of all, of what steps it."""
-_NORM, _NORM_PARTS = -2, -1
+_FINAL = frozenset({TaskKind.CPU_ADAM, TaskKind.HOST_GRADIENT_PROJECTION, TaskKind.HOST_PARAMETER_PROJECTION})
+"""What comes when gradients are complete, those of rows included."""
+PROJECTION, _NORM, _NORM_PARTS = -3, -2, -1
 """The order of what follows the last backward of all, ahead of what steps chunks."""
 
 
@@ -48,15 +51,15 @@ class Updates:
         self._leave_in_time(self.rows.offloads, self.rows.steps)
         self._reduce()
         self._offload()
+        self._project()
         self._step()
         self._add_gradients()
 
-    def _behind_backward(
+    def behind_backward(
         self, kind: TaskKind, work: Work, chunks: IntArray, number: int, micro_batches: slice = slice(None)
     ) -> IntArray:
         """(M', n) a task for each of ``chunks``, behind its last backward in each of these micro-batches."""
-        is_step = kind is TaskKind.CPU_ADAM
-        steps = self._final_steps(chunks) if is_step else self.last_steps(chunks)
+        steps = self._final_steps(chunks) if kind in _FINAL else self.last_steps(chunks)
         position = self.sections.end_position[steps[micro_batches]]
         micro_batch = self.sections.micro_batch[micro_batches]
         shape = position.shape
@@ -107,7 +110,7 @@ class Updates:
     @property
     def behind_chunks(self) -> int:
         """The order of what steps chunks behind all that becomes of their gradients, and behind the norm of these."""
-        return TASKS_PER_CHUNK * len(self.family.facts.update_order) - _NORM
+        return TASKS_PER_CHUNK * len(self.family.facts.update_order) - PROJECTION
 
     def last_steps(self, chunks: IntArray) -> IntArray:
         """(M, n) the steps of the last backwards that leave gradients of ``chunks``, those of rows aside."""
@@ -127,7 +130,7 @@ class Updates:
     def _reduce(self) -> None:
         """Add up gradients over ranks: those that leave, in every micro-batch, and those that stay, in the last."""
         facts, step, draft = self.family.facts, self.family.step, self.draft
-        self.parting = self._behind_backward(TaskKind.REDUCE_SCATTER, facts.scatter_work, self.parted, _REDUCES)
+        self.parting = self.behind_backward(TaskKind.REDUCE_SCATTER, facts.scatter_work, self.parted, _REDUCES)
         """(M, V) reductions to each rank's part on its device."""
         draft.wait(self.parting.ravel(), self._ends(self.parted).ravel())
         self._leave_in_time(self.parting, self.last_steps(self.parted))
@@ -138,9 +141,9 @@ class Updates:
         if step.num_ranks > 1:
             kind = TaskKind.REDUCE_SCATTER if step.is_sharded else TaskKind.ALL_REDUCE
             work = facts.scatter_work if step.is_sharded else facts.all_reduce_work
-            self.reducing = self._behind_backward(kind, work, self.leaving, _REDUCES)
+            self.reducing = self.behind_backward(kind, work, self.leaving, _REDUCES)
             draft.wait(self.reducing.ravel(), self._ends(self.leaving).ravel())
-            (self.summing,) = self._behind_backward(
+            (self.summing,) = self.behind_backward(
                 TaskKind.ALL_REDUCE, facts.all_reduce_work, self.staying, _REDUCES, slice(-1, None)
             )
             draft.wait(self.summing, self._ends(self.staying)[-1])
@@ -162,10 +165,10 @@ class Updates:
         """(V,) reductions of parts that stay; none without shard groups."""
         if self.family.step.num_replicas == 1:
             return
-        self.reduced_by = self._behind_backward(kind, facts.replica_work, self.leaving, _REPLICATES)
+        self.reduced_by = self.behind_backward(kind, facts.replica_work, self.leaving, _REPLICATES)
         draft.wait(self.reduced_by.ravel(), self.reducing.ravel())
         last = slice(-1, None)
-        (self.agreeing,) = self._behind_backward(kind, facts.replica_work, self.parted, _REPLICATES, last)
+        (self.agreeing,) = self.behind_backward(kind, facts.replica_work, self.parted, _REPLICATES, last)
         draft.wait(self.agreeing, self.parting[-1])
 
     def _offload(self) -> None:
@@ -174,7 +177,7 @@ class Updates:
         Where the host adds them up in float32, the first ones are widened into the sums that later ones are added to.
         """
         facts, draft, sent = self.family.facts, self.draft, self.sent
-        self.offloads = self._behind_backward(TaskKind.GRADIENT_OFFLOAD, facts.offload_work, sent, _OFFLOADS)
+        self.offloads = self.behind_backward(TaskKind.GRADIENT_OFFLOAD, facts.offload_work, sent, _OFFLOADS)
         """(M, U')"""
         complete = self.reduced_by if self.family.step.num_ranks > 1 else self._ends(sent)
         draft.wait(self.offloads.ravel(), complete.ravel())
@@ -184,10 +187,10 @@ class Updates:
         self.added: IntArray = sent[is_alone]
         """(A,) chunks without gradients of rows."""
         kind = TaskKind.GRADIENT_ACCUMULATE
-        self.sums = self._behind_backward(kind, facts.accumulate_work, self.added, _ACCUMULATES, slice(1, None))
+        self.sums = self.behind_backward(kind, facts.accumulate_work, self.added, _ACCUMULATES, slice(1, None))
         """(M - 1, A), or (M, A) where the first gradients are widened."""
         if self.family.step.widens:
-            first = self._behind_backward(kind, facts.widen_work, self.added, _ACCUMULATES, slice(1))
+            first = self.behind_backward(kind, facts.widen_work, self.added, _ACCUMULATES, slice(1))
             self.sums = np.concatenate([first, self.sums])
         arriving = self.offloads[self._num_staged :, is_alone]
         draft.wait(self.sums.ravel(), arriving.ravel())
@@ -197,7 +200,7 @@ class Updates:
         arrived = np.full(len(self.place_of), NOT_THERE)
         arrived[self.added] = self.sums[-1] if len(self.sums) else self.offloads[-1, is_alone]
         arrived[self.rows.chunks] = self.rows.sums[-1]
-        self._arrived = arrived[self.leaving]
+        self.arrived = arrived[self.leaving]
         """(U,) the last task that brought gradients of a chunk to where they are added up."""
 
     @property
@@ -218,6 +221,9 @@ class Updates:
                 waiting = np.where(is_here, begin[np.where(is_here, over - first, 0)], NOT_THERE)
                 self.draft.wait(waiting, tasks.ravel(), is_previous=first > 0)
 
+    def _project(self) -> None:
+        """Project gradients, of a method that does; ``arrived`` is then what ends that."""
+
     # -- at the end of the step --------------------------------------------------------------------------------------
 
     def _step(self) -> None:
@@ -227,9 +233,9 @@ class Updates:
         """(N,), or (0,) if it is not limited: one of all gradients, or one of each student block's."""
         if not self.family.step.limits_norm:
             last = slice(-1, None)
-            (self.cpu_adams,) = self._behind_backward(TaskKind.CPU_ADAM, facts.cpu_adam_work, self.leaving, STEPS, last)
+            (self.cpu_adams,) = self.behind_backward(TaskKind.CPU_ADAM, facts.cpu_adam_work, self.leaving, STEPS, last)
             """(U,)"""
-            draft.wait(self.cpu_adams, self._arrived)
+            draft.wait(self.cpu_adams, self.arrived)
             known = self.norm
         else:
             known = self._limit_norm()
@@ -282,7 +288,7 @@ class Updates:
             draft.wait(self.norm[facts.norm_of[self.staying]], self._ends(self.staying)[-1])
         else:
             draft.wait(self.norm, self._last_added())
-        for tasks, chunks in ((self._arrived, self.leaving), *self.summed):
+        for tasks, chunks in ((self.arrived, self.leaving), *self.summed):
             draft.wait(self.norm[facts.norm_of[chunks]], tasks)
         if not step.is_sharded or not len(self.leaving) + len(self.parted):
             return self.norm
@@ -390,7 +396,7 @@ class Updates:
         self._wire_hosts(homes)
         self.rows.wire(homes)
         draft = self.draft
-        _, staying, places = self._gradients_of(np.flatnonzero(self.family.is_persistent))
+        _, staying, places = self.gradients_of(np.flatnonzero(self.family.is_persistent))
         whole = staying[0][np.argsort(places)]
         parts = homes.gradients[np.sort(self.parted)]
         self._wire_norms(homes)
@@ -399,7 +405,7 @@ class Updates:
         )
         paged = homes.paged[chunks]
         stepped = (homes.parameters[chunks], homes.state[chunks], paged[paged != NOT_THERE])
-        self._read_in_order(self.device_adam, whole, parts, *stepped)
+        self.read_in_order(self.device_adam, whole, parts, *stepped)
         written = np.concatenate(stepped)
         draft.update(self.device_adam, written, np.arange(len(written)))
         if self.widened_bytes:
@@ -412,9 +418,9 @@ class Updates:
             leaving, parted, persistent = (
                 np.sort(chunks[norm_of[chunks] == place]) for chunks in (self.leaving, self.parted, self.staying)
             )
-            _, staying, places = self._gradients_of(persistent)
+            _, staying, places = self.gradients_of(persistent)
             whole = staying[0][np.argsort(places)]
-            self._read_in_order(norm, homes.gradients[leaving], homes.gradients[parted], whole)
+            self.read_in_order(norm, homes.gradients[leaving], homes.gradients[parted], whole)
 
     def _wire_device(self, homes: Homes) -> None:
         """Gradients that backwards add to, and what adds them up over ranks."""
@@ -423,15 +429,15 @@ class Updates:
         adding = self.sections.backward_of(completing)[1:]
         for use in (draft.read, draft.update):
             use(adding, self.gradients[:1, added], Operand.GRADIENTS.at(chunks))
-        number, gradients, places = self._gradients_of(self.parted)
+        number, gradients, places = self.gradients_of(self.parted)
         draft.read(self.parting[:, number], gradients, places)
         draft.read(self.parting[1:], homes.gradients[self.parted], Operand.RELEASED.at())
         draft.update(self.parting, homes.gradients[self.parted], 0)
-        number, gradients, places = self._gradients_of(self.staying)
+        number, gradients, places = self.gradients_of(self.staying)
         if len(self.summing):
             for use in (draft.read, draft.update):
                 use(self.summing[number], gradients[0], places)
-        number, gradients, places = self._gradients_of(self.sent)
+        number, gradients, places = self.gradients_of(self.sent)
         if self.family.step.num_ranks > 1:
             draft.read(self.reducing[:, number], gradients, places)
             if not self.family.step.is_sharded:
@@ -459,7 +465,7 @@ class Updates:
             draft.read(self.cpu_adams, stepped, 1 + place)
             draft.update(self.cpu_adams, stepped, place)
 
-    def _gradients_of(self, chunks: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    def gradients_of(self, chunks: IntArray) -> tuple[IntArray, IntArray, IntArray]:
         """The gradients of ``chunks``: (E',) the chunk's number among these, (M, E') buffers, (E',) their places."""
         number = np.full(len(self.place_of), NOT_THERE)
         number[chunks] = np.arange(len(chunks))
@@ -467,7 +473,7 @@ class Updates:
         pairs = np.flatnonzero(of_pairs >= 0)
         return of_pairs[pairs], self.gradients[:, pairs], self.gradient_places[pairs]
 
-    def _read_in_order(self, task: IntArray, *buffers: IntArray) -> None:
+    def read_in_order(self, task: IntArray, *buffers: IntArray) -> None:
         """Let a task, if it is there, read ``buffers`` in this order."""
         joined = np.concatenate(buffers)
         self.draft.read(task[:, None], joined, np.arange(len(joined)))

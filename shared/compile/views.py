@@ -17,7 +17,7 @@ _BEFORE_TASKS: Final = -(2**62)
 """What is there for good comes before what tasks make."""
 _PLACES: Final = ("section", "chunk", "micro_batch")
 _FACTS: Final = ("size_bytes", "chunk", "section", "micro_batch", "slot")
-_WORK: Final = ("moved_bytes", "num_stepped", "stepped_bytes", "num_tensors", "num_ranks")
+_WORK: Final = ("moved_bytes", "num_stepped", "stepped_bytes", "num_tensors", "flops", "num_ranks")
 
 
 def tasks_and_buffers(

@@ -5,6 +5,7 @@ parameters stay together; a block begins a chunk of its own unless it fits whole
 parameter larger than ``chunk_bytes`` has a chunk to itself.  Parameters that no block alone uses come with the first
 section that uses them, and share chunks with parameters of the same uses alone: others would travel with them for
 nothing, such as an embedding, which backward does not need, with the norm behind it, or a block with a tied head.
+Trained and frozen matrix of a subspace (``Subspace``) are one unit of packing: a projection needs both at one place.
 In bypass distillation a teacher's and a student's parameters never share a chunk: the ones are never written.
 Source of the packing: ProTrain (arXiv 2406.08334), hierarchical chunk management.
 """
@@ -19,9 +20,17 @@ from typing import Any, Final
 from ..basics.errors import PlanError
 from ..basics.shown import Shown
 from ..optimizers.check import check_host_gradients, check_optimizer
-from ..schema.plan import ParallelMode, Plan, TrainingMethod, why_no_disk, why_not_parallel, why_not_shard_ranks
+from ..schema.plan import (
+    ParallelMode,
+    Plan,
+    ProjectionPlace,
+    TrainingMethod,
+    why_no_disk,
+    why_not_parallel,
+    why_not_shard_ranks,
+)
 from ..schema.schedule import ChunkId
-from ..schema.workload import Parameter, Workload
+from ..schema.workload import Parameter, Subspace, Workload
 from .uses import NumberedUses, numbered_uses
 
 ALIGNMENT_BYTES: Final = 256
@@ -78,6 +87,8 @@ class Chunk:
     """Scalars that the optimizer steps."""
     rows: RowReads | None = None
     """What the prologue looks up of it on the host; None: the prologue uses it as any section does."""
+    subspaces: tuple[Subspace, ...] = ()
+    """Those of its parameters, in the workload's order."""
 
     @property
     def is_trainable(self) -> bool:
@@ -211,7 +222,11 @@ def layout_of(workload: Workload, chunk_bytes: int) -> Layout:
     Raises PlanError if ``chunk_bytes`` is not positive.
     """
     return build_layout(
-        workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes, method=workload.method
+        workload.parameters,
+        num_blocks=workload.num_blocks,
+        chunk_bytes=chunk_bytes,
+        method=workload.method,
+        subspaces=workload.subspaces,
     )
 
 
@@ -221,26 +236,33 @@ def build_layout(
     num_blocks: int,
     chunk_bytes: int,
     method: TrainingMethod = TrainingMethod.FULL,
+    subspaces: Sequence[Subspace] = (),
 ) -> Layout:
     """Pack parameters, given in execution order, into chunks of at most ``chunk_bytes``.
+
+    A unit that is larger, of one parameter or of those of a subspace, has a chunk to itself.
 
     Raises PlanError if ``chunk_bytes`` is not positive.
     """
     if chunk_bytes <= 0:
         raise PlanError(f"chunk_bytes is {chunk_bytes}; it must be positive.")
     uses = [numbered_uses(parameter, num_blocks) for parameter in parameters]
-    packing = _Packing(parameters, uses, chunk_bytes)
+    packing = _Packing(parameters, uses, chunk_bytes, subspaces)
+    units = _units(len(parameters), subspaces)
     for common, members in _groups_in_order(uses, num_blocks):
-        sizes = [aligned(parameters[index].size_bytes) for index in members]
+        sizes = {index: aligned(parameters[index].size_bytes) for index in members}
         # Blocks of the two models stand by turns, so that no block shares a chunk with another one.
         is_other_model = method is TrainingMethod.BYPASS
-        if packing.is_open and (is_other_model or packing.common != common or not packing.has_room(sum(sizes))):
+        if packing.is_open and (
+            is_other_model or packing.common != common or not packing.has_room(sum(sizes.values()))
+        ):
             packing.seal()
         packing.common = common
-        for index, size_bytes in zip(members, sizes, strict=True):
-            if packing.is_open and not packing.has_room(size_bytes):
+        for unit in (units[index] for index in members if units[index][0] == index):
+            if packing.is_open and not packing.has_room(sum(sizes[index] for index in unit)):
                 packing.seal()
-            packing.place(index, size_bytes)
+            for index in unit:
+                packing.place(index, sizes[index])
     packing.seal()
     return Layout(chunk_bytes=chunk_bytes, chunks=tuple(packing.chunks), num_blocks=num_blocks, method=method)
 
@@ -267,6 +289,8 @@ def check_layout(layout: Layout, plan: Plan, workload: Workload) -> None:
             f"the layout was built for method {layout.method} but the workload is one of method {workload.method}. "
             f"Build it for this workload."
         )
+    if sum(len(chunk.subspaces) for chunk in layout.chunks) != len(workload.subspaces):
+        raise PlanError("the layout was built without the workload's subspaces. Build it for this workload.")
     if plan.n_host_stepped and plan.parallel is ParallelMode.SHARDED:
         raise PlanError(
             f"n_host_stepped is {plan.n_host_stepped} but parallel is {plan.parallel}: only ranks with whole chunks on "
@@ -288,12 +312,22 @@ def check_layout(layout: Layout, plan: Plan, workload: Workload) -> None:
     if (reason := why_no_disk(plan)) is not None:
         raise PlanError(f"{reason}.")
     layout.on_disk(plan.num_kept + plan.n_shard, plan.n_disk_state)
+    if plan.projects_gradients_on is ProjectionPlace.DEVICE and (reason := why_not_on_device(layout)) is not None:
+        raise PlanError(f"projects_gradients_on is {plan.projects_gradients_on}, but {reason}. Name host.")
     num_chunks = len(layout.chunks)
     if plan.parallel is ParallelMode.DDP and (kept := len(layout.persistent(plan.n_persist))) < num_chunks:
         raise PlanError(
             f"parallel is ddp, which keeps every chunk on every device, but n_persist = {plan.n_persist} keeps {kept} "
             f"of {num_chunks}. Set n_persist to {num_chunks}, or parallel to replicated or sharded."
         )
+
+
+def why_not_on_device(layout: Layout) -> str | None:
+    """Why gradients cannot be projected on the device before they leave; None if they can."""
+    for chunk in layout.chunks:
+        if chunk.subspaces and chunk.completed_by not in chunk.backward:
+            return f"chunk {chunk.id} is not there when its gradients are complete"
+    return None
 
 
 def _groups_in_order(uses: Sequence[NumberedUses], num_blocks: int) -> list[tuple[NumberedUses | None, list[int]]]:
@@ -310,11 +344,28 @@ def _groups_in_order(uses: Sequence[NumberedUses], num_blocks: int) -> list[tupl
     return [(common, members) for (_, common), members in in_order]
 
 
+def _units(num_parameters: int, subspaces: Sequence[Subspace]) -> list[tuple[int, ...]]:
+    """Of every parameter, the ascending ones that it shares a chunk with, itself included."""
+    units: list[tuple[int, ...]] = [(index,) for index in range(num_parameters)]
+    for subspace in subspaces:
+        joined = tuple(sorted({*units[subspace.frozen], *units[subspace.trained]}))
+        for index in joined:
+            units[index] = joined
+    return units
+
+
 class _Packing:
     """Chunks sealed so far and the one that is open."""
 
-    def __init__(self, parameters: Sequence[Parameter], uses: Sequence[NumberedUses], chunk_bytes: int) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        uses: Sequence[NumberedUses],
+        chunk_bytes: int,
+        subspaces: Sequence[Subspace],
+    ) -> None:
         self.parameters = parameters
+        self.subspaces = subspaces
         self.uses = uses
         self.chunk_bytes = chunk_bytes
         self.chunks: list[Chunk] = []
@@ -339,6 +390,7 @@ class _Packing:
             return
         members = [(self.parameters[placed.index], self.uses[placed.index]) for placed in self._open]
         trainable = [(parameter, uses) for parameter, uses in members if parameter.trainable]
+        indices = {placed.index for placed in self._open}
         gradients: dict[int, int] = {}
         for parameter, uses in trainable:
             gradients[uses.gradient] = gradients.get(uses.gradient, 0) + parameter.size_bytes
@@ -352,6 +404,7 @@ class _Packing:
                 gradients=tuple(sorted(gradients.items())),
                 staging_bytes=sum(aligned(p.size_bytes) for p, _ in trainable),
                 num_trainable=sum(p.num_elements for p, _ in trainable),
+                subspaces=tuple(subspace for subspace in self.subspaces if subspace.trained in indices),
             )
         )
         self._open = []

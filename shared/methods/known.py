@@ -8,8 +8,9 @@ from ..schema.plan import TrainingMethod
 from .bypass import BYPASS
 from .full_training import FULL_TRAINING
 from .method import Method
+from .osft import OSFT
 
-METHODS: Final = {TrainingMethod.FULL: FULL_TRAINING, TrainingMethod.BYPASS: BYPASS}
+METHODS: Final = {TrainingMethod.FULL: FULL_TRAINING, TrainingMethod.BYPASS: BYPASS, TrainingMethod.OSFT: OSFT}
 
 
 def method_named(name: TrainingMethod, own: Method | None = None) -> Method:

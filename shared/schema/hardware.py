@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 from itertools import accumulate
-from typing import Annotated, ClassVar, Final, Self
+from typing import Annotated, Any, ClassVar, Final, Self
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from ..basics.documents import Document, FrozenModel, Name
 from ..basics.errors import ProtwinError
@@ -132,7 +141,17 @@ class Host(FrozenModel):
     optimizer_s_per_scalar: dict[Optimizer, PositiveFloat] = {}
     """Measured seconds of one step of one float32 scalar on all cores; of optimizers that are absent, memory traffic
     at the rate of CPU Adam, or the cores' arithmetic, tells the time (``sim/costs/task_costs.py``)."""
+    matrix_flop_per_s: PositiveFloat | None = None
+    """Measured rate of float32 matrix products on all cores; None: ``sim/costs/projections.py`` derives it.  A file has
+    the field where it is set."""
     source: str = ""
+
+    @model_serializer(mode="wrap")
+    def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        if self.matrix_flop_per_s is None:
+            fields.pop("matrix_flop_per_s", None)
+        return fields
 
 
 class LinkPoint(FrozenModel):

@@ -45,6 +45,17 @@ class TrainingMethod(StrEnum):
     """Forward of the whole model, then backward of the whole model: every parameter that the workload trains."""
     BYPASS = "bypass"
     """Bypass distillation: every block of a student by a loss of its own, beside its teacher (``Distillation``)."""
+    OSFT = "osft"
+    """Orthogonal subspace fine-tuning: what is trained is kept orthogonal to what is frozen (``Subspace``)."""
+
+
+class ProjectionPlace(StrEnum):
+    """Where gradients of chunks that the host steps are projected."""
+
+    HOST = "host"
+    """On the host, once they are complete there."""
+    DEVICE = "device"
+    """On the device, before they leave."""
 
 
 class ParallelMode(StrEnum):
@@ -150,6 +161,31 @@ def why_not_bypass(plan: Plan) -> str | None:
     return None
 
 
+def why_not_osft(plan: Plan) -> str | None:
+    """Why the knobs of ``plan`` contradict orthogonal subspace fine-tuning, or speak of it in another method."""
+    place = plan.projects_gradients_on
+    if plan.method is not TrainingMethod.OSFT:
+        if place is not ProjectionPlace.HOST:
+            return f"projects_gradients_on: {place} with method {plan.method}, which projects nothing. Leave it out"
+        return None
+    if plan.parallel is ParallelMode.SHARDED:
+        return (
+            f"parallel: {plan.parallel} with method {plan.method}; a projection needs whole factors, of which shards "
+            f"are parts. Name ddp or replicated"
+        )
+    if plan.n_disk_state:
+        return (
+            f"n_disk_state: {plan.n_disk_state} with method {plan.method}; a projection needs factors that lie on the "
+            f"host. Set it to 0"
+        )
+    if place is ProjectionPlace.DEVICE and plan.micro_batches > 1:
+        return (
+            f"projects_gradients_on: {place} with micro_batches {plan.micro_batches}; gradients of several "
+            f"micro-batches are complete on the host alone. Name host"
+        )
+    return None
+
+
 class Plan(Document):
     """How one workload is trained on one device, or on several equal ranks: each trains on a batch of its own.
 
@@ -207,6 +243,9 @@ class Plan(Document):
     """What steps the weights: its state has places, its steps take time, and the runtime makes it."""
     host_gradients: HostGradients = HostGradients.PARAMETERS
     """In which element type the host adds up gradients; those that stay on the device are of the parameters' type."""
+    projects_gradients_on: ProjectionPlace = ProjectionPlace.HOST
+    """Where gradients of chunks that the host steps are projected, in orthogonal subspace fine-tuning.  A file has the
+    field where it is not ``host``."""
     parallel: ParallelMode = ParallelMode.SINGLE
     """What the ranks do together."""
     num_ranks: PositiveInt = 1
@@ -276,8 +315,9 @@ class Plan(Document):
 
     @model_validator(mode="after")
     def _method_knows_knobs(self) -> Self:
-        if (reason := why_not_bypass(self)) is not None:
-            raise ValueError(reason)
+        for why_not in (why_not_bypass, why_not_osft):
+            if (reason := why_not(self)) is not None:
+                raise ValueError(reason)
         return self
 
     @model_validator(mode="after")
@@ -305,6 +345,8 @@ class Plan(Document):
             fields.pop("looks_up_rows", None)
         if self.shard_ranks is None:
             fields.pop("shard_ranks", None)
+        if self.projects_gradients_on is ProjectionPlace.HOST:
+            fields.pop("projects_gradients_on", None)
         return fields
 
     @property

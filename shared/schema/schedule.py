@@ -16,7 +16,7 @@ from typing import ClassVar, Final, NewType
 
 from ..basics.shown import Shown
 from .optimizer import Optimizer
-from .plan import ParallelMode, num_shards
+from .plan import ParallelMode, ProjectionPlace, num_shards
 from .workload import OuterSection as OuterSection
 from .workload import Phase
 from .workload import Section as Section
@@ -100,6 +100,15 @@ class TaskKind(StrEnum):
     DEVICE_ADAM = "device_adam"
     """Step every persistent chunk, and the rank's part of every one that is sharded over the devices; ends the
     iteration even where there is nothing to step."""
+    GRADIENT_PROJECTION = "gradient_projection"
+    """Make gradients orthogonal to frozen subspaces, on the device: of all persistent chunks, or of one chunk before
+    they leave."""
+    PARAMETER_PROJECTION = "parameter_projection"
+    """Make the parameters that device Adam has stepped orthogonal to frozen subspaces."""
+    HOST_GRADIENT_PROJECTION = "host_gradient_projection"
+    """Make a chunk's complete gradients orthogonal to frozen subspaces, on the host."""
+    HOST_PARAMETER_PROJECTION = "host_parameter_projection"
+    """Make the parameters that CPU Adam has stepped orthogonal to frozen subspaces."""
     ALL_GATHER = "all_gather"
     """Every rank sends its shard of a chunk to all others, in their buffers; from the buffer, where a gather has copied
     it, or from where it lies on the device."""
@@ -142,6 +151,10 @@ LANE_OF: dict[TaskKind, Lane] = {
     TaskKind.TEACHER_FORWARD: Lane.COMPUTE,
     TaskKind.LOSS: Lane.COMPUTE,
     TaskKind.DEVICE_ADAM: Lane.COMPUTE,
+    TaskKind.GRADIENT_PROJECTION: Lane.COMPUTE,
+    TaskKind.PARAMETER_PROJECTION: Lane.COMPUTE,
+    TaskKind.HOST_GRADIENT_PROJECTION: Lane.CPU_OPTIM,
+    TaskKind.HOST_PARAMETER_PROJECTION: Lane.CPU_OPTIM,
     TaskKind.GATHER: Lane.H2D,
     TaskKind.GRADIENT_OFFLOAD: Lane.D2H,
     TaskKind.GRADIENT_ACCUMULATE: Lane.CPU_OPTIM,
@@ -276,11 +289,14 @@ class Task:
     """Bytes that a copy moves; of a collective, the whole buffer that every rank begins or ends with; what is sent; of
     a norm, the gradients that it reads on the device."""
     num_stepped: int = 0
-    """Scalars that an Adam task steps."""
+    """Scalars that an Adam task steps, or that a projection changes."""
     stepped_bytes: int = 0
-    """Bytes of memory that a task of Adam, of adding gradients up or of their norm reads and writes."""
+    """Bytes of memory that a task of Adam, of adding gradients up, of their norm, or a projection reads and writes."""
     num_tensors: int = 0
-    """Tensors that an Adam task steps, each by itself unless the optimizer has one kernel for all."""
+    """Tensors that an Adam task steps, each by itself unless the optimizer has one kernel for all; matrices that a
+    projection changes."""
+    flops: int = 0
+    """Operations of a projection's matrix products."""
     num_ranks: int = 1
     """Ranks that do it together."""
     axis: RankAxis = RankAxis.WORLD
@@ -326,6 +342,8 @@ class Schedule(Shown):
     """Ranks of one shard group; None where all are one, or none shards anything."""
     optimizer: Optimizer = Optimizer.ADAMW
     """What tasks of the kinds CPU_ADAM and DEVICE_ADAM step with."""
+    projects_gradients_on: ProjectionPlace = ProjectionPlace.HOST
+    """Where gradients that leave are projected, if any are."""
 
     @cached_property
     def lanes(self) -> dict[Lane, tuple[TaskId, ...]]:

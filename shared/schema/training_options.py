@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Annotated, Any, Final
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt, SerializerFunctionWrapHandler, model_serializer
 
 from ..basics.documents import FrozenModel
 from .workload import DType
@@ -18,15 +18,34 @@ class LoraOptions(FrozenModel):
     """Names of the linear maps within a block; none: all of them."""
 
 
+class OsftOptions(FrozenModel):
+    """Orthogonal subspace fine-tuning ([Note: Subspaces] in ``shared/phases/subspaces.py``)."""
+
+    unfreeze_rank_ratio: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+    """The part of each weight's directions that is trained."""
+    targets: tuple[str, ...] = ()
+    """Names or patterns of the linear maps that are factorised; none: those of attention and MLP in all blocks."""
+
+
 class TrainingOptions(FrozenModel):
     """How a workload's model is trained."""
 
     lora: LoraOptions | None = None
+    osft: OsftOptions | None = None
+    """Linear maps are factorised, behind LoRA's: these have none of the other."""
     frozen: tuple[str, ...] = ()
     """Names or patterns of parameters that are not trained."""
     autocast: DType | None = None
     """Element type that forward computes in, by ``torch.autocast``, while parameters, which are then their own masters,
     and gradients keep theirs; None: that of the parameters."""
+
+    @model_serializer(mode="wrap")
+    def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Kept traces are found by it, also those of before there was OSFT."""
+        fields: dict[str, Any] = handler(self)
+        if self.osft is None:
+            fields.pop("osft", None)
+        return fields
 
     @property
     def is_full(self) -> bool:

@@ -35,6 +35,9 @@ from ..phases.operations import OperationClass as OperationClass
 from ..phases.operations import SignedBytes as SignedBytes
 from ..phases.phase import Phase as Phase
 from ..phases.seen_memory import SeenMemory
+from ..phases.subspaces import Subspace as Subspace
+from ..phases.subspaces import SubspaceAxis as SubspaceAxis
+from ..phases.subspaces import why_no_subspaces
 from .plan import ActivationMode, Plan, TrainingMethod
 from .shared_inputs import SharedInput
 
@@ -235,6 +238,8 @@ class Workload(Document):
     distillation: Distillation | None = None
     """What a workload of bypass distillation has beside; None for full training.  A file has the field where it is
     set."""
+    subspaces: tuple[Subspace, ...] = ()
+    """Trained matrices that are kept orthogonal to frozen ones (OSFT).  A file has the field where there are any."""
     row_lookups: RowLookups | None = None
     """Embeddings whose rows the prologue may look up on the host; None where there are none, or nobody knows."""
     resident_bytes: Bytes = 0
@@ -280,11 +285,24 @@ class Workload(Document):
             raise ValueError(f"distillation: {reason}")
         return self
 
+    @model_validator(mode="after")
+    def _keeps_subspaces(self) -> Self:
+        if (reason := why_no_subspaces(self.subspaces, self.parameters)) is not None:
+            raise ValueError(f"subspaces: {reason}")
+        looked_up = {table.parameter for table in self.row_lookups.tables} if self.row_lookups is not None else set()
+        if found := looked_up & {number for of in self.subspaces for number in (of.frozen, of.trained)}:
+            raise ValueError(f"subspaces: rows of {self.parameters[min(found)].name} are looked up")
+        if self.subspaces and self.distillation is not None:
+            raise ValueError("subspaces: bypass distillation trains whole weights")
+        return self
+
     @model_serializer(mode="wrap")
     def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = handler(self)
         if self.distillation is None:
             fields.pop("distillation", None)
+        if not self.subspaces:
+            fields.pop("subspaces", None)
         return fields
 
     def _check_uses(self, name: str, block: int | None, uses: Uses) -> None:
@@ -319,6 +337,8 @@ class Workload(Document):
         ]
         if self.distillation is not None:
             facts.append([self.distillation.keys_to_learn, self.distillation.loss])
+        if self.subspaces:
+            facts.append(["subspaces", [[of.frozen, of.trained, of.axis] for of in self.subspaces]])
         if self.stage is not None:
             facts.append(["stage", self.stage.first_pair, self.stage.of_pairs])
         return hashlib.sha256(json.dumps(facts, separators=(",", ":")).encode()).hexdigest()[:16]
@@ -331,6 +351,8 @@ class Workload(Document):
     @property
     def method(self) -> TrainingMethod:
         """How it is trained."""
+        if self.subspaces:
+            return TrainingMethod.OSFT
         return TrainingMethod.FULL if self.distillation is None else TrainingMethod.BYPASS
 
     @property

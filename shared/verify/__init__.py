@@ -1,1 +1,1 @@
-"""What holds for every timing: the order of events, the guaranteed peak, the proof that a schedule is safe."""
+"""What holds for every timing: the guaranteed peak, the proof that a schedule is safe."""

@@ -10,6 +10,7 @@ from typing import Final, NoReturn
 
 from ..basics.errors import ScheduleError
 from ..layout.layout import Chunk, Layout
+from ..order.happens_before import HappensBefore, Occurrence, OrderError
 from ..schema.plan import ActivationMode, Plan, TrainingMethod
 from ..schema.schedule import (
     Allocation,
@@ -26,7 +27,6 @@ from ..schema.schedule import (
     TaskKind,
 )
 from ..schema.workload import BlockId, Uses, Workload
-from .happens_before import HappensBefore, Occurrence, OrderError
 from .steps import Held, held
 
 _OF_SECTIONS: Final = (
@@ -370,6 +370,7 @@ def check_form(claim: Claim) -> None:
         ("parallel", schedule.parallel, plan.parallel),
         ("shard_ranks", schedule.shard_ranks, plan.shard_ranks),
         ("optimizer", schedule.optimizer, plan.optimizer),
+        ("projects_gradients_on", schedule.projects_gradients_on, plan.projects_gradients_on),
     ):
         if found != expected:
             reject(f"its {name} is {found}, that of the plan is {expected}")
@@ -448,9 +449,17 @@ def check_in_place(task: Task, buffers: Iterable[Allocation]) -> None:
 
 
 def check_amounts(
-    task: Task, *, moved_bytes: int = 0, num_stepped: int = 0, stepped_bytes: int = 0, num_tensors: int = 0
+    task: Task,
+    *,
+    moved_bytes: int = 0,
+    num_stepped: int = 0,
+    stepped_bytes: int = 0,
+    num_tensors: int = 0,
+    flops: int = 0,
 ) -> None:
-    """Raise ScheduleError unless a task moves and steps these amounts."""
+    """Raise ScheduleError unless a task moves, steps and computes these amounts."""
+    if task.flops != flops:
+        reject(f"{task.name} takes {task.flops} FLOPs, not {flops}")
     found = (task.moved_bytes, task.num_stepped, task.stepped_bytes, task.num_tensors)
     if found != (moved_bytes, num_stepped, stepped_bytes, num_tensors):
         reject(

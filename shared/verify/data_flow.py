@@ -22,11 +22,17 @@ def check_no_deadlock(claim: Claim) -> None:
 def turn(task: Task) -> Turn:
     """Whose turn it is at a static buffer: micro-batch by micro-batch out, added or back, then the norm, then Adam.
 
+    Gradients are projected before the norm, parameters behind Adam.
+
     A part of the gradients that stays is added up over groups of ranks after its reduce-scatter.
 
     Parameters are read, by gathers, from the disk and on the device, before this iteration's Adam writes them, or, on
     the disk, before it is written what Adam has made.
     """
+    if task.kind in (TaskKind.GRADIENT_PROJECTION, TaskKind.HOST_GRADIENT_PROJECTION):
+        return _AT_THE_END, -1
+    if task.kind in (TaskKind.PARAMETER_PROJECTION, TaskKind.HOST_PARAMETER_PROJECTION):
+        return _AT_THE_END, 2
     if task.kind in (TaskKind.CPU_ADAM, TaskKind.DEVICE_ADAM, TaskKind.DISK_WRITE):
         return _AT_THE_END, 1
     if task.kind is TaskKind.GRADIENT_NORM:

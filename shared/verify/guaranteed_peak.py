@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..order.happens_before import HappensBefore, Occurrence
 from ..schema.schedule import AllocationId, Content, Lane, Memory, Schedule, Section, Task, TaskId
-from .happens_before import HappensBefore, Occurrence
 
 _COMPUTE = tuple(Lane).index(Lane.COMPUTE)
 _MIDDLE = 1

@@ -2,7 +2,8 @@
 
 The verifier shares no code with the compiler beyond the data types: it derives what must hold from plan, workload and
 layout.  Its rules stand by policy: ``sections`` (what computes, in which order), ``residency`` (what lies where, when)
-and ``updates`` (what happens to a gradient until its parameter is new); ``full_training`` and ``bypass`` list them.
+and ``updates`` (what happens to a gradient until its parameter is new); ``full_training``, ``bypass`` and ``osft``
+list them.
 Rules of order read the happens-before relation of the unrolled program, so that they hold for every timing.
 """
 
@@ -14,6 +15,7 @@ from ..basics.errors import ScheduleError
 from ..basics.units import format_bytes
 from ..layout.layout import Layout, check_layout, layout_of
 from ..layout.looked_up import check_looked_up
+from ..order.happens_before import HappensBefore
 from ..schema.plan import Plan, TrainingMethod
 from ..schema.schedule import Memory, Schedule
 from ..schema.workload import Workload, check_plan
@@ -23,10 +25,10 @@ from .compute_tasks import check_arrivals
 from .data_flow import check_no_deadlock
 from .full_training import FULL_TRAINING
 from .guaranteed_peak import guaranteed_device_peak
-from .happens_before import HappensBefore
+from .osft import OSFT
 from .rules import Rule, Rules, Stage
 
-RULES: Final = {TrainingMethod.FULL: FULL_TRAINING, TrainingMethod.BYPASS: BYPASS}
+RULES: Final = {TrainingMethod.FULL: FULL_TRAINING, TrainingMethod.BYPASS: BYPASS, TrainingMethod.OSFT: OSFT}
 COMMON: Final = (
     Rule(Stage.FORM, check_form),
     Rule(Stage.DATA_FLOW, check_no_deadlock),

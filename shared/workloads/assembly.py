@@ -8,7 +8,7 @@ from typing import Final
 
 from ..schema.plan import ActivationMode
 from ..schema.schedule import OuterSection, Section, TaskKind
-from ..schema.workload import Block, BlockId, BlockProfile, DType, Parameter, Phase, RowLookups, Workload
+from ..schema.workload import Block, BlockId, BlockProfile, DType, Parameter, Phase, RowLookups, Subspace, Workload
 from .observation import Observation
 from .observed_inputs import ObservedInput, PhaseKey, unshared
 from .row_lookups import Observed, looking_up, lookups_of, tables_of
@@ -30,6 +30,8 @@ class TracedModel:
     """For every block, the observed one that does the same."""
     traced_with: str
     software: dict[str, str]
+    subspaces: tuple[Subspace, ...] = ()
+    """Trained matrices that are kept orthogonal to frozen ones."""
     row_lookups: tuple[str, ...] = ()
     """The embedding of each lookup of the prologue's forward, in order, if it reads nothing but rows of any."""
 
@@ -66,6 +68,7 @@ def assemble(
         num_tokens=shape.num_tokens,
         compute_dtype=model.compute_dtype,
         parameters=model.parameters,
+        subspaces=model.subspaces,
         blocks=tuple(Block(name=n, profile=p) for n, p in zip(model.block_names, profile_of, strict=True)),
         profiles=profiles,
         prologue_forward=assembly.outer_phase(TaskKind.FORWARD, OuterSection.PROLOGUE),

@@ -40,14 +40,19 @@ def family_peaks(family: PlanFamily, modes: IntArray) -> IntArray:
 def _by_position(family: PlanFamily, running: IntArray, pausing: IntArray) -> tuple[IntArray, IntArray]:
     """(D, P) levels at the positions of compute, of (D, L) at its tasks.
 
-    What a method runs between two positions adds nothing to the level: it counts as a pause before the second one.
+    What a method runs between two positions leaves the level as it is: it counts as a pause before the second one, with
+    what it adds while it runs.  Behind the last position follows the first one of the next iteration.
     """
     places = family.place_at
     at_positions, before = running[:, places], pausing[:, places]
     if len(places) < running.shape[1]:
-        following = np.searchsorted(places, np.arange(running.shape[1]))
-        highest = np.maximum(running, pausing)
-        is_between = places[following] > np.arange(running.shape[1])
+        made = np.zeros(running.shape[1], dtype=np.int64)
+        for tasks, size_bytes in family.draft.between_bytes:
+            made[family.lanes.place[0, tasks]] = size_bytes
+        every = np.arange(running.shape[1])
+        following = np.searchsorted(places, every) % len(places)
+        highest = np.maximum(running + made, pausing)
+        is_between = places[following] != every
         for place in np.flatnonzero(is_between).tolist():
             before[:, following[place]] = np.maximum(before[:, following[place]], highest[:, place])
     return at_positions, before

@@ -28,7 +28,7 @@ from typing import Self
 
 import numpy as np
 
-from ...shared.compile.positions import Positions
+from ...shared.layout.positions import Positions
 from ...shared.layout.residencies import STEPPED_BY_HOST
 from ...shared.schema.schedule import TaskKind
 from ..space.chunk_table import ChunkTable

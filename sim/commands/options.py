@@ -13,9 +13,10 @@ from typer.core import TyperCommand
 from ...shared.basics.errors import PlanError
 from ...shared.basics.units import format_bytes
 from ...shared.catalogue.machines import load_hardware, override_hardware
+from ...shared.cli.options import MethodName as MethodName
 from ...shared.cli.options import changes_of, warn
 from ...shared.schema.hardware import Hardware
-from ...shared.schema.plan import ParallelMode, Plan, TrainingMethod
+from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.record import Record
 from ...shared.schema.search_result import BatchSearchResult, Goal, Risk
 from ...shared.workloads.dtypes import TRAINABLE
@@ -254,12 +255,6 @@ def with_run(found: BatchSearchResult, num_tokens: int | None) -> BatchSearchRes
     return found.model_copy(update={"result": found.result.model_copy(update={"prediction": prediction})})
 
 
-MethodName = Annotated[
-    TrainingMethod | None,
-    typer.Option(
-        "--method", metavar="NAME", help="How it is trained: full, or bypass (every block of a student by itself)."
-    ),
-]
 StudentPath = Annotated[
     Path | None,
     typer.Option("--student", metavar="FILE", help="What learns from the model, block by block (student.toml)."),

@@ -35,6 +35,7 @@ from .copies import copy_time_s
 from .efficiency import CORE_BYTES_PER_S, CPU_ADAM_FRAC, DISPATCHES_PER_LAUNCH, KERNEL_FIXED_S, efficiency_frac
 from .fabrics import machine_collective, passing_s
 from .kernels import kernel_s
+from .projections import device_projection_s, host_projection_s
 from .rank_lines import RankLine
 
 _OF_PHASES: Final = frozenset(
@@ -173,6 +174,12 @@ class CostModel:
                 return self._calibrated(seconds + task.moved_bytes / self._streamed_bytes_per_s, task.kind)
             case TaskKind.CPU_ADAM | TaskKind.DEVICE_ADAM:
                 return self.adam_s(task.num_stepped, task.stepped_bytes, task.num_tensors, task.kind)
+            case TaskKind.GRADIENT_PROJECTION | TaskKind.PARAMETER_PROJECTION:
+                done = task.flops, task.stepped_bytes, task.num_tensors
+                return self._calibrated(device_projection_s(self.hardware.device, *done), task.kind)
+            case TaskKind.HOST_GRADIENT_PROJECTION | TaskKind.HOST_PARAMETER_PROJECTION:
+                done = task.flops, task.stepped_bytes, task.num_tensors
+                return self._calibrated(host_projection_s(self.hardware, *done), task.kind)
             case TaskKind.ALL_GATHER | TaskKind.REDUCE_SCATTER | TaskKind.ALL_REDUCE:
                 return self._calibrated(self._meeting_s(task), task.kind)
             case TaskKind.RECEIVE | TaskKind.SEND:

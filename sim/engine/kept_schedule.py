@@ -127,7 +127,7 @@ def _kind(schedule: Schedule, task: Task, num_later: int = 0) -> tuple[object, .
         contents(task.allocates),
         contents(task.frees),
         task.phase,
-        (task.moved_bytes, task.num_stepped, task.stepped_bytes, task.num_tensors, task.stated_s),
+        (task.moved_bytes, task.num_stepped, task.stepped_bytes, task.num_tensors, task.flops, task.stated_s),
         (task.num_ranks, task.axis, task.arrived_bytes),
     )
 

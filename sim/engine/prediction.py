@@ -10,6 +10,7 @@ from ...shared.compile.compile import compile_schedule
 from ...shared.layout.layout import Layout, layout_of
 from ...shared.layout.residencies import chunk_counts
 from ...shared.methods.method import Method
+from ...shared.order.happens_before import HappensBefore
 from ...shared.records.flops import hardware_flops, model_flops
 from ...shared.records.phase_times import phase_times_s
 from ...shared.records.phase_waits import Span, SpanOf, phase_waits
@@ -21,7 +22,6 @@ from ...shared.schema.record import LaneUse, MemoryCurve, Origin, PhaseWait, Rec
 from ...shared.schema.schedule import LANES_ALONE, Schedule, Task, TaskId, TaskKind
 from ...shared.schema.workload import Workload
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
-from ...shared.verify.happens_before import HappensBefore
 from ...shared.verify.verify import verify_schedule
 from ..memory.host import host_memory
 from ..memory.reserved import device_reserved

@@ -22,13 +22,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from ...shared.layout.layout import Layout
+from ...shared.layout.layout import Chunk, Layout
+from ...shared.layout.projections import gradient_projections, parameter_projections
 from ...shared.layout.shards import stepped_members, stepped_parts
 from ...shared.optimizers.state import master_bytes
 from ...shared.optimizers.work import host_step_bytes, host_temporary_bytes
 from ...shared.schema.hardware import DeviceKind, Hardware
 from ...shared.schema.memory_accounts import HostMemory, PinnedRule
-from ...shared.schema.plan import ParallelMode
+from ...shared.schema.plan import ParallelMode, ProjectionPlace
 from ...shared.schema.schedule import Content, Memory, Schedule
 from ...shared.schema.workload import Parameter
 
@@ -111,11 +112,22 @@ def step_peak_bytes(
     for chunk, memory in _state_memories(schedule).items():
         if memory is not Memory.DEVICE:
             stepped = stepped_parts(layout.chunks[chunk], parameters, schedule.num_shards)
-            most_bytes = max(most_bytes, host_step_bytes(stepped, optimizer, widens=widens))
+            projecting_bytes = _projecting_bytes(schedule, layout.chunks[chunk], parameters, widens=widens)
+            most_bytes = max(most_bytes, host_step_bytes(stepped, optimizer, widens=widens), projecting_bytes)
         elif is_on_host and optimizer.is_of_bitsandbytes:
             made = (host_temporary_bytes(one, optimizer) for one in stepped_members(layout.chunks[chunk], parameters))
             most_bytes = max(most_bytes, *made, 0)
     return most_bytes
+
+
+def _projecting_bytes(schedule: Schedule, chunk: Chunk, parameters: Sequence[Parameter], *, widens: bool) -> int:
+    """The most that projections of a chunk on the host make there."""
+    if not chunk.subspaces:
+        return 0
+    of_parameters = parameter_projections(chunk, parameters, schedule.optimizer).peak_bytes
+    if schedule.projects_gradients_on is ProjectionPlace.DEVICE:
+        return of_parameters
+    return max(of_parameters, gradient_projections(chunk, parameters, widens=widens).peak_bytes)
 
 
 def _state_memories(schedule: Schedule) -> dict[int, Memory]:

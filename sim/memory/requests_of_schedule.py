@@ -1,7 +1,7 @@
 """What the runtime asks of the device's allocator: once, before and in the first step, and in every iteration.
 
 Compute tasks make and free what they name themselves; when memory of copies comes and goes says
-``shared/verify/memory_events.py`` ([Note: Memory on one stream]), for the runtime and for this replay alike.
+``shared/order/memory_events.py`` ([Note: Memory on one stream]), for the runtime and for this replay alike.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Final
 from ...shared.layout.layout import Layout
 from ...shared.layout.shards import stepped_parts
 from ...shared.optimizers.state import MAP_BYTES, PAGED_NAMES, is_paged, map_bytes, master_bytes, state_tensors
+from ...shared.order.happens_before import HappensBefore
+from ...shared.order.memory_events import Copying, memory_events
 from ...shared.schema.schedule import AllocationId, Content, Lane, Memory, Schedule, Task, TaskKind
 from ...shared.schema.workload import Parameter
-from ...shared.verify.happens_before import HappensBefore
-from ...shared.verify.memory_events import Copying, memory_events
 
 
 class Act(IntEnum):

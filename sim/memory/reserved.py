@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 from ...shared.layout.layout import Layout
+from ...shared.order.happens_before import HappensBefore
 from ...shared.schema.hardware import Device, DeviceKind
 from ...shared.schema.memory_accounts import DeviceReserved
 from ...shared.schema.schedule import Schedule
 from ...shared.schema.workload import Workload
-from ...shared.verify.happens_before import HappensBefore
 from .allocator import AllocatorFullError
 from .libraries import matrix_workspaces, outside_allocator_bytes
 from .request_replay import Inside, RequestLog, reserved_by

@@ -139,7 +139,9 @@ def _beside_others(answer: BatchSearchResult, request: SearchRequest) -> BatchSe
             size: search_problem(
                 request,
                 workload,
-                request.step.spec(result.plan.parallel, micro_batches, result.plan.shard_ranks),
+                request.step.spec(
+                    result.plan.parallel, micro_batches, result.plan.shard_ranks, result.plan.projects_gradients_on
+                ),
             )
             for size, workload, micro_batches in request.micro_batches()
         }

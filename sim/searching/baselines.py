@@ -21,11 +21,11 @@ import numpy as np
 from ...shared.basics.errors import PlanError
 from ...shared.layout.kinds import kind_of
 from ...shared.layout.layout import aligned, layout_of
+from ...shared.order.happens_before import HappensBefore
 from ...shared.schema.plan import ParallelMode, Plan, TrainingMethod, why_not_parallel
 from ...shared.schema.schedule import Memory
 from ...shared.schema.search_result import Baseline, Lack
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
-from ...shared.verify.happens_before import HappensBefore
 from ..engine.kept_schedule import memory_schedule
 from ..engine.simulator import simulate_plan
 from ..memory.host import planned_host_bytes

@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from ...shared.schema.plan import ParallelMode
+from ...shared.schema.plan import ParallelMode, ProjectionPlace
 from ...shared.schema.plan_kind import PlanKind
 from ..engine.intervals import interval_of
 from ..space.step_spec import SEVERAL
@@ -45,6 +45,8 @@ class Where(NamedTuple):
     shard_ranks: int | None
     """Ranks of a shard group; None for all."""
     kind: PlanKind
+    place: ProjectionPlace = ProjectionPlace.HOST
+    """Where gradients that leave are projected."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -348,10 +350,11 @@ def _high_end_s(branch: BranchAndBound, plan: Simulated | Replayed) -> float:
     return np.inf if interval is None else interval.high
 
 
-def _simplest(where: Where) -> tuple[int, int, float, int]:
-    """Orders by kind, then by mode, then by larger shard groups, then by fewer micro-batches."""
+def _simplest(where: Where) -> tuple[int, int, float, int, bool]:
+    """Orders by kind, mode, larger shard groups, fewer micro-batches, and projections on the host."""
     mode, group = where.mode, np.inf if where.shard_ranks is None else where.shard_ranks
-    return where.kind.complexity, (SEVERAL.index(mode) if mode in SEVERAL else 0), -group, -where.size
+    is_on_device = where.place is ProjectionPlace.DEVICE
+    return where.kind.complexity, (SEVERAL.index(mode) if mode in SEVERAL else 0), -group, -where.size, is_on_device
 
 
 def _dominates(one: Simulated | Replayed, other: Simulated) -> bool:

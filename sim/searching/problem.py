@@ -19,7 +19,7 @@ from ...shared.methods.method import Method
 from ...shared.optimizers.check import check_host_gradients, check_optimizer
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import DeviceKind, Hardware
-from ...shared.schema.plan import Plan, why_not_bypass
+from ...shared.schema.plan import Plan, why_not_bypass, why_not_osft
 from ...shared.schema.workload import Workload
 from ...shared.workloads.check import check_magnitude
 from ..bounds.least_work import LeastWork, NoLeastWork
@@ -351,13 +351,17 @@ def _check(request: SearchRequest, workload: Workload, step: StepSpec) -> None:
     asked = Plan.model_construct(
         method=workload.method,
         parallel=step.parallel,
+        micro_batches=step.micro_batches,
+        projects_gradients_on=step.projects_gradients_on,
+        n_disk_state=max(request.space.n_disk_state or (0,)),
         looks_up_rows=request.space.looks_up_rows,
         max_gradient_norm=step.max_gradient_norm,
         n_swap=0,
         n_checkpoint=0,
     )
-    if (reason := why_not_bypass(asked)) is not None:
-        raise PlanError(f"{reason}.")
+    for why_not in (why_not_bypass, why_not_osft):
+        if (reason := why_not(asked)) is not None:
+            raise PlanError(f"{reason}.")
     if workload.num_stages > 1 and any(request.space.n_disk_state or ()):
         raise PlanError("a stage of a pipeline has no chunks on a disk. Leave out n_disk_state, n_disk and n_staging.")
     if workload.num_stages > 1 and request.workload is not workload:

@@ -13,7 +13,7 @@ from ...shared.methods.method import Method
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import DeviceKind, Hardware
 from ...shared.schema.optimizer import HostGradients, Optimizer
-from ...shared.schema.plan import ParallelMode, Plan, why_not_parallel, why_not_shard_ranks
+from ...shared.schema.plan import ParallelMode, Plan, ProjectionPlace, why_not_parallel, why_not_shard_ranks
 from ...shared.schema.plan_kind import Uncertainty
 from ...shared.schema.search_result import Risk
 from ...shared.schema.workload import Workload
@@ -117,7 +117,13 @@ class Step:
             raise PlanError(f"{next(iter(reasons.values()))}.")
         return tuple(None if number == num_ranks else number for number in fitting)
 
-    def spec(self, mode: ParallelMode, micro_batches: int | None = None, shard_ranks: int | None = None) -> StepSpec:
+    def spec(
+        self,
+        mode: ParallelMode,
+        micro_batches: int | None = None,
+        shard_ranks: int | None = None,
+        place: ProjectionPlace = ProjectionPlace.HOST,
+    ) -> StepSpec:
         """The step in one mode, with the step's own micro-batches if None.  Raises PlanError if it is out of range."""
         return StepSpec(
             self.micro_batches if micro_batches is None else micro_batches,
@@ -127,6 +133,7 @@ class Step:
             self.optimizer,
             self.host_gradients,
             shard_ranks,
+            place,
         )
 
 
@@ -204,11 +211,13 @@ class SearchRequest:
     def may_use_disk(self) -> bool:
         """Whether what the host cannot hold may lie on a disk: there is one, and nobody said how much lies there.
 
-        One rank alone has chunks on a disk, of a host beside its device; plans that look rows up are searched without.
+        One rank alone has chunks on a disk, of a host beside its device; those that look rows up, or project
+        what is trained, are searched without.
         """
         is_one_memory = self.hardware.device.kind is DeviceKind.CPU and self.host_budget_bytes is None
         is_open = "n_disk_state" not in self.space.model_fields_set and not self.space.looks_up_rows
-        return self.hardware.disk is not None and self.world_ranks == 1 and is_open and not is_one_memory
+        may = self.hardware.disk is not None and self.world_ranks == 1 and is_open and not is_one_memory
+        return may and not self.smallest_workload().subspaces
 
     def with_disk(self) -> SearchRequest:
         """The same with what the host cannot hold on the machine's disk ([Note: Chunks on the disk])."""

@@ -27,10 +27,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...shared.basics.errors import InfeasibleError, PlanError
-from ...shared.schema.plan import ParallelMode
+from ...shared.schema.plan import ParallelMode, ProjectionPlace, TrainingMethod
 from ...shared.schema.plan_kind import PlanKind
 from ...shared.schema.search_result import BatchSearchResult, Risk
 from ...shared.schema.search_result import SearchResult as SearchResult
+from ...shared.schema.workload import Workload
 from .baselines import baselines
 from .branch_and_bound import BranchAndBound, OnProgress, was_interrupted
 from .choice import Chooser, Where
@@ -115,10 +116,11 @@ def _search(request: SearchRequest, *, on_progress: OnProgress | None, keep_inte
         raise _nothing_fits(request, branches)
     if request.risk is Risk.HIGH:
         choice = chooser.least_high_end(choice)
-    size, mode, shard_ranks, _ = choice.chosen.where
+    size, mode, shard_ranks, _, place = choice.chosen.where
     result = search_result(request, choice, tuple(branches.values()), is_interrupted=interrupted)
     if request.baselines is not None:
-        alike = {where: b.problem for where, b in branches.items() if where[1:3] == (mode, shard_ranks)}
+        asked = (mode, shard_ranks, place)
+        alike = {w: b.problem for w, b in branches.items() if (*w[1:3], w.place) == asked}
         problems = {where.size: problem for where, problem in alike.items()}
         found = baselines(problems, SegmentRoom.of(request), result.plan, own=request.baselines)
         result = result.model_copy(update={"baselines": found})
@@ -175,19 +177,30 @@ def _branches(request: SearchRequest) -> tuple[dict[Where, BranchAndBound], dict
             # Plans that keep every chunk count once, whatever the groups.
             is_first = (mode, group) == next(one for one in groupings if one[0] is mode)
             is_offloading = _is_offloading(mode, modes) if is_first else True
-            try:
-                step = request.step.spec(mode, micro_batches, group)
-                problem = search_problem(request, workload, step, is_offloading=is_offloading)
-            except PlanError as error:
-                refusals[mode, group] = error
-                continue
-            for kind in PlanKind:
-                branch = BranchAndBound(problem, kind, tolerance_frac=request.effort.tolerance_frac, spent=spent)
-                if branch.num_candidates:
-                    branches[Where(size, mode, group, kind)] = branch
+            for place in _places(workload, micro_batches, mode):
+                try:
+                    step = request.step.spec(mode, micro_batches, group, place)
+                    problem = search_problem(request, workload, step, is_offloading=is_offloading)
+                except PlanError as error:
+                    if place is ProjectionPlace.HOST:
+                        refusals[mode, group] = error
+                    continue
+                for kind in PlanKind:
+                    if place is ProjectionPlace.DEVICE and not kind.uses_host:
+                        continue
+                    branch = BranchAndBound(problem, kind, tolerance_frac=request.effort.tolerance_frac, spent=spent)
+                    if branch.num_candidates:
+                        branches[Where(size, mode, group, kind, place)] = branch
         if len(refusals) == len(groupings):
             raise refusals[groupings[0]]
     return branches, refusals
+
+
+def _places(workload: Workload, micro_batches: int, mode: ParallelMode) -> tuple[ProjectionPlace, ...]:
+    """Where gradients that leave may be projected: on the device if one micro-batch alone leaves any."""
+    if workload.method is not TrainingMethod.OSFT or micro_batches > 1 or mode is ParallelMode.DDP:
+        return (ProjectionPlace.HOST,)
+    return tuple(ProjectionPlace)
 
 
 def _is_offloading(mode: ParallelMode, modes: tuple[ParallelMode, ...]) -> bool | None:

@@ -12,6 +12,7 @@ from ...shared.compile.chunk_facts import ChunkFacts, StepKnobs
 from ...shared.compile.program import NOT_THERE, Work
 from ...shared.layout.layout import Layout
 from ...shared.layout.residencies import STEPPED_BY_HOST, ChunkResidency
+from ...shared.schema.plan import ProjectionPlace
 from ...shared.schema.schedule import Task, TaskId, TaskKind
 from ...shared.schema.workload import Workload
 from ..costs.task_costs import CostModel
@@ -48,6 +49,7 @@ class ChunkTable:
             step.optimizer,
             step.host_gradients,
             step.shard_ranks,
+            step.projects_gradients_on is ProjectionPlace.DEVICE,
         )
         return ChunkFacts.of(self.layout, self.workload.parameters, knobs)
 
@@ -124,7 +126,7 @@ class ChunkTable:
     @cached_property
     def _step_bytes(self) -> IntArray:
         """(P,) see ``step_bytes``."""
-        return self.places.most_of(self.facts.part("host_step_bytes"), *STEPPED_BY_HOST)
+        return self.places.most_of(self.facts.host_step_bytes, *STEPPED_BY_HOST)
 
     def _trained(self, values: IntArray) -> IntArray:
         """(C,) ``values`` of trainable chunks, and 0 of others."""

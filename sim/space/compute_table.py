@@ -14,7 +14,7 @@ import numpy as np
 
 from ...shared.compile.activation_levels import ActivationLevels
 from ...shared.compile.compile import FULL_TRAINING, Policies
-from ...shared.compile.positions import Positions
+from ...shared.layout.positions import Positions
 from ...shared.schema.schedule import Task, TaskId, TaskKind
 from ...shared.schema.workload import Workload
 from ..costs.task_costs import CostModel

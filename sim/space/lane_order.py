@@ -2,7 +2,7 @@
 
 Every lane runs its tasks in order, so a chain of waits that comes back to a lane adds nothing there.  So what a task of
 one lane knows of another is the most that its own waits and those of the lanes it waits for bring, which are followed
-until nothing new comes.  ``shared/verify/happens_before.py`` finds the same in a compiled schedule.
+until nothing new comes.  ``shared/order/happens_before.py`` finds the same in a compiled schedule.
 """
 
 from __future__ import annotations

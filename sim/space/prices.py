@@ -44,7 +44,7 @@ class PriceList:
 
     def _price(self, task: Task) -> float:
         """Equal tasks are priced once."""
-        stepped = task.num_stepped, task.stepped_bytes, task.num_tensors
+        stepped = task.num_stepped, task.stepped_bytes, task.num_tensors, task.flops
         key = (task.kind, id(task.phase), task.moved_bytes, stepped, task.num_ranks, task.axis, task.stated_s)
         if key not in self._known:
             self._known[key] = self._costs.task_s(task)
@@ -55,7 +55,8 @@ def _tasks_of(kind: TaskKind, work: Work | PhaseWork) -> list[Task]:
     """A task per row, with nothing but what its seconds depend on."""
     if isinstance(work, PhaseWork):
         return [Task(TaskId(0), kind, phase=phase) for phase in work.phases]
-    columns = np.broadcast_arrays(work.moved_bytes, work.num_stepped, work.stepped_bytes, work.num_tensors)
+    done = work.moved_bytes, work.num_stepped, work.stepped_bytes, work.num_tensors, work.flops
+    columns = np.broadcast_arrays(*done)
     return [
         Task(
             TaskId(0),
@@ -64,9 +65,12 @@ def _tasks_of(kind: TaskKind, work: Work | PhaseWork) -> list[Task]:
             num_stepped=stepped,
             stepped_bytes=size_bytes,
             num_tensors=tensors,
+            flops=flops,
             num_ranks=work.num_ranks,
             axis=work.axis,
             stated_s=work.stated_s,
         )
-        for moved, stepped, size_bytes, tensors in zip(*(np.atleast_1d(one).tolist() for one in columns), strict=True)
+        for moved, stepped, size_bytes, tensors, flops in zip(
+            *(np.atleast_1d(one).tolist() for one in columns), strict=True
+        )
     ]

@@ -218,6 +218,7 @@ class LayoutGrid:
             max_gradient_norm=self.step.max_gradient_norm,
             optimizer=self.step.optimizer,
             host_gradients=self.step.host_gradients,
+            projects_gradients_on=self.step.projects_gradients_on,
             parallel=self.step.parallel,
             num_ranks=self.step.num_ranks,
             shard_ranks=self.step.shard_ranks,

@@ -12,6 +12,7 @@ from ...shared.schema.plan import (
     MOST_MICRO_BATCHES,
     MOST_RANKS,
     ParallelMode,
+    ProjectionPlace,
     why_not_parallel,
     why_not_shard_ranks,
     widens_on_host,
@@ -71,6 +72,8 @@ class StepSpec:
     """In which element type the host adds up gradients."""
     shard_ranks: int | None = None
     """Ranks of a shard group; None where all are one."""
+    projects_gradients_on: ProjectionPlace = ProjectionPlace.HOST
+    """Where gradients of chunks that the host steps are projected, in orthogonal subspace fine-tuning."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.micro_batches <= MOST_MICRO_BATCHES:

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from protwin.runtime import trace
+from protwin.runtime import project_gradients, trace
+from protwin.runtime.osft.orthogonal_model import orthogonal_maps
+from protwin.runtime.osft.projection import project_, subspaces_of
 from protwin.shared.schema.workload import Workload
 
 SEED = 0
@@ -214,11 +216,13 @@ class Case:
                 loss = self.loss(model, batch)
                 loss.backward()
                 losses.append(loss.item())
+            project_gradients(model)
             if max_norm is not None:
                 norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
             masters.take_gradients()
             optimizer.step()
             optimizer.zero_grad()
+            masters.project(model)
             masters.give_weights()
             weights.append(snapshot(model))
         return PlainResult(losses, weights, norms)
@@ -241,6 +245,13 @@ class Masters:
         for parameter, master in self._pairs:
             master.grad = parameter.grad.float() if parameter.grad is not None else None
             parameter.grad = None
+
+    def project(self, model: nn.Module) -> None:
+        """Project what was stepped, where ``model`` has factors: masters, and parameters that are their own."""
+        master_of = {id(parameter): master for parameter, master in self._pairs}
+        for module in orthogonal_maps(model).values():
+            for of, trained, axis in subspaces_of(module):
+                project_(master_of.get(id(trained), trained.data), of, axis)
 
     def give_weights(self) -> None:
         """Round the masters to their parameters."""

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from protwin.shared.basics.errors import ScheduleError
 from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.order.happens_before import HappensBefore, Occurrence
 from protwin.shared.schema.schedule import Schedule
 from protwin.shared.verify.claim import Claim
 from protwin.shared.verify.full_training import FULL_TRAINING
-from protwin.shared.verify.happens_before import HappensBefore, Occurrence
 from protwin.shared.verify.rules import Rule
 from protwin.shared.verify.verify import COMMON, verify_schedule
 from tests.shared.abstract_machine import AbstractMachine

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.order.happens_before import HappensBefore, Occurrence, OrderError
 from protwin.shared.schema.schedule import Lane, Schedule, Task, TaskId, TaskKind
-from protwin.shared.verify.happens_before import HappensBefore, Occurrence, OrderError
 from tests.strategies.plans import PlannedWorkload, planned_workloads
 
 NUM_ITERATIONS = 3

@@ -12,8 +12,8 @@ micro-batch has 3n + 4 positions:
     3n + 3         backward of the prologue
 
 and the last position of the iteration is device Adam.  So plans that differ in activation modes alone have their tasks
-at the same positions, and one numpy axis holds them.  A step (see [Note: Steps] in ``compile.py``) is one forward
-position, a recomputation and its backward, or both positions of the epilogue.  Sections are numbered as in
+at the same positions, and one numpy axis holds them.  A step ([Note: Steps] in ``shared/compile/compile.py``) is one
+forward position, a recomputation and its backward, or both positions of the epilogue.  Sections are numbered as in
 ``shared/layout/uses.py``: s = 0 is the prologue, s = n + 1 the epilogue.
 """
 
@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
-from .program import IntArray
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 
 from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.order.memory_events import Copying, MemoryEvents, memory_events
 from protwin.shared.schema.schedule import AllocationId, Content, Lane, Memory, Schedule, Task, TaskId, TaskKind
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
-from protwin.shared.verify.memory_events import Copying, MemoryEvents, memory_events
 from tests.proof_size import examples
 from tests.shared.small_models import chain, plan
 from tests.strategies.plans import PlannedWorkload, planned_workloads

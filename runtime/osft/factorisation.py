@@ -1,0 +1,91 @@
+"""A weight as the factors of its singular value decomposition: frozen ones of the leading directions, trained others.
+
+W (n x m) = U_high diag(S_high) V_high + U_low diag(S_low) V_low, with the largest k singular values in the first part
+and the other r = min(n, m) - k in the second.
+Source: orthogonal subspace fine-tuning, https://arxiv.org/abs/2504.07097.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Final
+
+import torch
+
+from ...shared.basics.errors import WorkloadError
+from .precision import computed, stored
+
+FACTOR_NAMES: Final = ("u_high", "s_high", "v_high", "u_low", "s_low", "v_low")
+"""What the factors are called, those of the frozen part first."""
+
+
+def check_ratio(unfreeze_rank_ratio: float) -> None:
+    """Raise WorkloadError unless it is a number from 0 to 1."""
+    is_number = isinstance(unfreeze_rank_ratio, int | float) and not isinstance(unfreeze_rank_ratio, bool)
+    if not is_number or not 0 <= unfreeze_rank_ratio <= 1:
+        raise WorkloadError(
+            f"unfreeze_rank_ratio is {unfreeze_rank_ratio!r}; it is the part of the directions that are trained, and "
+            f"must be a number from 0 to 1."
+        )
+
+
+def num_frozen(num_out: int, num_in: int, unfreeze_rank_ratio: float) -> int:
+    """Directions of a weight (num_out x num_in) that stay as they are: floor(min (1 - ratio)), at most min - 1.
+
+    The ratio is the decimal number that is written, so that 0.9 of 10 leaves 1 and not 0.
+    """
+    least = min(num_out, num_in)
+    return min(math.floor(least * (1 - Fraction(repr(unfreeze_rank_ratio)))), least - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """A factorised weight (n x m).  Where nothing is frozen, k is 0."""
+
+    u_high: torch.Tensor
+    """(n, k), orthonormal columns."""
+    s_high: torch.Tensor
+    """(k,), falling."""
+    v_high: torch.Tensor
+    """(k, m), orthonormal rows."""
+    u_low: torch.Tensor
+    """(n, r)"""
+    s_low: torch.Tensor
+    """(r,)"""
+    v_low: torch.Tensor
+    """(r, m)"""
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """The six by their names."""
+        return {name: getattr(self, name) for name in FACTOR_NAMES}
+
+
+def factorise(weight: torch.Tensor, frozen: int, *, name: str = "the weight") -> Factors:
+    """The factors of ``weight`` (n x m), the leading ``frozen`` of its min(n, m) directions apart.
+
+    They lie where ``weight`` does and have its element type; the decomposition computes in float32 at least.  The
+    largest entry of every left vector, in absolute value, is positive, the first of several equal ones.  Singular
+    values beyond the range of the type become the largest that it holds.  Raises WorkloadError, with ``name``, if an
+    entry is not finite.
+    """
+    if not bool(torch.isfinite(weight).all()):
+        raise WorkloadError(f"{name} has entries that are not finite and cannot be factorised. Load its weights again.")
+    with torch.no_grad():
+        u, s, v = torch.linalg.svd(weight.detach().to(computed(weight.dtype)), full_matrices=False)
+        largest = u.abs().argmax(dim=0, keepdim=True)
+        signs = torch.where(u.gather(0, largest) < 0, -1.0, 1.0).to(u.dtype).squeeze(0)
+        u, v = u * signs, v * signs.unsqueeze(1)
+        parts = (u[:, :frozen], s[:frozen], v[:frozen], u[:, frozen:], s[frozen:], v[frozen:])
+        return Factors(*(stored(part, weight.dtype).clone(memory_format=torch.contiguous_format) for part in parts))
+
+
+def reconstruct(factors: Factors, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The weight (n, m) that the factors stand for, computed in float32 at least; in ``dtype``, or their own."""
+    wide = computed(factors.u_low.dtype)
+    with torch.no_grad():
+        wide_factors = {name: factor.detach().to(wide) for name, factor in factors.named().items()}
+        weight = (wide_factors["u_low"] * wide_factors["s_low"]) @ wide_factors["v_low"]
+        weight += (wide_factors["u_high"] * wide_factors["s_high"]) @ wide_factors["v_high"]
+        return stored(weight, dtype or factors.u_low.dtype)

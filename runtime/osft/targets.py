@@ -1,0 +1,153 @@
+"""Which linear maps of a model are factorised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Final
+
+import torch
+from torch import nn
+
+from ...shared.basics.errors import WorkloadError
+from ...shared.basics.suggestions import did_you_mean
+from ..model.adapters import LowRankLinear
+from ..model.blocks import find_blocks
+from .linear import OrthogonalLinear
+
+_ROUTERS: Final = ("gate", "router", "classifier")
+"""What maps are called that choose experts: their few outputs are scores, and no features."""
+_STORED: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A linear map that can be factorised."""
+
+    path: str
+    module: nn.Module
+    weight: nn.Parameter
+    is_transposed: bool
+    """Whether the weight is (m, n), as in transformers' ``Conv1D``, for y = x W + b."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Outputs n and inputs m."""
+        first, second = self.weight.shape
+        return (second, first) if self.is_transposed else (first, second)
+
+
+def find_targets(model: nn.Module, targets: Sequence[str] = ()) -> list[Target]:
+    """The maps that ``targets`` name, in the order of the module tree.
+
+    A target is a path, the end of one (``"q_proj"``, ``"mlp.up_proj"``), or has wildcards
+    (``"model.layers.[0-3].*"``); none: all linear maps within the blocks, those of attention and MLP, but no routers of
+    experts, no maps of a single direction, and none that have low-rank matrices beside them.  Raises WorkloadError if
+    a target matches nothing, or something that cannot be factorised.
+    """
+    adapted = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, LowRankLinear))
+    modules = {path: module for path, module in model.named_modules() if path and not path.startswith(adapted)}
+    if not targets:
+        inside = tuple(f"{block.name}." for block in find_blocks(model))
+        chosen = [path for path, module in modules.items() if path.startswith(inside) and _is_default(path, module)]
+        if not chosen:
+            raise WorkloadError(
+                f"the blocks of {type(model).__name__} have no linear maps that could be factorised. Name targets."
+            )
+    else:
+        matched = {target: [p for p, m in modules.items() if _names(p, target) and _is_matrix(m)] for target in targets}
+        for target, paths in matched.items():
+            if not paths:
+                raise _no_match(model, modules, target)
+        chosen = [path for path in modules if any(path in paths for paths in matched.values())]
+    shared = _tied(model)
+    return [_checked(path, modules[path], shared) for path in chosen]
+
+
+def _names(path: str, target: str) -> bool:
+    return (
+        path == target or path.endswith(f".{target}") or fnmatchcase(path, target) or fnmatchcase(path, f"*.{target}")
+    )
+
+
+def _is_matrix(module: nn.Module) -> bool:
+    """Whether it looks like a linear map: it has a weight, and no other module computes with it."""
+    weight = module._parameters.get("weight")
+    return weight is not None and (_is_linear(module) or weight.dim() == 2)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or _is_conv1d(module)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether it is the linear map that GPT-2 has in transformers, whose matrix is transposed."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _is_default(path: str, module: nn.Module) -> bool:
+    name = path.rpartition(".")[2]
+    if not _is_linear(module) or name in _ROUTERS:
+        return False
+    # The maps of torch's own attention are read by it, and never called.
+    if type(module).__name__ == "NonDynamicallyQuantizableLinear":
+        return False
+    weight = module._parameters.get("weight")
+    return weight is None or weight.dim() != 2 or min(weight.shape) > 1
+
+
+def _no_match(model: nn.Module, modules: dict[str, nn.Module], target: str) -> WorkloadError:
+    named = [path for path in modules if _names(path, target)]
+    if named and isinstance(modules[named[0]], OrthogonalLinear):
+        return WorkloadError(f"{named[0]} is factorised already. Call make_dense() before factorising it anew.")
+    if named:
+        return WorkloadError(
+            f"{named[0]}, which {target!r} names, is a {type(modules[named[0]]).__name__} and no linear map with a "
+            f"matrix: it cannot be factorised. Name linear maps."
+        )
+    parameters = [name for name, _ in model.named_parameters() if _names(name, target)]
+    if parameters:
+        return WorkloadError(
+            f"{target!r} names the parameter {parameters[0]}; targets are linear maps. Name its module."
+        )
+    ends = dict.fromkeys(path.rpartition(".")[2] for path, module in modules.items() if _is_linear(module))
+    return WorkloadError(f"no linear map is called {target!r}, which is to be factorised. {did_you_mean(target, ends)}")
+
+
+def _tied(model: nn.Module) -> dict[int, list[str]]:
+    """The names of parameters that several modules share."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {key: found for key, found in names.items() if len(found) > 1}
+
+
+def _checked(path: str, module: nn.Module, shared: dict[int, list[str]]) -> Target:
+    """The module as a target.  Raises WorkloadError if its map is more than a matrix of numbers."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 2:
+        what = "is computed by other modules" if weight is None else f"has the shape {list(weight.shape)}"
+        raise WorkloadError(
+            f"the weight of {path} {what}; only a matrix can be factorised. Leave it out of the targets."
+        )
+    if weight.dtype not in _STORED:
+        raise WorkloadError(
+            f"the weight of {path} is {str(weight.dtype).removeprefix('torch.')}, which cannot be trained in factors. "
+            f"Load it as bfloat16 or float32, or leave it out of the targets."
+        )
+    if type(module) is not nn.Linear and not _is_conv1d(module):
+        raise WorkloadError(
+            f"{path} is a {type(module).__name__}, which computes with its weight in a way of its own; only nn.Linear "
+            f"and Conv1D can be factorised. Leave it out of the targets."
+        )
+    if id(weight) in shared:
+        raise WorkloadError(
+            f"the weight of {path} is tied ({' and '.join(shared[id(weight)])}): factors would untie it. Leave it out "
+            f"of the targets, or untie it."
+        )
+    if 0 in weight.shape:
+        raise WorkloadError(f"the weight of {path} is empty: {list(weight.shape)}. Leave it out of the targets.")
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or weight._backward_hooks:
+        raise WorkloadError(f"{path} has hooks, which its factors would lose. Register them after it is factorised.")
+    return Target(path, module, weight, _is_conv1d(module))
