@@ -139,8 +139,10 @@ class ProjectedUpdates(Updates):
             TaskKind.GRADIENT_PROJECTION, facts.gradient_projections, position, self.behind_chunks + PROJECTION
         )
         """(1,), or (0,) where nothing stays that is projected."""
-        draft.wait(self.gradient_projection, self._last_added())
-        draft.wait(self.gradient_projection, self.summing)
+        is_kept = facts.has_subspaces[self.staying]
+        draft.wait(self.gradient_projection, self._ends(self.staying[is_kept])[-1])
+        if self.family.step.num_ranks > 1:
+            draft.wait(self.gradient_projection, self.summing[is_kept])
 
     def _of_all(self, kind: TaskKind, done: tuple[Work, IntArray], position: IntArray, within: int) -> IntArray:
         """A task for all chunks that stay."""

@@ -215,7 +215,7 @@ def short_plan(outcome: PlanOutcome) -> str:
     if plan.looks_up_rows:
         shown.append("looks_up_rows")
     shown += [f"n_buffer {plan.n_buffer}", f"prefetch_depth {plan.prefetch_depth}"]
-    if plan.method is TrainingMethod.FULL:
+    if plan.method is not TrainingMethod.BYPASS:
         shown.append(f"n_checkpoint {plan.n_checkpoint}")
     if plan.n_swap:
         shown.append(f"n_swap {plan.n_swap}")

@@ -10,7 +10,7 @@ from ..basics.interval import Interval
 from ..basics.units import format_bytes, format_seconds
 from ..records.chrome_trace import subject_of
 from ..schema.optimizer import HostGradients, Optimizer
-from ..schema.plan import ParallelMode, Plan, TrainingMethod
+from ..schema.plan import ParallelMode, Plan, ProjectionPlace, TrainingMethod
 from ..schema.record import IterationPhase, MemoryCurve, Origin, PhaseWait, Record, Remedy, RemedyKind
 from ..schema.schedule import Content, Lane, Memory, TaskKind
 
@@ -28,6 +28,10 @@ KIND_NAMES: Final[dict[TaskKind, str]] = {
     TaskKind.ACTIVATION_FETCH: "activation fetch",
     TaskKind.CPU_ADAM: "CPU Adam",
     TaskKind.DEVICE_ADAM: "device Adam",
+    TaskKind.GRADIENT_PROJECTION: "gradient projection",
+    TaskKind.PARAMETER_PROJECTION: "parameter projection",
+    TaskKind.HOST_GRADIENT_PROJECTION: "gradient projection on the host",
+    TaskKind.HOST_PARAMETER_PROJECTION: "parameter projection on the host",
     TaskKind.ALL_GATHER: "all-gather",
     TaskKind.REDUCE_SCATTER: "reduce-scatter",
     TaskKind.ALL_REDUCE: "all-reduce",
@@ -145,6 +149,7 @@ def task_name(name: str, kind: TaskKind) -> str:
 _METHOD_WORDS: Final[dict[TrainingMethod, str]] = {
     TrainingMethod.FULL: "the whole model, by its own loss",
     TrainingMethod.BYPASS: "every block of a student by a loss of its own, beside its teacher",
+    TrainingMethod.OSFT: "the low directions of factorised weights, orthogonal to the frozen ones",
 }
 _PARALLEL_WORDS: Final[dict[ParallelMode, str]] = {
     ParallelMode.SINGLE: "one rank alone",
@@ -152,6 +157,18 @@ _PARALLEL_WORDS: Final[dict[ParallelMode, str]] = {
     ParallelMode.REPLICATED: "every rank has all offloaded chunks on its host",
     ParallelMode.SHARDED: "every rank has an equal part of every chunk that is not persistent",
 }
+
+
+def _knobs_of_ranks(plan: Plan) -> list[Knob]:
+    shown = []
+    if plan.num_ranks > 1:
+        shown.append(Knob("parallel", plan.parallel, _PARALLEL_WORDS[plan.parallel]))
+        shown.append(Knob("num_ranks", f"{plan.num_ranks:,}", "devices that train together, each on its own batches"))
+    if plan.shard_ranks is not None:
+        shown.append(
+            Knob("shard_ranks", f"{plan.shard_ranks:,}", "neighbours that share chunks; such groups have replicas")
+        )
+    return shown
 
 
 def knobs(plan: Plan, *, num_blocks: int | None = None) -> tuple[Knob, ...]:
@@ -184,7 +201,7 @@ def knobs(plan: Plan, *, num_blocks: int | None = None) -> tuple[Knob, ...]:
         Knob("n_buffer", str(plan.n_buffer), "device places for the other chunks"),
         Knob("prefetch_depth", str(plan.prefetch_depth), "sections ahead that chunks are gathered"),
     ]
-    if plan.method is TrainingMethod.FULL:
+    if plan.method is not TrainingMethod.BYPASS:
         shown.append(Knob("n_checkpoint", f"{plan.n_checkpoint}{of_blocks}", "blocks whose activations are recomputed"))
     if plan.n_swap:
         shown.append(
@@ -200,13 +217,10 @@ def knobs(plan: Plan, *, num_blocks: int | None = None) -> tuple[Knob, ...]:
         shown.append(Knob("optimizer", plan.optimizer, "what steps the weights"))
     if plan.host_gradients is not HostGradients.PARAMETERS:
         shown.append(Knob("host_gradients", plan.host_gradients, "in which the host adds gradients up"))
-    if plan.num_ranks > 1:
-        shown.append(Knob("parallel", plan.parallel, _PARALLEL_WORDS[plan.parallel]))
-        shown.append(Knob("num_ranks", f"{plan.num_ranks:,}", "devices that train together, each on its own batches"))
-    if plan.shard_ranks is not None:
-        shown.append(
-            Knob("shard_ranks", f"{plan.shard_ranks:,}", "neighbours that share chunks; such groups have replicas")
-        )
+    if plan.projects_gradients_on is not ProjectionPlace.HOST:
+        place = plan.projects_gradients_on
+        shown.append(Knob("projects_gradients_on", place, "where gradients that leave are projected"))
+    shown += _knobs_of_ranks(plan)
     if plan.activation_modes is not None:
         runs = [(mode, len(list(group))) for mode, group in groupby(plan.activation_modes)]
         modes = ", ".join(f"{mode} × {count}" for mode, count in runs)

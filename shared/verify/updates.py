@@ -430,7 +430,9 @@ def check_reduction_order(claim: Claim) -> None:
         for buffer_id in task.reads:
             readers, writers = claim.readers[buffer_id], claim.writers[buffer_id]
             for source in claim.on_compute(writers):
-                check_earlier(claim, source, task.id)
+                # Projections are of what is added up.
+                if claim.schedule.tasks[source].kind is not TaskKind.GRADIENT_PROJECTION:
+                    check_earlier(claim, source, task.id)
             # Backwards of later micro-batches read what they add to: they write it too.
             for user in readers:
                 if user not in writers:

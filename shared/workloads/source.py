@@ -103,8 +103,8 @@ def resolve_workload(
         return saved
     if student is not None and not options.model_copy(update={"autocast": None}).is_full:
         raise WorkloadError(
-            "a student's file says what of it is learnt. Leave out --lora-rank, --lora-targets and --freeze, or "
-            "--student."
+            "a student's file says what of it is learnt. Leave out --lora-rank, --lora-targets, "
+            "--unfreeze-rank-ratio and --freeze, or --student."
         )
     if dtype is not None:
         choose_dtype(None, dtype, device)  # refused before any file is read
@@ -137,7 +137,8 @@ def _check_saved(saved: Workload, model: str, options: TrainingOptions, student:
     if not options.is_full or student is not None:
         raise WorkloadError(
             f"{model} is a workload, traced as it was to be trained. Leave out --lora-rank, --lora-targets, "
-            f"--freeze, --autocast and --student, or name the model that it was traced from."
+            f"--unfreeze-rank-ratio, --osft-target, --freeze, --autocast and --student, or name the model that it was "
+            f"traced from."
         )
 
 
@@ -222,8 +223,9 @@ def _traced(request: TraceRequest, cache: Path | None, warn: Warn) -> Workload:
 def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload | None:
     """The answer of the family that comes with the package; None if it has none, so that the model is traced.
 
-    It has none of training with LoRA, frozen parts or autocast, of shapes beyond those proven, of dropout in attention
-    on a CPU, where that runs otherwise, and of students that differ from their teacher (``catalogue_pairs.py``).
+    It has none of training with LoRA, of factorised weights, frozen parts or autocast, of shapes beyond those proven,
+    of dropout in attention on a CPU, where that runs otherwise, and of students that differ from their teacher
+    (``catalogue_pairs.py``).
     """
     from .family import OutsideFamilyError
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
 
 from ...shared.compile.program import Work
 from ...shared.layout.residencies import GATHERED, STEPPED_BY_HOST, ChunkResidency
+from ...shared.schema.plan import ProjectionPlace
 from ...shared.schema.schedule import TaskKind
 from ..space.chunk_table import ChunkTable
 from ..space.compute_table import ComputeTable
@@ -48,6 +50,8 @@ class LeastWork:
         if step.widens:
             sums_s += stepped_s(TaskKind.GRADIENT_ACCUMULATE, facts.widen_work)
         cpu_s = stepped_s(TaskKind.CPU_ADAM, facts.cpu_adam_work) + sums_s
+        cpu_s, projected_s = cpu_s + _projected_s(table, alone_s, on_host=True), _projected_s(table, alone_s)
+        self._once_s = self._once_s + sum_of(projected_s, *STEPPED_BY_HOST)
         lanes = [
             sum_of(alone_s(TaskKind.GATHER, facts.gather_work), *STEPPED_BY_HOST),
             micro_batches * sum_of(stepped_s(TaskKind.GRADIENT_OFFLOAD, facts.offload_work), *STEPPED_BY_HOST),
@@ -71,6 +75,22 @@ class LeastWork:
         for vertex in np.flatnonzero(weights[:, 0]):
             np.maximum(least_s, weights[vertex, 0] * compute_s + others_s[:, vertex, None], out=least_s)
         return least_s * BOUND_FRAC
+
+
+def _projected_s(
+    table: ChunkTable, alone_s: Callable[[TaskKind, Work], FloatArray], *, on_host: bool = False
+) -> FloatArray:
+    """(C,) seconds of projections of chunks that the host steps, on the host or on the device."""
+    facts, is_on_device = table.facts, table.step.projects_gradients_on is ProjectionPlace.DEVICE
+    found = np.zeros(len(facts.size_bytes))
+    if facts.has_subspaces.any():
+        if on_host:
+            found = found + alone_s(TaskKind.HOST_PARAMETER_PROJECTION, facts.parameter_projections[0])
+        if on_host and not is_on_device:
+            found = found + alone_s(TaskKind.HOST_GRADIENT_PROJECTION, facts.host_gradient_projections[0])
+        if is_on_device and not on_host:
+            found = found + alone_s(TaskKind.GRADIENT_PROJECTION, facts.gradient_projections[0])
+    return np.where(facts.has_subspaces, found, 0.0)
 
 
 def _arrivals_s(table: ChunkTable, prices: PriceList) -> FloatArray:

@@ -29,16 +29,19 @@ from ...shared.cli.options import (
     LoraTargets,
     ModelName,
     OptimizerName,
+    OsftTargets,
     OutputPath,
     PriceEntries,
     SequenceLength,
     Tokens,
+    UnfreezeRankRatio,
     cache_folder,
     changes_of,
     command_app,
     examples,
     keep_apart,
     options_of,
+    osft_of,
     warn,
     writable_json,
 )
@@ -121,6 +124,8 @@ def advise_command(
     ranks: AllowedRanks = None,
     lora_rank: LoraRank = None,
     lora_targets: LoraTargets = None,
+    unfreeze_rank_ratio: UnfreezeRankRatio = None,
+    osft_targets: OsftTargets = None,
     frozen: FrozenParts = None,
     autocast: AutocastName = None,
     changes: HardwareChanges = None,
@@ -155,6 +160,7 @@ def advise_command(
     machines = _machines(hardware or (*machine_names(), *cluster_names()), changes_of(changes), prices)
     for box in machines.values() if hardware else ():
         check_budget(device_budget_bytes, box)
+    osft = osft_of(method, unfreeze_rank_ratio, osft_targets)
     request = AdviceRequest(
         model,
         sequence_length,
@@ -162,7 +168,7 @@ def advise_command(
         global_batch,
         max_gradient_norm,
         _fingerprint(model),
-        options=options_of(lora_rank, lora_targets, frozen, autocast),
+        options=options_of(lora_rank, lora_targets, frozen, autocast, osft),
         device_budget_bytes=device_budget_bytes,
         margin_frac=DEFAULT_MARGIN_FRAC if margin is None else margin / 100,
         calibrations=_calibrations(calibrations or (), machines),
@@ -174,7 +180,7 @@ def advise_command(
     numbers = sorted(set(ranks or ()))
     for number in numbers:
         check_shares(global_batch, number)
-    num_parts = check_request(request, cache_folder(), method)
+    num_parts = check_request(request, cache_folder(), method if osft is None else None)
     boxes = list(machines.values())
     asked = machines_with(boxes, numbers) if numbers else whole_machines(boxes, num_parts)
     if hardware:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...shared.basics.errors import WorkloadError
 from ...shared.catalogue.models import known_model
-from ...shared.cli.options import cache_folder, options_of, warn
+from ...shared.cli.options import cache_folder, options_of, osft_of, warn
 from ...shared.schema.hardware import Device
 from ...shared.schema.plan import TrainingMethod
-from ...shared.schema.training_options import TrainingOptions
+from ...shared.schema.training_options import OsftOptions, TrainingOptions
 from ...shared.schema.workload import Workload
 from ...shared.students.student import Student
 from ...shared.workloads.check import check_method
@@ -54,6 +54,9 @@ class ModelChoice:
     dtype: str | None
     lora_rank: int | None
     lora_targets: str | None
+    unfreeze_rank_ratio: float | None = field(default=None, kw_only=True)
+    """Part of the directions that orthogonal subspace fine-tuning trains; None: nothing is factorised."""
+    osft_targets: list[str] | None = field(default=None, kw_only=True)
     frozen: list[str] | None
     autocast: str | None
     device: Device
@@ -85,7 +88,13 @@ class ModelChoice:
     @property
     def options(self) -> TrainingOptions:
         """How it is trained.  Raises ProtwinError if its options make no sense together."""
-        return options_of(self.lora_rank, self.lora_targets, self.frozen, self.autocast)
+        return options_of(self.lora_rank, self.lora_targets, self.frozen, self.autocast, self._osft)
+
+    @property
+    def _osft(self) -> OsftOptions | None:
+        # A saved workload was traced as it was to be trained.
+        asked = None if is_saved_workload(self.name) and self.unfreeze_rank_ratio is None else self.method
+        return osft_of(asked, self.unfreeze_rank_ratio, self.osft_targets)
 
     def workload(self) -> Workload:
         """What it does with the batch.  Raises what ``resolve_workload`` raises; WorkloadError of another method."""
@@ -100,7 +109,8 @@ class ModelChoice:
             device=self.device,
             student=self.student,
         )
-        return check_method(found, self.name, self.method)
+        # Where the ratio leaves nothing to freeze, factors are trained as any other weights.
+        return check_method(found, self.name, self.method if self.unfreeze_rank_ratio is None else None)
 
     def at(self, batch_size: int | None, sequence_length: int | None) -> Workload:
         """What it does with another batch."""

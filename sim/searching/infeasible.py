@@ -214,7 +214,7 @@ def _knobs(plan: Plan) -> str:
         f"{f'n_host_stepped = {plan.n_host_stepped}, ' if plan.n_host_stepped else ''}"
         f"{f'n_shard = {plan.n_shard}, ' if plan.n_shard else ''}{_knobs_of_disk(plan)}n_buffer = {plan.n_buffer}, "
         f"prefetch_depth = {plan.prefetch_depth}"
-        f"{f', n_checkpoint = {plan.n_checkpoint}' if plan.method is TrainingMethod.FULL else ''}"
+        f"{f', n_checkpoint = {plan.n_checkpoint}' if plan.method is not TrainingMethod.BYPASS else ''}"
         f"{f', n_swap = {plan.n_swap}' if plan.n_swap else ''}"
     )
 

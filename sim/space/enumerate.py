@@ -11,10 +11,10 @@ from typing import Final
 import numpy as np
 
 from ...shared.basics.errors import PlanError
-from ...shared.layout.layout import ALIGNMENT_BYTES, Layout, aligned, layout_of
+from ...shared.layout.layout import ALIGNMENT_BYTES, Layout, aligned, layout_of, why_not_on_device
 from ...shared.layout.looked_up import looking_up, why_not_looked_up
 from ...shared.layout.residencies import ChunkResidency
-from ...shared.schema.plan import ParallelMode
+from ...shared.schema.plan import ParallelMode, ProjectionPlace
 from ...shared.schema.workload import Workload
 from .disk_choices import OnDisk, named
 from .placements import COUNTED, Placement, Placements, Wanted, distinct_placements
@@ -61,6 +61,8 @@ def enumerate_space(
     layouts = _layouts(workload, space.chunk_bytes)
     if space.looks_up_rows:
         layouts = _looking_up(workload, layouts, step)
+    if step.projects_gradients_on is ProjectionPlace.DEVICE:
+        layouts = _projecting_on_device(layouts)
     # All layouts agree when every chunk is persistent: only the one with the largest chunks keeps that residency.
     residencies: list[tuple[Layout, _Residencies]] = []
     largest_has_persistent = False
@@ -254,6 +256,17 @@ def _looking_up(workload: Workload, layouts: Sequence[Layout], step: StepSpec) -
     found = [looking_up(workload, layout)[1] for layout, reason in zip(layouts, reasons, strict=True) if reason is None]
     if not found:
         raise PlanError(f"the space holds no plan that looks rows up: {reasons[-1]}, or leave looks_up_rows out.")
+    return found
+
+
+def _projecting_on_device(layouts: Sequence[Layout]) -> list[Layout]:
+    """The layouts whose gradients can be projected before they leave.  Raises PlanError if there is none."""
+    reasons = [why_not_on_device(layout) for layout in layouts]
+    found = [layout for layout, reason in zip(layouts, reasons, strict=True) if reason is None]
+    if not found:
+        raise PlanError(
+            f"the space holds no plan that projects gradients on the device: {reasons[-1]}. Project on the host."
+        )
     return found
 
 

@@ -324,6 +324,7 @@ def changed_task_fields(schedule: Schedule) -> Iterator[Fault]:
                     "num_stepped",
                     "stepped_bytes",
                     "num_tensors",
+                    "flops",
                     "num_ranks",
                     "arrived_bytes",
                 )

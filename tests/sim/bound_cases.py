@@ -137,7 +137,8 @@ def case(
     policies: Policies = FULL_TRAINING,
 ) -> Case:
     knobs = (chosen.micro_batches, chosen.max_gradient_norm, chosen.parallel, chosen.num_ranks, chosen.optimizer)
-    step, costs = StepSpec(*knobs, chosen.host_gradients, chosen.shard_ranks), costs.stepping(chosen.optimizer)
+    step = StepSpec(*knobs, chosen.host_gradients, chosen.shard_ranks, chosen.projects_gradients_on)
+    costs = costs.stepping(chosen.optimizer)
     most = model.num_blocks + 1 if policies.sections.has_modes else 1
     pairs = [(s, c) for s in range(most) for c in range(most - s)]
     modes = ModeRows(model.num_blocks, *(np.array(column) for column in zip(*pairs, strict=True)))

@@ -146,6 +146,7 @@ def brute_force(
                     max_gradient_norm=step.max_gradient_norm,
                     optimizer=step.optimizer,
                     host_gradients=step.host_gradients,
+                    projects_gradients_on=step.projects_gradients_on,
                 )
                 schedule = compile_schedule(plan, model, layout, policies=method.policies)
                 contention = ContentionModel.for_plan(plan, box, calibration)

@@ -13,7 +13,14 @@ from pydantic import ValidationError
 
 from protwin.shared.basics.errors import PlanError
 from protwin.shared.schema.optimizer import HostGradients, Optimizer
-from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan, TrainingMethod, place_activation_modes
+from protwin.shared.schema.plan import (
+    ActivationMode,
+    ParallelMode,
+    Plan,
+    ProjectionPlace,
+    TrainingMethod,
+    place_activation_modes,
+)
 
 KEEP, CHECKPOINT, SWAP = ActivationMode.KEEP, ActivationMode.CHECKPOINT, ActivationMode.SWAP
 FIELDS: dict[str, Any] = {"workload_id": "w", "chunk_bytes": 4096, "n_persist": 0, "n_buffer": 1}
@@ -130,6 +137,7 @@ def test_the_identity_covers_every_knob() -> None:
         {"max_gradient_norm": 1.0},
         {"optimizer": Optimizer.SGD},
         {"host_gradients": HostGradients.FLOAT32},
+        {"projects_gradients_on": ProjectionPlace.DEVICE},
         {"parallel": ParallelMode.SHARDED},
         {"num_ranks": 2},
         {"shard_ranks": 2},

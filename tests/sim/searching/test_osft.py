@@ -1,0 +1,107 @@
+"""Searches for plans of orthogonal subspace fine-tuning: bounded, replayed and found like those of full training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+from protwin.shared.basics.errors import PlanError
+from protwin.shared.compile.compile import OSFT as POLICIES
+from protwin.shared.layout.layout import layout_of, why_not_on_device
+from protwin.shared.methods.osft import OSFT
+from protwin.shared.schema.plan import ParallelMode, ProjectionPlace, TrainingMethod
+from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
+from protwin.sim.bounds.replay import REPLAY_FRAC
+from protwin.sim.searching.request import Step
+from protwin.sim.searching.search import search
+from protwin.sim.space.space import SearchSpace
+from tests.proof_size import examples
+from tests.shared.verify.test_osft import factorised
+from tests.sim import brute_force
+from tests.sim.bound_cases import Case, on_a_machine
+from tests.sim.fastest import fastest_request
+from tests.sim.hand_made import machine
+from tests.strategies.plans import PlannedWorkload
+from tests.strategies.subspaces import projected_plans, projected_workloads
+
+
+@st.composite
+def cases(draw: DrawFn) -> Case:
+    """Plans of one rank on any machine."""
+    found: PlannedWorkload = draw(projected_plans(max_blocks=3))
+    knobs = {"activation_modes": None, "parallel": ParallelMode.SINGLE, "num_ranks": 1, "n_checkpoint": 0, "n_swap": 0}
+    chosen = found.plan.model_copy(update=knobs)
+    return draw(on_a_machine(found.workload, chosen, found.layout, POLICIES, has_disk=False))
+
+
+@settings(max_examples=examples(600, 12))
+@given(cases())
+def test_bounds_hold_and_peaks_and_replays_are_exact(found: Case) -> None:
+    assert found.exact_peak_bytes() == guaranteed_device_peak(found.schedule).size_bytes
+    assert found.memory_bound_bytes() <= found.exact_peak_bytes()
+    timing = found.simulated()
+    assume(timing.is_steady)
+    assert found.work_bound_s() <= timing.iteration_s
+    assert found.time_bound_s() <= timing.iteration_s
+    replayed_s = found.replayed_s()
+    if replayed_s == replayed_s:
+        assert timing.iteration_s * REPLAY_FRAC <= replayed_s * (1 + 1e-9)
+        assert replayed_s == pytest.approx(timing.iteration_s, rel=1e-4)
+
+
+@settings(max_examples=examples(100, 3))
+@given(brute_force.cases(OSFT, projected_workloads(max_blocks=1)), st.floats(0, 1))
+def test_the_search_tries_both_places_and_finds_what_brute_force_finds(found: brute_force.Case, share: float) -> None:
+    outcomes = list(found.outcomes)
+    layouts = [layout_of(found.workload, size) for size in found.space.chunk_bytes or ()]
+    if found.step.micro_batches == 1 and all(why_not_on_device(layout) is None for layout in layouts):
+        step = replace(found.step, projects_gradients_on=ProjectionPlace.DEVICE)
+        knobs = found.workload, found.hardware, found.calibration, found.space, step
+        outcomes += brute_force.brute_force(*knobs, OSFT)
+    every = replace(found, outcomes=tuple(outcomes))
+    peaks = sorted({outcome.device_bytes for outcome in outcomes})
+    budget_bytes = peaks[round(share * (len(peaks) - 1))]
+    best_s = min(outcome.iteration_s for outcome in every.feasible(budget_bytes))
+    assume(best_s > 0)
+    result = every.search(budget_bytes)
+    assert result.prediction.iteration_s == best_s
+    chosen = next(outcome for outcome in outcomes if outcome.plan == result.plan)
+    assert chosen.device_bytes <= budget_bytes
+
+
+# -- one model -------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_are_projected_where_it_is_faster() -> None:
+    """A host that multiplies slowly leaves it to the device, and one that does so at once spares the device's time."""
+    model = factorised()
+    space = SearchSpace(chunk_bytes=600, n_persist=0, n_host_stepped=0, n_buffer=4, prefetch_depth=1, n_checkpoint=0)
+    for rate, place in ((1.0, ProjectionPlace.DEVICE), (1e15, ProjectionPlace.HOST)):
+        box = machine(gather_s=0.05, offload_s=0.07, cpu_adam_s=0.03)
+        slow = {"peak_flop_per_s": {"float32": 1e3}, "vector_flop_per_s": 1e3}
+        box = box.model_copy(
+            update={
+                "host": box.host.model_copy(update={"matrix_flop_per_s": rate}),
+                "device": box.device.model_copy(update=slow),
+            }
+        )
+        result = search(fastest_request(workload=model, hardware=box, space=space))
+        assert result.plan.projects_gradients_on is place
+        assert result.plan.method is TrainingMethod.OSFT
+
+
+def test_several_micro_batches_are_projected_on_the_host() -> None:
+    box = machine(gather_s=0.05, offload_s=0.07, cpu_adam_s=0.03)
+    space = SearchSpace(chunk_bytes=600, n_persist=0, n_host_stepped=0, n_buffer=4, prefetch_depth=1, n_checkpoint=0)
+    result = search(fastest_request(workload=factorised(), hardware=box, space=space, step=Step(micro_batches=2)))
+    assert result.plan.projects_gradients_on is ProjectionPlace.HOST
+
+
+def test_what_no_plan_can_do_is_refused_by_name() -> None:
+    space = SearchSpace(n_disk_state=1, n_staging=1)
+    with pytest.raises(PlanError, match=r"n_disk_state: 1 with method osft; .* Set it to 0"):
+        search(fastest_request(workload=factorised(), hardware=machine(), space=space))
