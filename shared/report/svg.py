@@ -36,6 +36,10 @@ STROKES: Final[dict[str, str]] = {
     "coral": "M1 4h6M4 1v2",
     "mint": "M0 4h3M5 2v4",
     "plum": "M2 1v3M6 4v3",
+    "indigo": "M0 0l8 4",
+    "amber": "M0 4l4-4 4 4",
+    "rose": "M4 0v8M1 6h2",
+    "forest": "M1 7h6M4 3l-2 3M4 3l2 3",
     "rest": "M3 4h2",
 }
 """Every colour also has a texture, so that areas stay apart without colour: strokes upon it in a tile of 8 by 8."""

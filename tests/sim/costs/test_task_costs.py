@@ -296,6 +296,11 @@ def test_calibration_multiplies_and_adds_by_kind(kind: TaskKind) -> None:
         TaskKind.DISK_READ: copy(kind, 512),
         TaskKind.DISK_WRITE: copy(kind, 512),
         **{
+            projection: Task(TaskId(0), projection, flops=4_096, stepped_bytes=STEPPED_BYTES, num_tensors=1)
+            for projection in TaskKind
+            if projection.endswith("_projection")
+        },
+        **{
             collective: Task(TaskId(0), collective, moved_bytes=512, num_ranks=2)
             for collective in TaskKind
             if LANE_OF[collective] is Lane.COLLECTIVE
