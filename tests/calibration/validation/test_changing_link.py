@@ -57,7 +57,7 @@ class BehindLink(CpuDevice):
 def test_a_link_that_is_throttled_while_plans_take_turns() -> None:
     torch.manual_seed(0)
     link, model, batch = Link(), Net(), {"hidden": torch.randn(64, 512)}
-    workload = trace(model, batch, hardware_name=HERE.name)
+    workload = trace(model, batch)
     subject = Subject(model, batch, workload, HERE, make_device=lambda: BehindLink(link))
 
     def throttle(done: int, total: int) -> None:
