@@ -117,6 +117,17 @@ class Rounds:
         between = [self._scatter(map(seconds_of, found)) for found in bursts]
         return statistics.median(map(max, within, between))
 
+    def steady_seconds(self, name: str) -> list[float]:
+        """Seconds of an iteration of a plan, round by round, had the machine stayed as it was outside ``change``."""
+        found = [seconds_of(burst) for burst in self._bursts[name]]
+        before = self.num_rounds - len(found)
+        own = [self.change is not None and before + place in self.change for place in range(len(found))]
+        within, others = (
+            [one for one, is_own in zip(found, own, strict=True) if is_own is part] for part in (True, False)
+        )
+        ratio = statistics.median(within) / statistics.median(others) if within and others else 1.0
+        return [one / ratio if is_own else one for one, is_own in zip(found, own, strict=True)]
+
     def _scatter(self, values: Iterable[float]) -> float:
         """Median deviation from the median of the same state, over it; ``values``: of the latest rounds."""
         found = list(values)

@@ -162,9 +162,9 @@ class _Validation:
             self.notes.append("Memory does not hold all trainings at once, so every turn began a training anew.")
         num_rounds = self._play(judged)
         seconds = {name: [seconds_of(burst) for burst in bursts] for name, bursts in self.turns.bursts.items()}
-        self._check_certain([seconds[name] for name in judged], num_rounds)
         drift = drift_frac({name: found[-num_rounds:] for name, found in seconds.items()})
         rounds = Rounds(subject.workload, self.turns.bursts, num_rounds)
+        self._check_certain([rounds.steady_seconds(name) for name in judged], num_rounds)
         is_fitted = trial.calibration is None
         calibration = as_it_changed(self._calibration(fitted), rounds, fitted if is_fitted else None)
         self.notes += [] if rounds.change is None else [change_words(rounds.change, num_rounds)]

@@ -20,7 +20,13 @@ from protwin.calibration.fitting.measurement_plans import bootstrap_plans
 from protwin.calibration.validation.changes import Rounds, as_it_changed, change_words, transfer_notes
 from protwin.calibration.validation.drawing import Draw, draw_plans
 from protwin.calibration.validation.fidelity import MachineChange
-from protwin.calibration.validation.quiet import quiet_record, quiet_seconds, seconds_of
+from protwin.calibration.validation.quiet import (
+    quiet_record,
+    quiet_seconds,
+    scatter_frac,
+    seconds_of,
+    uncertainty_frac,
+)
 from protwin.shared.basics.interval import Interval
 from protwin.shared.schema.calibration import Calibration, Factor
 from protwin.shared.schema.plan import Plan
@@ -187,6 +193,18 @@ def test_when_and_how_much_a_machine_changed_is_said() -> None:
     assert "compute" not in words
     # The wrong variant: the pace of all plans together, of which most have little on the link.
     assert rounds.drift_frac < 0.1
+
+
+def test_a_change_is_no_noise() -> None:
+    """What is known of a plan within a state does not suffer from the other state."""
+    day = Day(4, 4, LINK, since=3.0)
+    rounds, bursts = rounds_of(day), day.bursts()
+    changed = [name for name in day.plans[1] if scatter_frac([seconds_of(one) for one in bursts[name]]) > 0.1]
+    assert changed
+    for name in changed:
+        assert uncertainty_frac(rounds.steady_seconds(name)) < 0.03
+        # The wrong variant: bursts of both states together.
+        assert uncertainty_frac([seconds_of(one) for one in bursts[name]]) > 0.05
 
 
 def test_a_calibration_of_another_day_is_one_of_the_quieter_state() -> None:
