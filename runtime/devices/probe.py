@@ -280,7 +280,7 @@ def copy_work(device: TrainingDevice, size_bytes: int, *, to_device: bool) -> Ca
     Every call has the next of many places on both sides ([Note: Copies of what no cache holds]).
     """
     num_places = max(2, _COPIED_BYTES // size_bytes)
-    hosts = device.host_buffer(num_places * size_bytes).zero_().split(size_bytes)
+    hosts = torch.split(device.host_buffer(num_places * size_bytes).zero_(), size_bytes)
     if to_device:
         flat = torch.zeros(size_bytes, dtype=torch.uint8, device=device.torch_device)
         sources = cycle(hosts)
@@ -291,7 +291,7 @@ def copy_work(device: TrainingDevice, size_bytes: int, *, to_device: bool) -> Ca
             device.copy(flat, next(sources), to_device=True)
 
         return gather
-    flats = torch.zeros(num_places * size_bytes, dtype=torch.uint8, device=device.torch_device).split(size_bytes)
+    flats = torch.split(torch.zeros(num_places * size_bytes, dtype=torch.uint8, device=device.torch_device), size_bytes)
     places = cycle(zip(hosts, flats, strict=True))
 
     def offload() -> None:

@@ -250,7 +250,7 @@ class SwappedBlock:
     def _places(self) -> Sequence[torch.Tensor]:
         """Where on the host each of what travels lies, in order."""
         sizes = [saved.size_bytes for saved in self._travelling]
-        return self._home[: sum(sizes)].split(sizes)
+        return torch.split(self._home[: sum(sizes)], sizes)
 
     def let_go(self) -> None:
         """The current stream waits for the copies to the host: nobody needs the device's storages any more."""
