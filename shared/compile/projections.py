@@ -25,7 +25,7 @@ from ..schema.schedule import TaskKind
 from ..schema.workload import Phase
 from .family import Family
 from .homes import Homes
-from .program import NOT_THERE, Draft, IntArray, Part, TaskGroup, Work
+from .program import NOT_THERE, Draft, IntArray, Integers, Part, TaskGroup, Work
 from .residency import Residency
 from .sections import FullTraining, Sections
 from .updates import DEVICE_PROJECTIONS, HOST_PROJECTIONS, PARAMETER_PROJECTIONS, PROJECTION, TASKS_PER_CHUNK, Updates
@@ -151,10 +151,10 @@ class ProjectedUpdates(Updates):
         if not len(kept):
             return np.zeros(0, dtype=np.int64)
         together = Work(
-            **{
-                name: int(np.asarray(getattr(work, name))[kept].sum())
-                for name in ("num_stepped", "stepped_bytes", "num_tensors", "flops")
-            }
+            num_stepped=_sum(work.num_stepped, kept),
+            stepped_bytes=_sum(work.stepped_bytes, kept),
+            num_tensors=_sum(work.num_tensors, kept),
+            flops=_sum(work.flops, kept),
         )
         group = TaskGroup(kind, position, Part.LEAVES, together, np.zeros(1, dtype=np.int64), within=within)
         tasks = self.draft.tasks(group)
@@ -217,3 +217,8 @@ class ProjectedUpdates(Updates):
                 for task, size_bytes in zip(tasks.tolist(), made_bytes.tolist(), strict=True)
                 if size_bytes
             )
+
+
+def _sum(of_chunks: Integers, chosen: IntArray) -> int:
+    """Of the chosen chunks together."""
+    return int(np.asarray(of_chunks)[chosen].sum())
