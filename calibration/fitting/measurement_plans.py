@@ -176,6 +176,8 @@ def spanning_plans(workload: Workload, *, has_disk: bool = False, num_ranks: int
     plans: dict[str, Plan] = {}
     for name, knobs in (spanning if num_ranks == 1 else _SPANNING_RANKS).items():
         plan = _plan_of(knobs, workload, num_ranks)
+        if knobs.disk_state and not plan.n_disk_state:
+            continue  # too few chunks for some on the disk and some elsewhere
         if plan not in fitted and plan not in plans.values():
             plans[name] = plan
     return plans

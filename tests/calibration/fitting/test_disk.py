@@ -42,6 +42,7 @@ from protwin.sim.costs.contention import ContentionModel
 from tests.calibration.fitting import test_fit as without_disk
 from tests.calibration.resident import Block
 from tests.runtime.equality import FAST_FOLDER
+from tests.shared import small_models
 from tests.strategies.workloads import workloads
 
 DISK = Disk(name="disk", capacity_bytes=2**40, read_bytes_per_s=4e8, write_bytes_per_s=2e8, latency_s=1e-4)
@@ -220,3 +221,10 @@ def test_a_plan_that_is_fitted_to_has_reads_of_several_sizes() -> None:
     schedule = compile_schedule(plan, workload)
     for kind in (TaskKind.DISK_READ, TaskKind.DISK_WRITE):
         assert len({task.moved_bytes for task in schedule.tasks if task.kind is kind}) > 1
+
+
+def test_too_few_chunks_for_the_disk_are_on_none() -> None:
+    """A plan that would have nothing on the disk is none more."""
+    workload = small_models.workload([small_models.parameter(f"{block}", 0, block) for block in range(2)], 2)
+    extra = [plan for plan in spanning_plans(workload, has_disk=True).values() if not plan.n_disk_state]
+    assert set(extra) == set(spanning_plans(workload).values())
