@@ -150,12 +150,11 @@ class ProjectedUpdates(Updates):
         kept = self._kept
         if not len(kept):
             return np.zeros(0, dtype=np.int64)
-        together = Work(
-            **{
-                name: int(np.asarray(getattr(work, name))[kept].sum())
-                for name in ("num_stepped", "stepped_bytes", "num_tensors", "flops")
-            }
+        num_stepped, touched_bytes, num_tensors, flops = (
+            int(np.asarray(of_chunks)[kept].sum())
+            for of_chunks in (work.num_stepped, work.stepped_bytes, work.num_tensors, work.flops)
         )
+        together = Work(num_stepped=num_stepped, stepped_bytes=touched_bytes, num_tensors=num_tensors, flops=flops)
         group = TaskGroup(kind, position, Part.LEAVES, together, np.zeros(1, dtype=np.int64), within=within)
         tasks = self.draft.tasks(group)
         self.draft.between_bytes.append((tasks, peak_bytes[kept].max(keepdims=True)))

@@ -37,7 +37,7 @@ def _updated(claim: Claim) -> list[Chunk]:
 
 def check_subspaces(claim: Claim) -> None:
     """Every subspace of the workload is one of the chunk that has both its matrices, and of no other."""
-    found = []
+    found: list[Subspace] = []
     for chunk in claim.layout.chunks:
         members = {placed.index for placed in chunk.parameters}
         for subspace in chunk.subspaces:
