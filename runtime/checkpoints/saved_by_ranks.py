@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ...shared.basics.errors import FileError
+from ...shared.schema.workload import Workload
 from ..model.strides import strided
 from ..ranks.stages import StageRanks
 from ..ranks.world import World
@@ -69,22 +70,39 @@ ALONE: Final = RankPlace()
 """One rank that nobody trains with."""
 
 
-def open_checkpoint(folder: str | Path, *, model_hash: str | None = None, place: RankPlace = ALONE) -> Saved:
+def open_checkpoint(folder: str | Path, *, workload: Workload | None = None, place: RankPlace = ALONE) -> Saved:
     """The checkpoint in ``folder`` as the rank at ``place`` sees it, after its files were verified.
 
     Of several ranks each verifies a part of the files: all have to come this far before any goes on.  Changes nothing.
-    Raises FileError if it is missing, torn, damaged, written by a newer version, or of a model other than
-    ``model_hash``.
+    Raises FileError if it is missing, torn, damaged, written by a newer version, or of a model other than that
+    of ``workload``.
     """
     path = find_folder(folder)
     if path is None:
         raise FileError(f"{folder} does not exist, or is empty. Name the folder that was given to save().")
     try:
         # A checkpoint of one rank is small enough that each reads it all.
-        share = {} if read_manifest(path).num_ranks == 1 else {"rank": place.rank, "num_ranks": place.num_ranks}
+        manifest = read_manifest(path)
+        if workload is not None and manifest.model_hash != workload.model_hash and workload.subspaces:
+            _refuse_other_ratio(path, workload)
+        share = {} if manifest.num_ranks == 1 else {"rank": place.rank, "num_ranks": place.num_ranks}
+        model_hash = None if workload is None else workload.model_hash
         return opened(path, verified_manifest(path, model_hash, **share), place)
     except OSError as error:
         raise FileError(f"{path} cannot be read: {error}.") from error
+
+
+def _refuse_other_ratio(path: Path, workload: Workload) -> None:
+    """Raise FileError if a frozen factor of ``workload``, whose name it says, was saved with another rank."""
+    weights = opened(path, verified_manifest(path)).weights
+    for subspace in workload.subspaces:
+        own = workload.parameters[subspace.frozen]
+        saved = weights.get(own.name)
+        if saved is not None and saved[0] != own.shape:
+            raise FileError(
+                f"{path} was saved with another unfreeze_rank_ratio: {own.name} is {list(saved[0])} there and "
+                f"{list(own.shape)} in this model. Factorise the model with the ratio of the checkpoint."
+            )
 
 
 def opened(path: Path, manifest: Manifest, place: RankPlace = ALONE) -> Saved:

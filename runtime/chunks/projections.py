@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ...shared.schema.schedule import ChunkId
 from ...shared.schema.workload import SubspaceAxis
 from ..osft.projection import project_
 from .chunk import DeviceChunk
@@ -40,7 +41,7 @@ class Projections:
             if gradient is not None:
                 project_(gradient, chunk.parameters[pair.frozen], pair.axis)
 
-    def project_leaving_gradients(self, number: int, gradients: Sequence[torch.Tensor | None]) -> None:
+    def project_leaving_gradients(self, number: ChunkId, gradients: Sequence[torch.Tensor | None]) -> None:
         """``gradients`` of the trainable parameters of a chunk that is on the device, on the compute thread."""
         chunk = self._chunks[number]
         for pair in self._pairs[number]:
@@ -48,7 +49,7 @@ class Projections:
             if gradient is not None:
                 project_(gradient, chunk.parameters[pair.frozen], pair.axis)
 
-    def project_staged_gradients(self, number: int, present: Sequence[bool]) -> None:
+    def project_staged_gradients(self, number: ChunkId, present: Sequence[bool]) -> None:
         """The sums of a chunk's gradients on the host; ``present`` says of which parameters there is one."""
         chunk = self._chunks[number]
         homes = list(chunk.values().values())
@@ -67,7 +68,7 @@ class Projections:
             master = self._masters.get(parameter)
             _project_master(master, target, chunk.parameters[pair.frozen], pair.axis)
 
-    def project_masters(self, number: int) -> None:
+    def project_masters(self, number: ChunkId) -> None:
         """What the host has stepped of a chunk: its masters, and the narrower values that these are copied to."""
         chunk = self._chunks[number]
         homes = list(chunk.values().values())

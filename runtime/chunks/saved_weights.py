@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -21,6 +21,7 @@ from torch import nn
 from ...shared.basics.errors import FileError, PlanError
 from ..model.pretrained import SAVED_DTYPES, first_line, some, weight_files
 from ..model.strides import contiguous_strides, copy_strided, in_memory_order
+from ..osft.saved_factors import FactorReader, SavedFactor, saved_factors
 from .meta_parameters import check_exchangeable
 from .parameter_values import ParameterValues, Wanted
 
@@ -50,6 +51,14 @@ class SavedWeights:
     folder: Path
     renamed: Mapping[str, str] = field(default_factory=dict)
     """What the files call otherwise than the model's ``state_dict``, by its name there."""
+    factors: Mapping[str, SavedFactor] = field(default_factory=dict)
+    """Factors that are made of dense weights in the files, by the model's names of them."""
+    reader: FactorReader = field(default_factory=FactorReader, compare=False)
+    """Makes these."""
+
+    def for_model(self, model: nn.Module) -> SavedWeights:
+        """The same for ``model``: where it has factorised maps, with the factors of the weights in the files."""
+        return replace(self, factors=saved_factors(model))
 
     @cached_property
     def files(self) -> tuple[Path, ...]:
@@ -58,6 +67,24 @@ class SavedWeights:
 
     @cached_property
     def tensors(self) -> Mapping[str, SavedTensor]:
+        """All that can be read: what the files hold, by the names in them, with factors in the place of dense weights.
+
+        Raises FileError if a file is damaged.
+        """
+        found = dict(self._in_files)
+        for name, factor in self.factors.items():
+            held = self._in_files.get(self._name_of(factor.weight))
+            if held is not None and held.shape == factor.dense_shape:
+                found.pop(held.name, None)
+                found[name] = replace(held, name=name, shape=factor.shape)
+        return found
+
+    def _name_of(self, name: str) -> str:
+        """What the files call what the model calls ``name``."""
+        return self.renamed.get(name, name)
+
+    @cached_property
+    def _in_files(self) -> Mapping[str, SavedTensor]:
         """All that the files hold, by the names in them.  Raises FileError if a file is damaged."""
         found: dict[str, SavedTensor] = {}
         for path in self.files:
@@ -71,7 +98,7 @@ class SavedWeights:
 
     def find(self, names: Iterable[str]) -> list[SavedTensor]:
         """What the files hold of a tensor that the model has under these names."""
-        saved = dict.fromkeys(self.renamed.get(name, name) for name in names)
+        saved = dict.fromkeys(self._name_of(name) for name in names)
         return [self.tensors[name] for name in saved if name in self.tensors]
 
     def read(self, held: SavedTensor, like: torch.Tensor, stretch: slice, place: torch.Tensor) -> None:
@@ -80,6 +107,11 @@ class SavedWeights:
         Other element types are converted.  Raises FileError if the file cannot be read.
         """
         if stretch.start >= stretch.stop:
+            return
+        factor = self.factors.get(held.name)
+        if factor is not None:
+            whole = self.reader.read(factor, like.dtype, lambda: self._dense(factor))
+            place.copy_(in_memory_order(copy_strided(whole, like))[stretch])
             return
         with _opened(held.file) as opened:
             if not held.shape or like.stride() != contiguous_strides(held.shape):
@@ -90,6 +122,13 @@ class SavedWeights:
             first, last = stretch.start // row, -(-stretch.stop // row)
             rows = opened.get_slice(held.name)[first:last].reshape(-1)
             place.copy_(rows[stretch.start - first * row : stretch.stop - first * row])
+
+    def _dense(self, factor: SavedFactor) -> torch.Tensor:
+        """The weight that ``factor`` is of.  Raises FileError."""
+        held = self._in_files[self._name_of(factor.weight)]
+        with _opened(held.file) as opened:
+            weight: torch.Tensor = opened.get_tensor(held.name)
+            return weight
 
     def fingerprint(self) -> str:
         """A hash of names, shapes, element types and samples of the values, the same for equal folders anywhere."""

@@ -20,6 +20,7 @@ from ..chunks.saved_weights import SavedWeights
 from ..model.adapters import LowRankLinear
 from ..model.configurations import build_model
 from ..model.pretrained import check_dtypes, load_generation, load_pretrained
+from ..osft.orthogonal_model import orthogonal_maps
 from ..tracing.configurations import apply_options
 
 
@@ -59,7 +60,7 @@ class FolderModel:
             check_dtypes(self.folder, saved.files, model, self.dtype)
         load_generation(model, self.folder)
         self._adapt(model)
-        saved = SavedWeights(self.folder, _renamed(model, saved.tensors))
+        saved = SavedWeights(self.folder, _renamed(model, saved.tensors)).for_model(model)
         if not saved.misfits(model, fills_all=True):
             return BuiltModel(model.train(), saved)
         before_loading()
@@ -84,7 +85,8 @@ def _renamed(model: Any, saved: Mapping[str, object]) -> dict[str, str]:
     prefix = f"{model.base_model_prefix}."
     bases = [f"{path}.base." for path, part in model.named_modules() if isinstance(part, LowRankLinear)]
     found: dict[str, str] = {}
-    for name in model.state_dict():
+    factorised = {f"{path}.weight": path for path in orthogonal_maps(model)}
+    for name in (*model.state_dict(), *factorised):
         base = next((base for base in bases if name.startswith(base)), None)
         plain = name if base is None else f"{base.removesuffix('base.')}{name.removeprefix(base)}"
         spellings = (plain, plain.removeprefix(prefix), prefix + plain)

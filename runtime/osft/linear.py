@@ -18,8 +18,7 @@ class DenseWeight(torch.Tensor):
     @classmethod
     def of(cls, shape: tuple[int, ...], like: torch.Tensor) -> DenseWeight:
         """Of ``shape``, and otherwise as ``like``; it has no memory."""
-        # torch annotates none of it.
-        return cls._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined,no-any-return]
+        return cls._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -30,7 +29,9 @@ class DenseWeight(torch.Tensor):
         raise _refusal(function)
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         """Of what torch's own code asks.  Raises WorkloadError."""
         raise _refusal(function)
 

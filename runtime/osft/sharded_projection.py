@@ -60,7 +60,7 @@ def project_column_shards_(
         return
     flat = torch.cat([part.reshape(-1) for part in parts])
     distributed.all_reduce(flat, group=group)
-    for value, of, along in zip(values, frozen, flat.split([part.numel() for part in parts]), strict=True):
+    for value, of, along in zip(values, frozen, torch.split(flat, [part.numel() for part in parts]), strict=True):
         if value is not None:
             take_away_(value, of, along.view(of.shape[1], -1), SubspaceAxis.COLUMNS)
 
@@ -108,7 +108,7 @@ def gathered_rows(parts: Sequence[torch.Tensor], group: distributed.ProcessGroup
         flat[: joined.numel()] = joined
     received = [torch.empty_like(flat) for _ in range(size)]
     distributed.all_gather(received, flat, group=group)
-    split = [flat_of[: sum(s)].split(s) for flat_of, s in zip(received, sizes, strict=True)]
+    split = [torch.split(flat_of[: sum(s)], s) for flat_of, s in zip(received, sizes, strict=True)]
     return [
         torch.cat([of_rank[number] for of_rank in split]).view(part.dtype).view(-1, part.shape[1])
         for number, part in enumerate(parts)
@@ -123,7 +123,7 @@ def _project_by_gram_(
     parts = [coefficients(of, of, SubspaceAxis.COLUMNS).to(wide) for of in frozen]
     flat = torch.cat([part.reshape(-1) for part in parts])
     distributed.all_reduce(flat, group=group)
-    grams = flat.split([part.numel() for part in parts])
+    grams = torch.split(flat, [part.numel() for part in parts])
     for value, part, gram in zip(values, parts, grams, strict=True):
         if value is not None:
             # A copy: the product is taken away from what it is made of.

@@ -67,7 +67,7 @@ def trace_within(
     be traced, FileError if ``weights`` cannot be read.
     """
     check_untaken(model)
-    saved = SavedWeights(Path(weights)) if isinstance(weights, str | Path) else weights
+    saved = SavedWeights(Path(weights)).for_model(model) if isinstance(weights, str | Path) else weights
     check_values(model, saved, None)
     twin = meta_twin(model)
     kind = DeviceKind.CUDA if device.torch_device.type == "cuda" else DeviceKind.CPU

@@ -119,7 +119,7 @@ def carry_out(
             disk_folder=disk_folder,
             stated_disk=stated_disk,
             world=world,
-            weights=_saved(weights),
+            weights=_saved(weights, model),
             replanning=replanning_of(plan, replan_after, replan),
         )
 
@@ -200,13 +200,13 @@ def with_values_of_a_file(plan: _P, function: str = "carry_out") -> _P:
         raise PlanError(str(error)) from error
 
 
-def _saved(weights: str | Path | SavedWeights | None) -> SavedWeights | None:
+def _saved(weights: str | Path | SavedWeights | None, model: nn.Module) -> SavedWeights | None:
     """Raises PlanError if it is something else."""
     if weights is None or isinstance(weights, SavedWeights):
         return weights
     if not isinstance(weights, str | Path):
         raise PlanError(f"weights is a {type(weights).__name__}; it must be the path of a folder.")
-    return SavedWeights(Path(weights))
+    return SavedWeights(Path(weights)).for_model(model)
 
 
 def begun(world: World | None, begin: Callable[[], _T]) -> _T:

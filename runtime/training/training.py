@@ -349,7 +349,7 @@ class Training(Counted):
 
         def opened() -> Saved:
             self._check_between_steps("a training can be resumed")
-            return open_checkpoint(folder, model_hash=self.workload.model_hash, place=place)
+            return open_checkpoint(folder, workload=self.workload, place=place)
 
         saved = agreed(ranks, opened)
         told = f"step {saved.manifest.step} ({saved.manifest.digest[:16]})"

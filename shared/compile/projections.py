@@ -25,7 +25,7 @@ from ..schema.schedule import TaskKind
 from ..schema.workload import Phase
 from .family import Family
 from .homes import Homes
-from .program import NOT_THERE, Draft, IntArray, Part, TaskGroup, Work
+from .program import NOT_THERE, Draft, IntArray, Integers, Part, TaskGroup, Work
 from .residency import Residency
 from .sections import FullTraining, Sections
 from .updates import DEVICE_PROJECTIONS, HOST_PROJECTIONS, PARAMETER_PROJECTIONS, PROJECTION, TASKS_PER_CHUNK, Updates
@@ -150,11 +150,12 @@ class ProjectedUpdates(Updates):
         kept = self._kept
         if not len(kept):
             return np.zeros(0, dtype=np.int64)
-        num_stepped, touched_bytes, num_tensors, flops = (
-            int(np.asarray(of_chunks)[kept].sum())
-            for of_chunks in (work.num_stepped, work.stepped_bytes, work.num_tensors, work.flops)
+        together = Work(
+            num_stepped=_sum(work.num_stepped, kept),
+            stepped_bytes=_sum(work.stepped_bytes, kept),
+            num_tensors=_sum(work.num_tensors, kept),
+            flops=_sum(work.flops, kept),
         )
-        together = Work(num_stepped=num_stepped, stepped_bytes=touched_bytes, num_tensors=num_tensors, flops=flops)
         group = TaskGroup(kind, position, Part.LEAVES, together, np.zeros(1, dtype=np.int64), within=within)
         tasks = self.draft.tasks(group)
         self.draft.between_bytes.append((tasks, peak_bytes[kept].max(keepdims=True)))
@@ -216,3 +217,8 @@ class ProjectedUpdates(Updates):
                 for task, size_bytes in zip(tasks.tolist(), made_bytes.tolist(), strict=True)
                 if size_bytes
             )
+
+
+def _sum(of_chunks: Integers, chosen: IntArray) -> int:
+    """Of the chosen chunks together."""
+    return int(np.asarray(of_chunks)[chosen].sum())

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from protwin.shared.basics.errors import FileError, ProtwinError
-from protwin.shared.cli.options import cache_folder, changes_of, examples, keep_apart, options_of, writable
-from protwin.shared.schema.training_options import FULL_TRAINING, LoraOptions, TrainingOptions
+from protwin.shared.cli.options import cache_folder, changes_of, examples, keep_apart, options_of, osft_of, writable
+from protwin.shared.schema.plan import TrainingMethod
+from protwin.shared.schema.training_options import FULL_TRAINING, LoraOptions, OsftOptions, TrainingOptions
 from protwin.shared.schema.workload import DType
 
 
@@ -108,3 +109,34 @@ def test_options_of_training_that_make_no_sense(
 ) -> None:
     with pytest.raises(ProtwinError, match=message):
         options_of(rank, targets, None, autocast)
+
+
+def test_options_of_orthogonal_subspaces() -> None:
+    assert osft_of(None, None, None) is None
+    assert osft_of(TrainingMethod.FULL, None, []) is None
+    asked = OsftOptions(unfreeze_rank_ratio=0.25, targets=("q_proj", "*.0.*"))
+    assert osft_of(TrainingMethod.OSFT, 0.25, ["q_proj", "*.0.*"]) == asked
+    assert osft_of(None, 0.25, ["q_proj", "*.0.*"]) == asked
+    assert options_of(None, None, None, None, asked) == TrainingOptions(osft=asked)
+    # Traces that were kept before there was the option are found by what they were kept under.
+    assert "osft" not in FULL_TRAINING.model_dump(mode="json")
+    assert TrainingOptions(**TrainingOptions(osft=asked).model_dump()).osft == asked
+
+
+@pytest.mark.parametrize(
+    ("method", "ratio", "targets", "message"),
+    [
+        (TrainingMethod.OSFT, None, None, "Add --unfreeze-rank-ratio 0.25"),
+        (None, None, ["q_proj"], "--osft-target is 'q_proj', but --unfreeze-rank-ratio is missing"),
+        (TrainingMethod.FULL, 0.25, None, "--method full factorises nothing"),
+        (TrainingMethod.BYPASS, 0.25, None, "--method bypass factorises nothing"),
+        (None, -0.1, None, "from 0 to 1"),
+        (None, 1.5, None, "from 0 to 1"),
+        (None, float("nan"), None, "from 0 to 1"),
+    ],
+)
+def test_options_of_orthogonal_subspaces_that_make_no_sense(
+    method: TrainingMethod | None, ratio: float | None, targets: list[str] | None, message: str
+) -> None:
+    with pytest.raises(ProtwinError, match=message):
+        osft_of(method, ratio, targets)

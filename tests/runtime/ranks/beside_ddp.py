@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from protwin.runtime import CpuDevice, Training, carry_out
+from protwin.runtime import CpuDevice, Training, carry_out, make_orthogonal, project_gradients
 from protwin.runtime.ranks.launch import launch_of
 from protwin.runtime.ranks.world import _make_default
 from protwin.shared.compile.compile import compile_schedule
-from protwin.shared.layout.layout import build_layout
+from protwin.shared.layout.layout import layout_of
 from protwin.shared.layout.residencies import ChunkResidency, residencies
 from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.workload import Workload
@@ -80,6 +80,12 @@ def _gated_model_without_dropout() -> nn.Module:
     return model
 
 
+def _factorised_model() -> nn.Module:
+    model = _gated_model()
+    make_orthogonal(model, unfreeze_rank_ratio=0.4, targets=["stack.*.up", "stack.*.down"])
+    return model
+
+
 def in_default_group(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     """``function`` on every rank within a default group, which goes with it: other tests begin without one."""
 
@@ -135,6 +141,7 @@ def _all_cases(num_batches: int) -> dict[str, Case]:
         **family_cases(num_batches),
         "gated": gated,
         "gated, without dropout": steady,
+        "gated, factorised": replace(gated, build=_factorised_model),
         "llama, 64 wide": wide,
     }
 
@@ -242,12 +249,14 @@ def _trained(case: Case, rank: int, plan: Plan, leaving: frozenset[str], steps: 
             losses.append(loss.item())
             if by_hand is not None:
                 by_hand.end_micro_batch(is_last=number == micro_batches - 1)
+        project_gradients(model)
         if max_norm is not None:
             norms.append(limited(model, max_norm, is_wide=is_wide))
         masters.take_gradients()
         optimizer.step()
         optimizer.zero_grad()
         model.zero_grad()
+        masters.project(model)
         masters.give_weights()
         if by_hand is not None:
             share_buffers(model)
@@ -267,7 +276,7 @@ def share_buffers(model: nn.Module) -> None:
 def leaving_names(case: Case, plan: Plan) -> frozenset[str]:
     """The parameters whose gradients leave the device."""
     workload = case.workload
-    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
+    layout = layout_of(workload, plan.chunk_bytes)
     found = residencies(plan, layout)
     return frozenset(
         workload.parameters[placed.index].name

@@ -12,8 +12,8 @@ from random import Random
 
 import pytest
 
-from protwin.shared.layout.layout import build_layout
-from protwin.shared.schema.plan import ParallelMode, Plan
+from protwin.shared.layout.layout import layout_of
+from protwin.shared.schema.plan import ParallelMode, Plan, ProjectionPlace
 from protwin.shared.schema.workload import Workload
 from tests.proof_size import share
 from tests.runtime.ranks.beside_ddp import all_cases, train
@@ -38,7 +38,7 @@ def plan_for(workload: Workload, parallel: ParallelMode, seed: int, num_ranks: i
     """A random plan of this mode; every second seed limits the norm, every third one has one micro-batch."""
     random = Random(seed)
     chunk_bytes = random.choice((3_000, 9_000, 20_000))
-    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
+    layout = layout_of(workload, chunk_bytes)
     num_chunks = len(layout.chunks)
     n_persist = num_chunks if parallel is ParallelMode.DDP else random.randrange(num_chunks // 3)
     others = random.randrange(num_chunks - n_persist) // 2 if n_persist < num_chunks else 0
@@ -46,6 +46,7 @@ def plan_for(workload: Workload, parallel: ParallelMode, seed: int, num_ranks: i
     n_swap = random.randrange(workload.num_blocks + 1)
     return Plan(
         workload_id=workload.identity,
+        method=workload.method,
         chunk_bytes=chunk_bytes,
         n_persist=n_persist,
         n_host_stepped=others if parallel is ParallelMode.REPLICATED else 0,
@@ -67,6 +68,23 @@ def test_two_ranks_give_the_bits_of_ddp(name: str, parallel: ParallelMode, two_r
     for found in two_ranks.run(train, name, plan, NUM_BATCHES):
         assert found.losses == found.expected_losses, plan
         assert not found.different, plan
+
+
+@pytest.mark.parametrize("parallel", [ParallelMode.DDP, ParallelMode.REPLICATED])
+@pytest.mark.parametrize("place", ProjectionPlace)
+def test_two_ranks_project_the_means_of_their_gradients(
+    parallel: ParallelMode, place: ProjectionPlace, two_ranks: Ranks
+) -> None:
+    """Orthogonal subspace fine-tuning: each rank projects all of them, those that only the other has too."""
+    workload = all_cases(NUM_BATCHES)["gated, factorised"].workload
+    for seed in (0, 3, 7):
+        plan = plan_for(workload, parallel, seed)
+        if place is ProjectionPlace.DEVICE and plan.micro_batches > 1:
+            continue
+        plan = plan.model_copy(update={"projects_gradients_on": place})
+        for found in two_ranks.run(train, "gated, factorised", plan, NUM_BATCHES):
+            assert found.losses == found.expected_losses, plan
+            assert not found.different, plan
         assert found.peak_bytes <= found.guaranteed_bytes
         assert (found.num_cpu_adam_steps > 0) == (parallel is not ParallelMode.DDP)
 
