@@ -5,9 +5,9 @@ A task computes on the device, so that everything it works on is there while it 
 activations that were saved for it, its output's gradient, and what its operations make on the way.  Module buffers and
 the batch have no other place.  Nor have the outputs of sections that backward begins with: no plan moves those to the
 host.  Everything else can leave: gradients once they are made, other weights (those too whose gradient a task adds to
-without reading them), activations of other sections, and all optimizer state.  A step on the device could be one on the
-host: the weights that it reads can leave too.  So no plan of the same chunk size has a peak below what cannot leave
-under another.
+without reading them), activations of other sections, and all optimizer state.  A step or a projection on the device
+could be one on the host: the weights that it reads, and what it makes on the way, can leave too.  So no plan of the
+same chunk size has a peak below what cannot leave under another.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from ..schema.schedule import Allocation, AllocationId, Content, Schedule, Secti
 _NEVER_LEAVES: Final = (Content.RESIDENT, Content.OUTPUT, Content.LOSS, Content.INCOMING_GRADIENT)
 _OF_WORK: Final = (Content.PARAMETERS, Content.ACTIVATIONS, Content.SWAPPED)
 """What stays while a task of its section runs."""
+_ELSEWHERE: Final = (TaskKind.DEVICE_ADAM, TaskKind.GRADIENT_PROJECTION, TaskKind.PARAMETER_PROJECTION)
+"""What another plan does on the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +44,10 @@ def peak_parts(
     ``task``, of compute, runs at the peak, or next after it.  Nothing of 0 bytes; together all of the peak.
     """
     running = schedule.tasks[task]
-    read = () if running.kind is TaskKind.DEVICE_ADAM else [schedule.buffers[number] for number in running.reads]
+    is_elsewhere = running.kind in _ELSEWHERE
+    read = () if is_elsewhere else [schedule.buffers[number] for number in running.reads]
     chunks = frozenset(buffer.chunk for buffer in read if buffer.content is Content.PARAMETERS)
-    sizes: dict[tuple[bool, Content | None], int] = {(False, None): transient_bytes}
+    sizes: dict[tuple[bool, Content | None], int] = {(is_elsewhere, None): transient_bytes}
     for buffer in (schedule.buffers[number] for number in alive):
         key = (not _stays(buffer, running.section, chunks), buffer.content)
         sizes[key] = sizes.get(key, 0) + buffer.size_bytes

@@ -26,6 +26,7 @@ _STAYS: Final[dict[Content | None, str]] = {
     Content.RESIDENT: "of module buffers and batch",
 }
 _LEAVES: Final[dict[Content | None, str]] = {
+    None: "made by a step or a projection on the way",
     Content.PARAMETERS: "of other weights",
     Content.GRADIENTS: "of gradients that are sent or stepped later",
     Content.ARRIVING_GRADIENTS: "of gradients that are added up later",

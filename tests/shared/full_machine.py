@@ -56,6 +56,7 @@ def full_hardware() -> Hardware:
             memory_bandwidth_bytes_per_s=2.0,
             adam_bytes_per_s=7e9,
             optimizer_s_per_scalar={Optimizer.LION: 2e-9, Optimizer.ADAMW_8BIT: 1 / 3},
+            matrix_flop_per_s=3e11,
             source="'''\"\"\"",
         ),
         host_to_device=Link(name="x", latency_s=1e-6, bandwidth_bytes_per_s=1e9, table=table, source="s"),
