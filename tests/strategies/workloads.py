@@ -70,9 +70,11 @@ def phases(draw: DrawFn, net_bytes: int = 0, measured: bool | None = True, gradi
     curve = _curves(draw, net_bytes)
     adding_curve: tuple[tuple[float, int], ...] = ()
     if gradient_bytes and draw(st.booleans()):
-        # A gradient that goes as soon as it is final raises no level.
-        highest = max(0, net_bytes, *(level for _, level in curve))
-        adding_curve = tuple((end, min(level, highest)) for end, level in _curves(draw, net_bytes - gradient_bytes))
+        # A gradient that goes as soon as it is final lowers levels by itself at most, and none below the first.
+        adding_curve = tuple(
+            (end, max(level - draw(st.integers(0, gradient_bytes)), 0 if place == 0 else level - gradient_bytes))
+            for place, (end, level) in enumerate(curve)
+        )
     is_measured = draw(st.booleans()) if measured is None else measured
     return Phase(
         operations=() if is_measured else tuple(draw(st.lists(operations(), max_size=2))),

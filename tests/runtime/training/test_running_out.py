@@ -15,8 +15,8 @@ from tests.runtime.resuming import plan_of
 from tests.runtime.running_out import run_out
 
 ITERATION = 1
-OF_BYPASS = (TaskKind.TEACHER_FORWARD, TaskKind.LOSS)
-KINDS_ALONE = [kind for kind in TaskKind if LANE_OF[kind] in LANES_ALONE and kind not in OF_BYPASS]
+OF_METHODS = (TaskKind.TEACHER_FORWARD, TaskKind.LOSS, *(kind for kind in TaskKind if "projection" in kind))
+KINDS_ALONE = [kind for kind in TaskKind if LANE_OF[kind] in LANES_ALONE and kind not in OF_METHODS]
 """What one rank alone does in full training."""
 
 
