@@ -58,6 +58,8 @@ def figures(calibration: Calibration) -> dict[str, float]:
     found |= {f"{kind} std": factor.relative_std for kind, factor in calibration.factors.items()}
     found |= {f"{kind} overhead": value for kind, value in calibration.overhead_s.items()}
     found |= {f"{kind} arrival": value for kind, value in calibration.arrival_s_per_byte.items()}
+    found |= {f"{kind} swapping": mean.seconds for kind, mean in calibration.swapping.items()}
+    found |= {f"{kind} swapped": mean.num_tasks for kind, mean in calibration.swapping.items()}
     return found | {"noise": calibration.iteration_noise_frac, "runs": calibration.num_runs}
 
 

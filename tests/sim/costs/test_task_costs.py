@@ -326,6 +326,15 @@ def test_calibration_multiplies_and_adds_by_kind(kind: TaskKind) -> None:
         assert CostModel(machine(disk=DISK), others, use_measured=use_measured, together=ranks).task_s(task) == alone
 
 
+def test_a_norm_reads_what_stays_on_the_device_too() -> None:
+    """At the rate of the device's memory, on top of what it reads on the host."""
+    costs = CostModel(machine(), use_measured=True)
+    on_host = Task(TaskId(0), TaskKind.GRADIENT_NORM, stepped_bytes=STEPPED_BYTES)
+    more_s = [costs.task_s(replace(on_host, moved_bytes=size)) - costs.task_s(on_host) for size in (1_000, 3_000)]
+    assert more_s[1] == pytest.approx(3 * more_s[0])
+    assert more_s[0] * costs.hardware.device.memory_bandwidth_bytes_per_s >= 1_000
+
+
 def test_bytes_that_have_just_come_cost_their_first_reader() -> None:
     """On top of factor and overhead; kinds that were not fitted go by their like."""
     calibration = Calibration(
