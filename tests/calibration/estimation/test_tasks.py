@@ -14,7 +14,7 @@ from tests.calibration.fitting.test_fit import MACHINE
 SMALL_S = np.full(4, 1e-6)
 LARGE_S = np.repeat([1e-3, 2e-3, 3e-3, 4e-3], 6)
 MODELLED_S = np.concatenate([SMALL_S, LARGE_S])
-MEASURED_S = np.concatenate([np.full(4, 1.2e-3), 1.5 * LARGE_S])
+MEASURED_S = np.concatenate([np.full(4, 3e-3), 1.5 * LARGE_S])
 """Four chunks that hold hardly anything were measured while their lane was being woken up."""
 
 
@@ -32,4 +32,4 @@ def test_tasks_without_work_do_not_say_alone_what_all_others_cost(monkeypatch: p
     assert one_by_one == pytest.approx(by_sums, rel=1e-3)
     monkeypatch.setattr(tasks, "scatter", np.sqrt)
     wrong, _ = slopes()
-    assert wrong < one_by_one - 0.1
+    assert wrong < 0.7 * one_by_one
