@@ -29,7 +29,8 @@ def slopes() -> tuple[float, float]:
 def test_tasks_without_work_do_not_say_alone_what_all_others_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wrong variant weighs rows by modelled seconds alone: overhead is what the smallest took."""
     one_by_one, by_sums = slopes()
-    assert one_by_one == pytest.approx(by_sums, rel=1e-3)
+    # The usual task is a median there and a mean here.
+    assert one_by_one == pytest.approx(by_sums, rel=0.03)
     monkeypatch.setattr(tasks, "scatter", np.sqrt)
     wrong, _ = slopes()
     assert wrong < 0.7 * one_by_one
