@@ -56,6 +56,11 @@ class PlanForm:
     place: Place
     activations: Activations
 
+    @property
+    def uses_host(self) -> bool:
+        """As ``PlanKind.uses_host``."""
+        return self.place is Place.OFFLOADED or self.activations is Activations.SWAPPED
+
 
 class Difference(StrEnum):
     """In what two plans differ."""
@@ -102,6 +107,11 @@ class Comparison:
         """Signed fraction of the longer time: negative where the second plan is predicted too fast."""
         error = math.log(self.predicted_ratio / self.measured_ratio)
         return math.copysign(-math.expm1(-abs(error)), error)
+
+    @property
+    def crosses_links(self) -> bool:
+        """Whether one plan alone uses the host: the two sides of ``Uncertainty``."""
+        return self.first.form.uses_host is not self.second.form.uses_host
 
     @property
     def difference(self) -> Difference:
@@ -230,9 +240,9 @@ def timed_plans(fidelity: Iterable[Mapping[str, Any]]) -> list[Timed]:
 
 
 def _form_of_plan(plan: Plan) -> PlanForm:
-    """The form of a plan on one device: without a place for offloaded chunks, none is."""
+    """The form of a plan on one device: of what the host steps, the state lies there."""
     assert plan.parallel is ParallelMode.SINGLE
-    place = Place.OFFLOADED if plan.n_buffer else Place.RESIDENT
+    place = Place.OFFLOADED if plan.n_buffer or plan.n_host_stepped else Place.RESIDENT
     if plan.n_swap:
         return PlanForm(place, Activations.SWAPPED)
     return PlanForm(place, Activations.CHECKPOINTED if plan.n_checkpoint else Activations.KEPT)
