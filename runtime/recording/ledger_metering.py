@@ -276,14 +276,15 @@ class LedgerMetering(Metering):
             self._watched_peak_bytes = max(self._watched_peak_bytes, self._ledger.peak_bytes)
             for place in self._counted:
                 self._num_watched[place] -= 1
+        before_bytes = self._ledger.claim_bytes if self._claim_before_bytes is None else self._claim_before_bytes
         self.stop()
-        if self._claim_before_bytes is not None:
-            self._ledger.claim(self._claim_before_bytes)
-            self._claim_before_bytes = None
+        self._ledger.claim(before_bytes)
+        self._claim_before_bytes = None
 
     def stop(self) -> None:
-        """Take the ledger off the thread's operations, and note nothing."""
+        """Take the ledger off the thread's operations, note nothing and claim nothing for tasks that were."""
         self._stop_watching()
+        self._ledger.claim(0)
         self._ledger.let_inputs_go()
         self._ledger.changes = None
         self._began = None

@@ -65,6 +65,8 @@ class Followed:
                     need = more
                     ledger.budget_bytes = more if has_budget else None
                     assert training.plan == other
+                    # Else gathers that are earlier than the first task would find no room, now and then.
+                    assert ledger.claim_bytes == 0
                 for batch in held(case, rows[step * plan.micro_batches : (step + 1) * plan.micro_batches]):
                     loss = case.loss(model, batch)
                     loss.backward()
