@@ -109,11 +109,14 @@ def _proof_lines(content: Any) -> Iterator[tuple[str, str]]:
 
 
 def _fidelity_lines(content: Any) -> Iterator[tuple[str, str]]:
-    for one in content:
-        plans = f"{one['model']}, {len(one['plans'])} plans that nothing was fitted to"
-        for figure, digits, subject in (("peak", 2, plans), ("iteration", 1, "the same plans")):
-            mean, worst = (one[f"{which}_{figure}_error_frac"] * 100 for which in ("mean", "worst"))
-            yield f"error of the predicted {figure}; {subject}", f"mean {mean:.{digits}f} %, worst {worst:.1f} %"
+    """A line for each figure: of one model by itself, of several the range of their means and the worst of all."""
+    names = ", ".join(one["model"] for one in content)
+    plans = f"{names}, {sum(len(one['plans']) for one in content)} plans that nothing was fitted to"
+    for figure, digits, subject in (("peak", 2, plans), ("iteration", 1, "the same plans")):
+        means = sorted({f"{one[f'mean_{figure}_error_frac'] * 100:.{digits}f}" for one in content}, key=float)
+        worst = max(one[f"worst_{figure}_error_frac"] for one in content)
+        told = " to ".join(dict.fromkeys((means[0], means[-1])))
+        yield f"error of the predicted {figure}; {subject}", f"mean {told} %, worst {worst * 100:.1f} %"
 
 
 _PEER_LINES: Final = (
