@@ -324,7 +324,6 @@ class ProjectedUpdates(Updates):
                 if size_bytes
             )
 
-
     def _wire_exchanges(self, homes: Homes) -> None:
         """Parts are read where they lie, and changed there when they come back."""
         parts, gradients = homes.parameters[self._owned], homes.gradients[self._owned]

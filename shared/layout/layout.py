@@ -321,8 +321,8 @@ def check_layout(layout: Layout, plan: Plan, workload: Workload) -> None:
         raise PlanError(f"projects_gradients_on is {plan.projects_gradients_on}, but {reason}. Name host.")
     if plan.parallel is ParallelMode.SHARDED and (first := plan.num_kept + plan.n_shard) < layout.num_owned:
         raise PlanError(
-            f"chunk {first} has parallel {plan.parallel} and method {plan.method}, and lies on the hosts in parts, where "
-            f"no rank has a whole matrix to project. Let n_persist and n_shard count the first {layout.num_owned} chunks "
+            f"chunk {first} lies on the hosts in parts (parallel {plan.parallel}), where nobody has the whole matrices "
+            f"that method {plan.method} projects. Let n_persist and n_shard count the first {layout.num_owned} chunks "
             f"together, or set parallel to replicated."
         )
     num_chunks = len(layout.chunks)

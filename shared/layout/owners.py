@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 from ..optimizers.state import master_bytes
 from ..schema.optimizer import Optimizer
@@ -43,18 +42,18 @@ class SentMatrix:
     """The rank of the shard group that gets all of it."""
     item_bytes: int
     """Of a scalar as it is sent."""
-    stretches: tuple[slice, ...]
-    """The scalars of each rank of the shard group, numbered as they lie in memory; together all, in order."""
+    ends: tuple[int, ...]
+    """Rank r of the shard group has the scalars from the r-th to before the next one, as they lie in memory."""
 
     @property
     def size_bytes(self) -> int:
         """Of the whole matrix."""
-        return sum(self.bytes_of(rank) for rank in range(len(self.stretches)))
+        return sum(self.bytes_of(rank) for rank in range(len(self.ends) - 1))
 
     def bytes_of(self, rank: int) -> int:
         """Of the stretch that ``rank`` has."""
-        stretch = self.stretches[rank]
-        return (stretch.stop - stretch.start) * self.item_bytes
+        first, last = self.ends[rank : rank + 2]
+        return (last - first) * self.item_bytes
 
 
 @dataclass(frozen=True)
@@ -109,11 +108,11 @@ class Ownership:
         for chunk in self.chunks:
             if not chunk.subspaces:
                 continue
-            stretches = _stretches(chunk, self.parameters, self.num_shards)
+            ends = _ends(chunk, self.parameters, self.num_shards)
             for subspace in chunk.subspaces:
                 index = index_of(subspace)
                 item_bytes = item_bytes_of(self.parameters[index])
-                found.append(SentMatrix(index, chunk.id, next(owner), item_bytes, stretches[index]))
+                found.append(SentMatrix(index, chunk.id, next(owner), item_bytes, ends[index]))
         return tuple(found)
 
     # -- what that takes ---------------------------------------------------------------------------------------------
@@ -163,9 +162,7 @@ class Ownership:
         found = []
         for subspace in self.subspaces:
             dtype = parameters[subspace.trained].dtype
-            found.append(
-                projection(subspace, parameters, dtype, has_master=master_bytes(dtype, self.optimizer) > 0)
-            )
+            found.append(projection(subspace, parameters, dtype, has_master=master_bytes(dtype, self.optimizer) > 0))
         return self._most(found)
 
     @cached_property
@@ -187,9 +184,9 @@ class Ownership:
         return ProjectionWork(flops, touched_bytes, num_projected, num_tensors, peak_bytes)
 
 
-def _stretches(chunk: Chunk, parameters: Sequence[Parameter], num_shards: int) -> dict[int, tuple[slice, ...]]:
-    """By parameter of ``chunk``, the scalars that lie in each rank's part ([Note: Shards] in ``shards.py``)."""
-    found: dict[int, tuple[slice, ...]] = {}
+def _ends(chunk: Chunk, parameters: Sequence[Parameter], num_shards: int) -> dict[int, tuple[int, ...]]:
+    """By parameter of ``chunk``, where each rank's scalars of it begin ([Note: Shards] in ``shards.py``)."""
+    found: dict[int, tuple[int, ...]] = {}
     following = iter(regions(chunk, parameters))
     kind, begin, count = None, 0, 0
     for placed in chunk.parameters:
@@ -198,6 +195,7 @@ def _stretches(chunk: Chunk, parameters: Sequence[Parameter], num_shards: int) -
             kind, begin = (of.dtype, of.trainable), placed.offset_bytes
             count = next(following).shard_elements(num_shards)
         first = (placed.offset_bytes - begin) // of.dtype.item_bytes
-        ends = [min(max(rank * count - first, 0), of.num_elements) for rank in range(num_shards + 1)]
-        found[placed.index] = tuple(slice(*pair) for pair in pairwise(ends))
+        found[placed.index] = tuple(
+            min(max(rank * count - first, 0), of.num_elements) for rank in range(num_shards + 1)
+        )
     return found

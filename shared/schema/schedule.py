@@ -314,8 +314,8 @@ class Task:
     phase: Phase | None = None
     """What a forward, recomputation or backward does."""
     moved_bytes: int = 0
-    """Bytes that a copy moves; of a collective, the whole buffer that every rank begins or ends with, or, between owners
-    of subspaces and all ranks, that of the rank with the most; what is sent; of a norm, the gradients that it reads on
+    """Bytes that a copy moves; of a collective, the whole buffer that every rank begins or ends with, or, of exchanges
+    with owners of subspaces, that of the rank with the most; what is sent; of a norm, the gradients that it reads on
     the device."""
     num_stepped: int = 0
     """Scalars that an Adam task steps, or that a projection changes."""

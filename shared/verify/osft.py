@@ -172,7 +172,7 @@ class _Total:
 def _check_work(
     claim: Claim, task: Task, chunks: list[Chunk], *, is_parameters: bool = False, is_stored_wide: bool = False
 ) -> None:
-    """Two products for every subspace of ``chunks``, of matrices in float32 at least; and for those that a rank owns."""
+    """Two products for every subspace of ``chunks``, and of those a rank owns; of matrices in float32 at least."""
     total = _Total()
     for subspace in (subspace for chunk in chunks for subspace in chunk.subspaces):
         total.add(_taken(claim, subspace, is_parameters=is_parameters, is_stored_wide=is_stored_wide))

@@ -13,7 +13,14 @@ from hypothesis.strategies import DrawFn
 from protwin.shared.layout.layout import layout_of, why_not_on_device
 from protwin.shared.schema.plan import ParallelMode, Plan, ProjectionPlace, TrainingMethod
 from protwin.shared.schema.workload import Parameter, Subspace, SubspaceAxis, Workload
-from tests.strategies.plans import PlannedWorkload, any_host_gradients, any_optimizer, plans, shard_groups, shared_by_ranks
+from tests.strategies.plans import (
+    PlannedWorkload,
+    any_host_gradients,
+    any_optimizer,
+    plans,
+    shard_groups,
+    shared_by_ranks,
+)
 from tests.strategies.workloads import workloads
 
 
