@@ -152,6 +152,7 @@ def _all_cases(num_batches: int) -> dict[str, Case]:
         "llama in bfloat16, factorised": Case(
             partial(_factorised, lambda: llama().to(torch.bfloat16)), token_batches(num_batches)
         ),
+        "llama, 64 wide, factorised": replace(wide, build=partial(_factorised, wide.build)),
         "llama, 64 wide": wide,
     }
 
