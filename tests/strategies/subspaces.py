@@ -23,6 +23,8 @@ from tests.strategies.plans import (
 )
 from tests.strategies.workloads import workloads
 
+_MODES = (None, None, ParallelMode.REPLICATED, ParallelMode.DDP, ParallelMode.SHARDED)
+
 
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
@@ -75,9 +77,11 @@ def projected_workloads(draw: DrawFn, max_blocks: int = 6, measured: bool | None
 
 
 @st.composite
-def projected_plans(draw: DrawFn, max_blocks: int = 6) -> PlannedWorkload:
+def projected_plans(
+    draw: DrawFn, max_blocks: int = 6, modes: tuple[ParallelMode | None, ...] = _MODES, measured: bool | None = True
+) -> PlannedWorkload:
     """A random workload with subspaces and a random plan for it, of one rank or of several."""
-    workload = draw(projected_workloads(max_blocks))
+    workload = draw(projected_workloads(max_blocks, measured))
     chosen = {"optimizers": any_optimizer(workload), "host_gradients": any_host_gradients(workload)}
     drawn, _ = draw(plans(workload, **chosen))
     layout = layout_of(workload, drawn.chunk_bytes)
@@ -94,7 +98,7 @@ def projected_plans(draw: DrawFn, max_blocks: int = 6) -> PlannedWorkload:
     if drawn.micro_batches == 1 and why_not_on_device(layout) is None:
         knobs["projects_gradients_on"] = draw(st.sampled_from(ProjectionPlace))
     plan = drawn.model_copy(update=knobs)
-    mode = draw(st.sampled_from((None, None, ParallelMode.REPLICATED, ParallelMode.DDP, ParallelMode.SHARDED)))
+    mode = draw(st.sampled_from(modes))
     if mode is not None:
         num_ranks = draw(st.sampled_from((2, 3, 4) if mode is ParallelMode.SHARDED else (2, 3)))
         plan = draw(shared_by_ranks(plan, layout, mode, num_ranks))
