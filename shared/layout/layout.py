@@ -164,6 +164,10 @@ class Layout(Shown):
         """The first so many chunks have all subspaces: ranks that share chunks have none of these on their hosts."""
         return max((chunk.id + 1 for chunk in self.chunks if chunk.subspaces), default=0)
 
+    def enough_sharded(self, num_kept: int, n_shard: int) -> int:
+        """``n_shard`` chunks behind ``num_kept`` ones, or as many as it takes to have all subspaces."""
+        return max(n_shard, self.num_owned - num_kept)
+
     def persistent(self, n_persist: int) -> frozenset[ChunkId]:
         """The first ``n_persist`` chunks.  Raises PlanError if there are fewer."""
         if n_persist > len(self.chunks):
