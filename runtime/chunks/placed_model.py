@@ -36,6 +36,9 @@ from .sharded_chunk import ShardedChunk
 class PlacedModel:
     """Owns the memory of all parameters from construction until ``move_out``."""
 
+    owned: OwnedProjections | None = None
+    """What keeps factors orthogonal that lie in parts on the devices; None: no such chunk has any."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -63,8 +66,6 @@ class PlacedModel:
         self._scaler = policy.scaler
         self.clipping = Clipping(plan, workload)
         """Which gradients keep a limit of their norm together."""
-        self.owned: OwnedProjections | None = None
-        """The same of chunks that lie in parts; None where there are none with subspaces."""
         self.held_blocks: tuple[str, ...] = ()
         """The blocks that the last completed step has held ([Note: Held blocks] in ``clipping``)."""
         # Scaled gradients may overflow, and blocks be held; the norm decides then.

@@ -96,7 +96,7 @@ def sharded(plan: Plan, workload: Workload, shard_ranks: int | None = None) -> P
     return plan.model_copy(update={"n_shard": left, "shard_ranks": shard_ranks})
 
 
-@some_quick(("name", "seed"), product(PROJECTED, range(6)), quick=3)
+@some_quick(("name", "seed"), product(PROJECTED, range(6)), quick=2)
 def test_two_ranks_project_what_lies_in_parts(name: str, seed: int, two_ranks: Ranks) -> None:
     """An owner projects whole matrices of gradients and of what is stepped, to the bits of ddp."""
     workload = all_cases(NUM_BATCHES)[name].workload
