@@ -39,10 +39,11 @@ def bootstrap_plans(workload: Workload, *, has_disk: bool = False, num_ranks: in
         )
 
     ddp, replicated, sharded = RANK_MODES if num_ranks > 1 else (ParallelMode.SINGLE,) * 3
+    n_shard = layout.enough_sharded(0, 0) if num_ranks > 1 else 0
     plans = (
         plan(all_chunks, 0, parallel=ddp),
         plan(half, 1, n_checkpoint=blocks // 2, parallel=replicated),
-        plan(0, 1, n_checkpoint=blocks, prefetch_depth=2, parallel=sharded),
+        plan(0, 1, n_checkpoint=blocks, prefetch_depth=2, parallel=sharded, n_shard=n_shard),
     )
     if num_ranks > 1:
         return *plans, plan(0, 1, n_shard=all_chunks, parallel=sharded)
@@ -190,14 +191,14 @@ def _plan_of(knobs: _Knobs, workload: Workload, num_ranks: int) -> Plan:
     n_host_stepped = round(knobs.host_stepped * num_kept)
     fewest = layout.min_buffers(num_kept)
     offloaded = len(layout.chunks) - num_kept
-    n_disk_state = round(knobs.disk_state * offloaded)
+    n_disk_state, n_shard = round(knobs.disk_state * offloaded), round(knobs.sharded * offloaded)
     return Plan(
         workload_id=workload.identity,
         method=workload.method,
         chunk_bytes=chunk_bytes,
         n_persist=num_kept - n_host_stepped,
         n_host_stepped=n_host_stepped,
-        n_shard=round(knobs.sharded * offloaded),
+        n_shard=layout.enough_sharded(num_kept, n_shard) if knobs.parallel is ParallelMode.SHARDED else n_shard,
         n_disk_state=n_disk_state,
         n_disk=round(knobs.disk * n_disk_state),
         n_staging=knobs.n_staging if n_disk_state else 0,

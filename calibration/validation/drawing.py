@@ -141,6 +141,7 @@ class _Drawing:
         num_kept = num_chunks if parallel is ParallelMode.DDP else round(knobs["kept"] * num_chunks)
         n_host_stepped = round(knobs["host_stepped"] * num_kept) if _may_step_kept(parallel) else 0
         offloaded = num_chunks - num_kept
+        n_shard = round(knobs["sharded"] * offloaded)
         n_disk_state = round(knobs["disk_state"] * offloaded) if self._draw.has_disk else 0
         is_of_parts = workload.method is TrainingMethod.BYPASS and parallel is ParallelMode.SHARDED
         return Plan(
@@ -149,7 +150,7 @@ class _Drawing:
             chunk_bytes=layout.chunk_bytes,
             n_persist=num_kept - n_host_stepped,
             n_host_stepped=n_host_stepped,
-            n_shard=round(knobs["sharded"] * offloaded) if parallel is ParallelMode.SHARDED else 0,
+            n_shard=layout.enough_sharded(num_kept, n_shard) if parallel is ParallelMode.SHARDED else 0,
             n_disk_state=n_disk_state,
             n_disk=round(knobs["disk"] * n_disk_state),
             n_staging=knobs["n_staging"] if n_disk_state else 0,

@@ -10,8 +10,9 @@ from torch import nn
 
 from ...shared.basics.errors import FileError, ProtwinError, RanksError
 from ...shared.layout.layout import Chunk, Layout
+from ...shared.layout.owners import Ownership
 from ...shared.layout.uses import numbered_section, numbered_uses
-from ...shared.schema.plan import ParallelMode, Plan
+from ...shared.schema.plan import ParallelMode, Plan, num_shards
 from ...shared.schema.schedule import Section
 from ...shared.schema.workload import Workload
 from ..devices.device import TrainingDevice
@@ -27,12 +28,16 @@ from .gradient_stand_ins import GradientStandIns, Norms, held_gradient
 from .gradient_watch import GradientWatch
 from .model_optimizers import ModelOptimizers, StepPolicy
 from .parameter_values import OwnValues, ParameterValues
-from .projections import Projections
+from .projections import OwnedProjections, Projections
 from .row_lookups import LookedUpRows
+from .sharded_chunk import ShardedChunk
 
 
 class PlacedModel:
     """Owns the memory of all parameters from construction until ``move_out``."""
+
+    owned: OwnedProjections | None = None
+    """What keeps factors orthogonal that lie in parts on the devices; None: no such chunk has any."""
 
     def __init__(
         self,
@@ -110,6 +115,11 @@ class PlacedModel:
         self.clipping.add(self.chunks)
         self.projections = Projections(self.chunks, self.optimizers.masters)
         """What keeps trained factors orthogonal to frozen ones; it does nothing where there are none."""
+        parted = [c for c in self.chunks if isinstance(c, ShardedChunk) and c.is_on_device and c.chunk.subspaces]
+        if parted:
+            shards = num_shards(plan.parallel, plan.num_ranks, plan.shard_ranks)
+            chunks, parameters = tuple(chunk.chunk for chunk in parted), maker.workload.parameters
+            self.owned = OwnedProjections(parted, Ownership(chunks, parameters, shards, plan.optimizer), self._device)
         if self.optimizers.host or self.optimizers.parts or self._max_norm is not None:
             self._stand_ins = GradientStandIns(
                 self._in_order, self._max_norm, has_parts=plan.parallel is ParallelMode.SHARDED
@@ -371,6 +381,8 @@ class PlacedModel:
             self._looks.forget()
         self.rows.forget()
         self.drop_gradients()
+        if self.owned is not None:
+            self.owned.forget()
         for chunk in self.chunks:
             chunk.leave()
 
@@ -441,6 +453,9 @@ class PlacedModel:
         # Before parameters go back to where they came from: that may be the device, whatever the budget was.
         self._device.end_training()
         self.rows.close()
+        if self.owned is not None:
+            self.owned.forget()
+            self.owned = None
         with torch.no_grad():
             for chunk in self.chunks:
                 try:

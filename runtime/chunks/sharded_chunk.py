@@ -117,6 +117,11 @@ class ShardedChunk(DeviceChunk):
         """Whether the rank's part stays on the device, which steps it."""
         return self.residency is ChunkResidency.SHARDED
 
+    @property
+    def between_steps(self) -> Collectives:
+        """Of the ranks that share it."""
+        return self._shards.between_steps
+
     # -- memory ------------------------------------------------------------------------------------------------------
 
     def _allocate(self, stepping: HostStepping) -> None:

@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from ...shared.basics.errors import WorkloadError
 from .cache import FactorCache
 from .factorisation import FACTOR_NAMES, Factors, check_ratio, factorise, num_frozen, reconstruct
 from .linear import OrthogonalLinear
+from .spread import SpreadFactors, empty_factors
 from .targets import Target, find_targets
 
 
@@ -26,6 +27,7 @@ def make_orthogonal(
     device: torch.device | str | None = None,
     cache: FactorCache | None = None,
     on_progress: Callable[[int, int], None] | None = None,
+    group: distributed.ProcessGroup | None = None,
 ) -> list[str]:
     """Replace linear maps of ``model`` by factorised ones, in place; gives their paths.
 
@@ -33,12 +35,21 @@ def make_orthogonal(
     ``targets`` as of ``find_targets``.  One weight after the other is decomposed on ``device``, or where it lies; the
     factors lie where it did, and it goes.  Of a weight on the meta device the factors are there too, to be filled when
     a plan is carried out (``carry_out(weights=FOLDER)``).  With ``cache``, decompositions that were made before are
-    read.  ``on_progress`` is told how many of all maps are done.  Raises WorkloadError, with nothing changed, if the
-    ratio makes no sense or a target cannot be factorised; and, with the maps before it replaced, if a weight has
-    entries that are not finite.
+    read.  ``on_progress`` is told how many of all maps are done.
+
+    ``group``: ranks that all have the model, and call this together.  Each decomposes some of the weights and sends the
+    factors to the others, so that all have the same bits; until then it keeps those that it has made.
+    ``on_progress`` is then told how many of the rank's own are done.
+
+    Raises WorkloadError, with nothing changed, if the ratio makes no sense or a target cannot be factorised; and, with
+    the maps before it replaced, if a weight has entries that are not finite.  With ``group`` nothing is changed then
+    either, and all ranks raise the same.
     """
     check_ratio(unfreeze_rank_ratio)
     found = find_targets(model, targets)
+    if group is not None and group.size() > 1:
+        _replace_together(model, found, unfreeze_rank_ratio, device, cache, on_progress, group)
+        return [target.path for target in found]
     for done, target in enumerate(found):
         if on_progress is not None:
             on_progress(done, len(found))
@@ -46,6 +57,40 @@ def make_orthogonal(
     if on_progress is not None:
         on_progress(len(found), len(found))
     return [target.path for target in found]
+
+
+def _replace_together(
+    model: nn.Module,
+    found: Sequence[Target],
+    ratio: float,
+    device: torch.device | str | None,
+    cache: FactorCache | None,
+    on_progress: Callable[[int, int], None] | None,
+    group: distributed.ProcessGroup,
+) -> None:
+    """Each rank of ``group`` decomposes some of the weights for all."""
+    real = [target for target in found if not target.weight.is_meta]
+
+    def empty(place: int) -> Factors:
+        target = real[place]
+        return empty_factors(*target.size, num_frozen(*target.size, ratio), target.weight)
+
+    spread = SpreadFactors(
+        [f"the weight of {target.path}" for target in real],
+        [target.size for target in real],
+        [num_frozen(*target.size, ratio) for target in real],
+        group,
+        lambda place: _factors_of(real[place], ratio, device, cache),
+        empty,
+        on_progress,
+    )
+    places = {target.path: place for place, target in enumerate(real)}
+    for target in found:
+        place = places.get(target.path)
+        factors = _factors_of(target, ratio, device, cache) if place is None else spread.of(place)
+        _replace(model, target, factors)
+    if on_progress is not None:
+        on_progress(len(found), len(found))
 
 
 def _factors_of(target: Target, ratio: float, device: torch.device | str | None, cache: FactorCache | None) -> Factors:
@@ -65,9 +110,7 @@ def _factors_of(target: Target, ratio: float, device: torch.device | str | None,
 
 def meta_factors(num_out: int, num_in: int, frozen: int, dtype: torch.dtype) -> Factors:
     """Factors without values."""
-    trained = min(num_out, num_in) - frozen
-    shapes = ((num_out, frozen), (frozen,), (frozen, num_in), (num_out, trained), (trained,), (trained, num_in))
-    return Factors(*(torch.empty(shape, dtype=dtype, device="meta") for shape in shapes))
+    return empty_factors(num_out, num_in, frozen, torch.empty(0, dtype=dtype, device="meta"))
 
 
 def _replace(model: nn.Module, target: Target, factors: Factors) -> None:

@@ -108,6 +108,19 @@ class Collectives:
         if whole.numel():
             self._together(lambda group: ordered_sums.scatter(part, whole, group), self._sent_bytes([whole]))
 
+    def exchange(
+        self, received: torch.Tensor, sent: torch.Tensor, received_bytes: Sequence[int], sent_bytes: Sequence[int]
+    ) -> None:
+        """What every rank has for this one fills ``received`` (n,), in the order of the ranks; uint8.
+
+        ``sent_bytes`` of ``sent`` (m,) are for each rank, ``received_bytes`` come from each; any of them may be 0.
+        """
+        others = sum(sent_bytes) - sent_bytes[self.rank]
+        self._together(
+            lambda group: dist.all_to_all_single(received, sent, list(received_bytes), list(sent_bytes), group=group),
+            others,
+        )
+
     def _sent_bytes(self, tensors: Sequence[torch.Tensor]) -> int:
         """All parts but one of these, which a rank sends where it gathers or scatters them."""
         whole_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -368,15 +368,20 @@ class ComputeLane:
         while self._place < len(self._program) and self.task_at_hand.kind in PROJECTIONS:
             task = self.task_at_hand
             self._begin_at_hand()
+            owned = self._placed.owned
             with torch.profiler.record_function(f"protwin::{task.name}"):
                 if task.kind is TaskKind.PARAMETER_PROJECTION:
                     self._placed.projections.project_staying_parameters()
+                    if owned is not None:
+                        owned.project_parameters()
                 elif task.chunk is not None:
                     self._lanes.work.project_leaving(task, self.iteration)
                 else:
                     # Means over ranks of parameters that have no gradient here are projected too.
                     self._placed.show_received()
                     self._placed.projections.project_staying_gradients()
+                    if owned is not None:
+                        owned.project_gradients()
             self._finish_running()
 
     def _wait(self, task: Task) -> None:

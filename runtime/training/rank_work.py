@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from ...shared.schema.schedule import Content, Lane, Schedule, Task, TaskId, TaskKind
+from ...shared.schema.schedule import OF_OWNERS, Content, Lane, Schedule, Task, TaskId, TaskKind
 from ..chunks.chunk import DeviceChunk
 from ..chunks.clipping import Limited
 from ..chunks.placed_model import PlacedModel
@@ -107,6 +107,9 @@ class RankWork:
 
     def work(self, task: Task, iteration: int) -> Callable[[], None]:
         """What the collective lane does for ``task``."""
+        if task.kind in OF_OWNERS:
+            assert self._placed.owned is not None
+            return partial(self._placed.owned.exchange, task.kind, self._collectives.shard)
         if task.chunk is None:
             return partial(self._share_norm, iteration)
         chunk = self._placed.chunks[task.chunk]

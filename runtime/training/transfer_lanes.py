@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ...shared.order.memory_events import memory_events
-from ...shared.schema.schedule import LANES_ALONE, Lane, Schedule, Task, TaskId, TaskKind
+from ...shared.schema.schedule import LANES_ALONE, OF_OWNERS, Lane, Schedule, Task, TaskId, TaskKind
 from ..chunks.gradient_stand_ins import Norms
 from ..chunks.placed_model import PlacedModel
 from ..devices.device import TrainingDevice
@@ -187,6 +187,9 @@ class TransferLanes:
         elif task.kind is TaskKind.REDUCE_SCATTER:
             assert self.work.ranks is not None
             self.work.ranks.make_room(task, iteration)
+        elif task.kind in OF_OWNERS:
+            assert self._placed.owned is not None
+            self._placed.owned.make_room(task.kind)
         else:
             assert task.chunk is not None
             self._placed.chunks[task.chunk].make_room()
@@ -202,6 +205,9 @@ class TransferLanes:
             elif task.kind is TaskKind.REDUCE_SCATTER:
                 assert self.work.ranks is not None
                 self.work.ranks.let_go(task.id, iteration + copying.iterations_later)
+            elif task.kind in OF_OWNERS:
+                assert self._placed.owned is not None
+                self._placed.owned.let_go(task.kind)
             elif iteration + copying.iterations_later >= self._first:
                 self.work.swapped(task).let_go()
 

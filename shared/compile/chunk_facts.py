@@ -11,6 +11,7 @@ import numpy as np
 
 from ..layout.adam_memory import alone_peak_bytes, together_gradient_bytes, widened_part_bytes
 from ..layout.layout import Chunk, Layout
+from ..layout.owners import Ownership
 from ..layout.projections import ProjectionWork, gradient_projections, parameter_projections
 from ..layout.shards import chunk_paged_bytes, chunk_state_bytes, num_tensors, rank_part, stepped_bytes
 from ..layout.slots import Stay, Uses, assign_slots
@@ -428,6 +429,21 @@ class ChunkFacts:
         """By chunk: projection of its parameters, and (C,) the most that it makes on the way."""
         optimizer = self.step.optimizer
         return self._projections(lambda chunk: parameter_projections(chunk, self.parameters, optimizer))
+
+    def ownership(self, chunks: IntArray) -> Ownership:
+        """Who projects the subspaces of ``chunks``, which lie on the devices of all ranks in parts."""
+        return self._kept_ownership(tuple(chunks.tolist()))
+
+    @cached_property
+    def _kept_ownership(self) -> Callable[[tuple[int, ...]], Ownership]:
+        """The latest: families that shard the same chunks have the same."""
+
+        @lru_cache(maxsize=_FEW_USES)
+        def ownership(chunks: tuple[int, ...]) -> Ownership:
+            parts = tuple(self.layout.chunks[chunk] for chunk in chunks)
+            return Ownership(parts, self.parameters, self.step.num_shards, self.step.optimizer)
+
+        return ownership
 
     @cached_property
     def host_step_bytes(self) -> IntArray:

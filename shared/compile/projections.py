@@ -12,23 +12,38 @@ nothing gathers or reads them for the next step before that.
   chunk then ends with the projection: the frozen factors are there, and nobody gathers them again.  Parameters are
   projected on the host behind CPU Adam.
 
-Every rank has whole chunks and projects all of them by itself.
+Every rank has whole chunks and projects all of them by itself; of chunks that lie in parts on the devices of several
+ranks, an owner projects each subspace ([Note: Owners] in ``shared/layout/owners.py``).  An exchange before either of
+the two projections of what stays brings the owner whole matrices, and one behind it brings all ranks their parts back:
+those of the gradients before the norm, those of the parameters before the next gather.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
 
-from ..schema.schedule import TaskKind
+from ..layout.owners import Ownership, SentMatrix
+from ..layout.projections import ProjectionWork
+from ..schema.schedule import OF_OWNERS, Content, Memory, TaskKind
 from ..schema.workload import Phase
 from .family import Family
 from .homes import Homes
-from .program import NOT_THERE, Draft, IntArray, Integers, Part, TaskGroup, Work
+from .program import NOT_THERE, BufferGroup, Draft, IntArray, Integers, Operand, Part, TaskGroup, Work
 from .residency import Residency
 from .sections import FullTraining, Sections
-from .updates import DEVICE_PROJECTIONS, HOST_PROJECTIONS, PARAMETER_PROJECTIONS, PROJECTION, TASKS_PER_CHUNK, Updates
+from .updates import (
+    DEVICE_PROJECTIONS,
+    FROM_OWNERS,
+    HOST_PROJECTIONS,
+    PARAMETER_PROJECTIONS,
+    PROJECTION,
+    TASKS_PER_CHUNK,
+    TO_OWNERS,
+    Updates,
+)
 
 _LAST = slice(-1, None)
 """The last micro-batch."""
@@ -93,7 +108,8 @@ class ProjectedUpdates(Updates):
     """Updates with gradients projected before norm and Adam, and parameters behind Adam.
 
     Shapes: H chunks whose gradients are projected on the host, Q chunks that the host steps and that have subspaces,
-    P chunks that have some and stay on the device with all that they are stepped with.
+    P chunks that have some and stay on the device with all that they are stepped with, O chunks that have some and lie
+    on the devices in parts.
     """
 
     def __init__(self, family: Family, draft: Draft, sections: Sections) -> None:
@@ -112,6 +128,17 @@ class ProjectedUpdates(Updates):
         """(P,) chunks, ascending."""
         found: IntArray = np.sort(self.staying[self.family.facts.has_subspaces[self.staying]])
         return found
+
+    @cached_property
+    def _owned(self) -> IntArray:
+        """(O,) chunks that lie on the devices in parts, ascending."""
+        found: IntArray = np.sort(self.parted[self.family.facts.has_subspaces[self.parted]])
+        return found
+
+    @cached_property
+    def _ownership(self) -> Ownership:
+        """Who projects their subspaces."""
+        return self.family.facts.ownership(self._owned)
 
     def _project(self) -> None:
         draft, sections, facts = self.draft, self.projecting, self.family.facts
@@ -135,6 +162,11 @@ class ProjectedUpdates(Updates):
         self.arrived[at] = self.host_projections
 
         position = np.array([self.sections.positions.prologue_backward])
+        self.gradients_out = self._exchange(TaskKind.GRADIENTS_TO_OWNERS, position, self.behind_chunks + TO_OWNERS)
+        """(1,), or (0,) where nothing lies in parts that is projected; so of all that owners exchange."""
+        if len(self._owned):
+            reduced = self.agreeing if len(self.agreeing) else self.parting[-1]
+            draft.wait(self.gradients_out, reduced[facts.has_subspaces[self.parted]])
         self.gradient_projection = self._of_all(
             TaskKind.GRADIENT_PROJECTION, facts.gradient_projections, position, self.behind_chunks + PROJECTION
         )
@@ -143,22 +175,52 @@ class ProjectedUpdates(Updates):
         draft.wait(self.gradient_projection, self._ends(self.staying[is_kept])[-1])
         if self.family.step.num_ranks > 1:
             draft.wait(self.gradient_projection, self.summing[is_kept])
+        self.gradients_back = self._exchange(TaskKind.GRADIENTS_FROM_OWNERS, position, self.behind_chunks + FROM_OWNERS)
+        self._around(self.gradient_projection, self.gradients_out, self.gradients_back)
+        self.summed.append((self.gradients_back, self._owned[:1]))
+
+    def _around(self, projection: IntArray, out: IntArray, back: IntArray) -> None:
+        """Owners project between two exchanges, if there are any."""
+        if len(out):
+            self.draft.wait(projection, out)
+            self.draft.wait(back, projection)
+
+    def _exchange(self, kind: TaskKind, position: IntArray, within: int) -> IntArray:
+        """What ranks and owners send each other; (0,) where nothing lies in parts that is projected."""
+        if not len(self._owned):
+            return np.zeros(0, dtype=np.int64)
+        step, moved_bytes = self.family.step, self._ownership.moved_bytes(self._sent(kind))
+        work = Work(moved_bytes=moved_bytes, num_ranks=step.num_shards, axis=step.shard_axis)
+        return self.draft.tasks(
+            TaskGroup(kind, position, Part.LEAVES, work, np.zeros(1, dtype=np.int64), within=within)
+        )
+
+    def _sent(self, kind: TaskKind) -> Sequence[SentMatrix]:
+        """The matrices that an exchange is of."""
+        of = self._ownership
+        if kind is TaskKind.GRADIENTS_TO_OWNERS:
+            return *of.frozen, *of.gradients
+        return of.gradients if kind is TaskKind.GRADIENTS_FROM_OWNERS else of.stepped
 
     def _of_all(self, kind: TaskKind, done: tuple[Work, IntArray], position: IntArray, within: int) -> IntArray:
-        """A task for all chunks that stay."""
+        """A task for all chunks that stay, whole or in parts."""
         work, peak_bytes = done
-        kept = self._kept
-        if not len(kept):
+        kept, owned = self._kept, ProjectionWork()
+        if not len(kept) and not len(self._owned):
             return np.zeros(0, dtype=np.int64)
+        if len(self._owned):
+            of = self._ownership
+            owned = of.gradient_work if kind is TaskKind.GRADIENT_PROJECTION else of.parameter_work
         together = Work(
-            num_stepped=_sum(work.num_stepped, kept),
-            stepped_bytes=_sum(work.stepped_bytes, kept),
-            num_tensors=_sum(work.num_tensors, kept),
-            flops=_sum(work.flops, kept),
+            num_stepped=_sum(work.num_stepped, kept) + owned.num_projected,
+            stepped_bytes=_sum(work.stepped_bytes, kept) + owned.touched_bytes,
+            num_tensors=_sum(work.num_tensors, kept) + owned.num_tensors,
+            flops=_sum(work.flops, kept) + owned.flops,
         )
         group = TaskGroup(kind, position, Part.LEAVES, together, np.zeros(1, dtype=np.int64), within=within)
         tasks = self.draft.tasks(group)
-        self.draft.between_bytes.append((tasks, peak_bytes[kept].max(keepdims=True)))
+        most_bytes = max(int(peak_bytes[kept].max(initial=0)), owned.peak_bytes)
+        self.draft.between_bytes.append((tasks, np.array([most_bytes])))
         return tasks
 
     def _limit_norm(self) -> IntArray:
@@ -184,11 +246,50 @@ class ProjectedUpdates(Updates):
         self.stepped_by[chunks] = self.host_renewals
         self.rows.follow(self.stepped_by)
         position = np.array([self.sections.positions.device_adam])
+        self.parameters_out = self._exchange(TaskKind.PARAMETERS_TO_OWNERS, position, 0)
+        if len(self._owned):
+            draft.wait(self.parameters_out, self.device_adam)
         self.parameter_projection = self._of_all(
-            TaskKind.PARAMETER_PROJECTION, facts.parameter_projections, position, 0
+            TaskKind.PARAMETER_PROJECTION, facts.parameter_projections, position, 1
         )
         """(1,), or (0,) where nothing stays that is projected."""
         draft.wait(self.parameter_projection, self.device_adam)
+        self.parameters_back = self._exchange(TaskKind.PARAMETERS_FROM_OWNERS, position, 2)
+        self._around(self.parameter_projection, self.parameters_out, self.parameters_back)
+        if len(self._owned):
+            self.stepped_by[self._owned] = self.parameters_back
+
+    def _add_gradients(self) -> None:
+        """Add what owners have while they project, and what passes between them and all ranks."""
+        super()._add_gradients()
+        if not len(self._owned):
+            return
+        of = self._ownership
+
+        def add(content: Content, size_bytes: int, made_by: IntArray, freed_by: IntArray, number: int) -> IntArray:
+            group = BufferGroup(
+                content,
+                Memory.DEVICE,
+                np.array([size_bytes]),
+                made_by=made_by,
+                made_at=number,
+                freed_by=freed_by,
+                freed_at=Operand.RELEASED.at(number),
+            )
+            return self.draft.buffers(group)
+
+        exchanges = (self.gradients_out, self.gradients_back, self.parameters_out, self.parameters_back)
+        for kind, tasks in zip(OF_OWNERS, exchanges, strict=True):
+            add(Content.PASSING_PARTS, of.passing_bytes(self._sent(kind)), tasks, tasks, 0)
+        self.owned_gradients = add(
+            Content.OWNED_TRAINED, of.whole_bytes(of.gradients), self.gradients_out, self.gradients_back, 1
+        )
+        self.owned_frozen = add(
+            Content.OWNED_FROZEN, of.whole_bytes(of.frozen), self.gradients_out, self.parameters_back, 2
+        )
+        self.owned_parameters = add(
+            Content.OWNED_TRAINED, of.whole_bytes(of.stepped), self.parameters_out, self.parameters_back, 1
+        )
 
     def wire(self, homes: Homes) -> None:
         """Add what projections read and write, and what they make on the way."""
@@ -206,17 +307,33 @@ class ProjectedUpdates(Updates):
                 use(self.host_renewals, home[chunks], place)
         _, staying, places = self.gradients_of(kept)
         whole = staying[0][np.argsort(places)]
-        self.read_in_order(self.gradient_projection, whole, homes.parameters[kept])
-        draft.update(self.gradient_projection[:, None], whole, np.arange(len(whole)))
-        stepped = np.concatenate([homes.parameters[kept], homes.state[kept]])
-        self.read_in_order(self.parameter_projection, stepped)
+        none = np.zeros(0, dtype=np.int64)
+        owned = (self.owned_gradients, self.owned_frozen, self.owned_parameters) if len(self._owned) else (none,) * 3
+        changed = np.concatenate([whole, owned[0]])
+        self.read_in_order(self.gradient_projection, changed, homes.parameters[kept], owned[1])
+        draft.update(self.gradient_projection[:, None], changed, np.arange(len(changed)))
+        stepped = np.concatenate([homes.parameters[kept], homes.state[kept], owned[2]])
+        self.read_in_order(self.parameter_projection, stepped, owned[1])
         draft.update(self.parameter_projection[:, None], stepped, np.arange(len(stepped)))
+        if len(self._owned):
+            self._wire_exchanges(homes)
         for tasks, made_bytes in draft.between_bytes:
             draft.phases.update(
                 (task, Phase(curve=((1.0, size_bytes),)))
                 for task, size_bytes in zip(tasks.tolist(), made_bytes.tolist(), strict=True)
                 if size_bytes
             )
+
+    def _wire_exchanges(self, homes: Homes) -> None:
+        """Parts are read where they lie, and changed there when they come back."""
+        parts, gradients = homes.parameters[self._owned], homes.gradients[self._owned]
+        stepped = np.concatenate([parts, homes.state[self._owned]])
+        self.read_in_order(self.gradients_out, parts, gradients)
+        self.read_in_order(self.gradients_back, gradients, self.owned_gradients)
+        self.read_in_order(self.parameters_out, stepped)
+        self.read_in_order(self.parameters_back, stepped, self.owned_parameters)
+        for task, changed in ((self.gradients_back, gradients), (self.parameters_back, stepped)):
+            self.draft.update(task[:, None], changed, 3 + np.arange(len(changed)))
 
 
 def _sum(of_chunks: Integers, chosen: IntArray) -> int:

@@ -19,7 +19,7 @@ HOST_PROJECTIONS, STEPS, PARAMETER_PROJECTIONS, TASKS_PER_CHUNK = range(7, 11)
 """The order of what becomes of one chunk's gradients behind a backward; behind the norm of all, of what steps it."""
 _FINAL = frozenset({TaskKind.CPU_ADAM, TaskKind.HOST_GRADIENT_PROJECTION, TaskKind.HOST_PARAMETER_PROJECTION})
 """What comes when gradients are complete, those of rows included."""
-PROJECTION, _NORM, _NORM_PARTS = -3, -2, -1
+TO_OWNERS, PROJECTION, FROM_OWNERS, _NORM, _NORM_PARTS = range(-5, 0)
 """The order of what follows the last backward of all, ahead of what steps chunks."""
 
 
@@ -110,7 +110,7 @@ class Updates:
     @property
     def behind_chunks(self) -> int:
         """The order of what steps chunks behind all that becomes of their gradients, and behind the norm of these."""
-        return TASKS_PER_CHUNK * len(self.family.facts.update_order) - PROJECTION
+        return TASKS_PER_CHUNK * len(self.family.facts.update_order) - TO_OWNERS
 
     def last_steps(self, chunks: IntArray) -> IntArray:
         """(M, n) the steps of the last backwards that leave gradients of ``chunks``, those of rows aside."""

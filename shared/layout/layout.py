@@ -159,6 +159,15 @@ class Layout(Shown):
         """Whether a limit of the norm is one of each block's gradients by itself, as in bypass distillation."""
         return self.method is TrainingMethod.BYPASS
 
+    @property
+    def num_owned(self) -> int:
+        """The first so many chunks have all subspaces: ranks that share chunks have none of these on their hosts."""
+        return max((chunk.id + 1 for chunk in self.chunks if chunk.subspaces), default=0)
+
+    def enough_sharded(self, num_kept: int, n_shard: int) -> int:
+        """``n_shard`` chunks behind ``num_kept`` ones, or as many as it takes to have all subspaces."""
+        return max(n_shard, self.num_owned - num_kept)
+
     def persistent(self, n_persist: int) -> frozenset[ChunkId]:
         """The first ``n_persist`` chunks.  Raises PlanError if there are fewer."""
         if n_persist > len(self.chunks):
@@ -314,6 +323,12 @@ def check_layout(layout: Layout, plan: Plan, workload: Workload) -> None:
     layout.on_disk(plan.num_kept + plan.n_shard, plan.n_disk_state)
     if plan.projects_gradients_on is ProjectionPlace.DEVICE and (reason := why_not_on_device(layout)) is not None:
         raise PlanError(f"projects_gradients_on is {plan.projects_gradients_on}, but {reason}. Name host.")
+    if plan.parallel is ParallelMode.SHARDED and (first := plan.num_kept + plan.n_shard) < layout.num_owned:
+        raise PlanError(
+            f"chunk {first} lies on the hosts in parts (parallel {plan.parallel}), where nobody has the whole matrices "
+            f"that method {plan.method} projects. Let n_persist and n_shard count the first {layout.num_owned} chunks "
+            f"together, or set parallel to replicated."
+        )
     num_chunks = len(layout.chunks)
     if plan.parallel is ParallelMode.DDP and (kept := len(layout.persistent(plan.n_persist))) < num_chunks:
         raise PlanError(

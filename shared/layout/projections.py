@@ -45,7 +45,7 @@ def gradient_projections(chunk: Chunk, parameters: Sequence[Parameter], *, widen
     """Projections of the gradients of ``chunk``; ``widens``: these are added up in float32 at least."""
     return _together(
         [
-            _projection(subspace, parameters, _summed(parameters[subspace.trained].dtype, widens=widens))
+            projection(subspace, parameters, _summed(parameters[subspace.trained].dtype, widens=widens))
             for subspace in chunk.subspaces
         ]
     )
@@ -55,7 +55,7 @@ def parameter_projections(chunk: Chunk, parameters: Sequence[Parameter], optimiz
     """Projections of the parameters of ``chunk``, or of their masters."""
     return _together(
         [
-            _projection(
+            projection(
                 subspace,
                 parameters,
                 parameters[subspace.trained].dtype,
@@ -80,7 +80,7 @@ def _together(works: Sequence[ProjectionWork]) -> ProjectionWork:
     )
 
 
-def _projection(
+def projection(
     subspace: Subspace, parameters: Sequence[Parameter], stored: DType, *, has_master: bool = False
 ) -> ProjectionWork:
     """One projection of what is stored as ``stored``; see [Note: Projections]."""

@@ -35,6 +35,9 @@ CONTENT_COLOURS: Final[dict[Content | None, str]] = {
     Content.FLAT_GRADIENTS: "olive",
     Content.REDUCED_GRADIENTS: "brown",
     Content.PAGED_STATE: "navy",
+    Content.OWNED_FROZEN: "slate",
+    Content.OWNED_TRAINED: "mint",
+    Content.PASSING_PARTS: "plum",
     None: "gold",
 }
 CURVE_COLOURS: Final = ("blue", "orange")

@@ -40,6 +40,10 @@ STROKES: Final[dict[str, str]] = {
     "amber": "M0 4l4-4 4 4",
     "rose": "M4 0v8M1 6h2",
     "forest": "M1 7h6M4 3l-2 3M4 3l2 3",
+    "sand": "M0 2h3M5 6h3",
+    "steel": "M2 0v3M6 5v3",
+    "wine": "M0 8l8-4",
+    "moss": "M1 1l3 3 3-3",
     "rest": "M3 4h2",
 }
 """Every colour also has a texture, so that areas stay apart without colour: strokes upon it in a tile of 8 by 8."""

@@ -168,11 +168,6 @@ def why_not_osft(plan: Plan) -> str | None:
         if place is not ProjectionPlace.HOST:
             return f"projects_gradients_on: {place} with method {plan.method}, which projects nothing. Leave it out"
         return None
-    if plan.parallel is ParallelMode.SHARDED:
-        return (
-            f"parallel: {plan.parallel} with method {plan.method}; a projection needs whole factors, of which shards "
-            f"are parts. Name ddp or replicated"
-        )
     if plan.n_disk_state:
         return (
             f"n_disk_state: {plan.n_disk_state} with method {plan.method}; a projection needs factors that lie on the "

@@ -116,6 +116,15 @@ class TaskKind(StrEnum):
     """Add up a chunk's gradients over all ranks; each keeps its shard."""
     ALL_REDUCE = "all_reduce"
     """Add up gradients, or the norm's parts, over all ranks; each keeps all."""
+    GRADIENTS_TO_OWNERS = "gradients_to_owners"
+    """Send every owner of subspaces the gradients, and the frozen matrices, that ranks have in parts ([Note: Owners] in
+    ``shared/layout/owners.py``)."""
+    GRADIENTS_FROM_OWNERS = "gradients_from_owners"
+    """Send every rank its parts of the gradients that owners have projected."""
+    PARAMETERS_TO_OWNERS = "parameters_to_owners"
+    """Send every owner of subspaces the parameters that device Adam has stepped in parts, or their masters."""
+    PARAMETERS_FROM_OWNERS = "parameters_from_owners"
+    """Send every rank its parts of those that owners have projected."""
     RECEIVE = "receive"
     """The teacher's activation before a stage's first pair comes from the stage before, into the prologue's output."""
     SEND = "send"
@@ -165,12 +174,25 @@ LANE_OF: dict[TaskKind, Lane] = {
     TaskKind.ALL_GATHER: Lane.COLLECTIVE,
     TaskKind.REDUCE_SCATTER: Lane.COLLECTIVE,
     TaskKind.ALL_REDUCE: Lane.COLLECTIVE,
+    TaskKind.GRADIENTS_TO_OWNERS: Lane.COLLECTIVE,
+    TaskKind.GRADIENTS_FROM_OWNERS: Lane.COLLECTIVE,
+    TaskKind.PARAMETERS_TO_OWNERS: Lane.COLLECTIVE,
+    TaskKind.PARAMETERS_FROM_OWNERS: Lane.COLLECTIVE,
     TaskKind.RECEIVE: Lane.COLLECTIVE,
     TaskKind.SEND: Lane.COLLECTIVE,
     TaskKind.DISK_READ: Lane.DISK,
     TaskKind.DISK_WRITE: Lane.DISK,
 }
 """The lane of every kind, of added ones too."""
+
+
+OF_OWNERS: Final = (
+    TaskKind.GRADIENTS_TO_OWNERS,
+    TaskKind.GRADIENTS_FROM_OWNERS,
+    TaskKind.PARAMETERS_TO_OWNERS,
+    TaskKind.PARAMETERS_FROM_OWNERS,
+)
+"""What ranks exchange of subspaces, in order."""
 
 
 def add_task_kind(name: str, lane: Lane) -> TaskKind:
@@ -225,6 +247,12 @@ class Content(StrEnum):
     REDUCED_GRADIENTS = "reduced_gradients"
     """One rank's shard of a chunk's gradients, added up over all ranks: on its way to the host, or, of a chunk that is
     sharded over the devices, where it stays."""
+    OWNED_FROZEN = "owned_frozen"
+    """Whole frozen matrices of the subspaces that this rank projects for all that have them in parts."""
+    OWNED_TRAINED = "owned_trained"
+    """Whole gradients of these, or the stepped matrices themselves, while they are projected."""
+    PASSING_PARTS = "passing_parts"
+    """Parts of such matrices on their way between ranks, as they are sent and as they arrive."""
     LOOKED_UP_ROWS = "looked_up_rows"
     """Rows of a chunk's embeddings that were looked up on the host, on their way to the device."""
     ROW_GRADIENTS = "row_gradients"
@@ -286,8 +314,9 @@ class Task:
     phase: Phase | None = None
     """What a forward, recomputation or backward does."""
     moved_bytes: int = 0
-    """Bytes that a copy moves; of a collective, the whole buffer that every rank begins or ends with; what is sent; of
-    a norm, the gradients that it reads on the device."""
+    """Bytes that a copy moves; of a collective, the whole buffer that every rank begins or ends with, or, of exchanges
+    with owners of subspaces, that of the rank with the most; what is sent; of a norm, the gradients that it reads on
+    the device."""
     num_stepped: int = 0
     """Scalars that an Adam task steps, or that a projection changes."""
     stepped_bytes: int = 0

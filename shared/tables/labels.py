@@ -35,6 +35,10 @@ KIND_NAMES: Final[dict[TaskKind, str]] = {
     TaskKind.ALL_GATHER: "all-gather",
     TaskKind.REDUCE_SCATTER: "reduce-scatter",
     TaskKind.ALL_REDUCE: "all-reduce",
+    TaskKind.GRADIENTS_TO_OWNERS: "gradients to owners",
+    TaskKind.GRADIENTS_FROM_OWNERS: "gradients from owners",
+    TaskKind.PARAMETERS_TO_OWNERS: "parameters to owners",
+    TaskKind.PARAMETERS_FROM_OWNERS: "parameters from owners",
     TaskKind.RECEIVE: "receive",
     TaskKind.SEND: "send",
     TaskKind.DISK_READ: "disk read",
@@ -65,6 +69,9 @@ CONTENT_NAMES: Final[dict[Content | None, str]] = {
     Content.RESIDENT: "module buffers and batch",
     Content.FLAT_GRADIENTS: "gradients, laid flat",
     Content.REDUCED_GRADIENTS: "shards of gradients",
+    Content.OWNED_FROZEN: "frozen matrices of owners",
+    Content.OWNED_TRAINED: "trained matrices of owners",
+    Content.PASSING_PARTS: "parts of matrices on their way",
     None: "transient, running task",
 }
 MEMORY_NAMES: Final[dict[Memory, str]] = {

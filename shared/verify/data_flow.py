@@ -12,6 +12,12 @@ Turn = tuple[int, int]
 """When a task uses a static buffer, in the order that is meant."""
 
 _AT_THE_END = 2**62
+_TURNS_OF_OWNERS = {
+    TaskKind.GRADIENTS_TO_OWNERS: -2,
+    TaskKind.GRADIENTS_FROM_OWNERS: -1,
+    TaskKind.PARAMETERS_TO_OWNERS: 2,
+    TaskKind.PARAMETERS_FROM_OWNERS: 3,
+}
 
 
 def check_no_deadlock(claim: Claim) -> None:
@@ -22,7 +28,8 @@ def check_no_deadlock(claim: Claim) -> None:
 def turn(task: Task) -> Turn:
     """Whose turn it is at a static buffer: micro-batch by micro-batch out, added or back, then the norm, then Adam.
 
-    Gradients are projected before the norm, parameters behind Adam.
+    Gradients are projected before the norm, parameters behind Adam.  Those in parts come from their owners then, which
+    they have been sent to before.
 
     A part of the gradients that stays is added up over groups of ranks after its reduce-scatter.
 
@@ -33,6 +40,8 @@ def turn(task: Task) -> Turn:
         return _AT_THE_END, -1
     if task.kind in (TaskKind.PARAMETER_PROJECTION, TaskKind.HOST_PARAMETER_PROJECTION):
         return _AT_THE_END, 2
+    if task.kind in _TURNS_OF_OWNERS:
+        return _AT_THE_END, _TURNS_OF_OWNERS[task.kind]
     if task.kind in (TaskKind.CPU_ADAM, TaskKind.DEVICE_ADAM, TaskKind.DISK_WRITE):
         return _AT_THE_END, 1
     if task.kind is TaskKind.GRADIENT_NORM:

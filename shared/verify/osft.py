@@ -6,18 +6,23 @@ What a projection takes is stated here a second time: nothing is read off ``shar
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
 from typing import Final
 
 from ..layout.layout import Chunk
 from ..schema.plan import ProjectionPlace
-from ..schema.schedule import Allocation, AllocationId, ChunkId, Content, Memory, Task, TaskKind
+from ..schema.schedule import OF_OWNERS, Allocation, AllocationId, ChunkId, Content, Memory, Task, TaskKind
 from ..schema.workload import Phase, Subspace, SubspaceAxis
 from .claim import Claim, check_amounts, check_earlier, check_in_place, compare_buffers, reject
 from .full_training import FULL_TRAINING
-from .rules import Rule, Rules, Stage
-from .steps import has_master
+from .rules import Rule, Rules, Stage, compare_meetings
+from .steps import has_master, ranks_of_group
 
+_ALIGNMENT_BYTES: Final = 256
+"""Where matrices begin."""
+_LINE_BYTES: Final = 64
+"""Parts are of whole cache lines."""
 _GRADIENTS: Final = (TaskKind.GRADIENT_PROJECTION, TaskKind.HOST_GRADIENT_PROJECTION)
 _PARAMETERS: Final = (TaskKind.PARAMETER_PROJECTION, TaskKind.HOST_PARAMETER_PROJECTION)
 
@@ -70,18 +75,23 @@ def _check_served(claim: Claim, kind: TaskKind, chunks: Iterable[ChunkId | None]
     return tasks
 
 
+def _parted(claim: Claim) -> list[Chunk]:
+    """Chunks with subspaces that lie on the devices in parts."""
+    return [chunk for chunk in claim.layout.chunks if chunk.subspaces and chunk.id in claim.sharded]
+
+
 # -- single tasks ----------------------------------------------------------------------------------------------------
 
 
 def check_gradient_projections(claim: Claim) -> None:
     """All complete gradients that have subspaces are projected once, with the frozen matrices in the same memory.
 
-    Those that stay on the device together; those that leave one chunk at a time, where the plan says: on the device
-    before they leave, or on the host.
+    Those that stay on the device together, and with them what this rank owns of those in parts; those that leave one
+    chunk at a time, where the plan says: on the device before they leave, or on the host.
     """
     is_on_device = claim.plan.projects_gradients_on is ProjectionPlace.DEVICE
     kept, updated = _kept(claim), _updated(claim)
-    of_all: list[ChunkId | None] = [None] if kept else []
+    of_all: list[ChunkId | None] = [None] if kept or _parted(claim) else []
     leaving: list[ChunkId | None] = [chunk.id for chunk in updated]
     last = claim.plan.micro_batches - 1
     on_device = [*of_all, *(leaving if is_on_device else [])]
@@ -104,9 +114,12 @@ def _check_on_device(claim: Claim, task: Task, chunks: list[Chunk]) -> None:
     micro_batch = task.micro_batch if task.chunk is not None else 0
     gradients = [b for chunk in chunks for b in claim.gradients.get((chunk.id, micro_batch), [])]
     frozen = [b for b in map(claim.buffer, task.reads) if _holds_parameters(b)]
+    if task.chunk is None:
+        gradients += _made(claim, TaskKind.GRADIENTS_TO_OWNERS, Content.OWNED_TRAINED)
     if sorted(str(b.chunk) for b in frozen) != sorted(str(chunk.id) for chunk in chunks):
         reject(f"{task.name} projects against chunks {[b.chunk for b in frozen]}, not {[c.id for c in chunks]}")
-    compare_buffers(task, task.reads, [*gradients, *frozen], "reads")
+    owned = _made(claim, TaskKind.GRADIENTS_TO_OWNERS, Content.OWNED_FROZEN) if task.chunk is None else []
+    compare_buffers(task, task.reads, [*gradients, *frozen, *owned], "reads")
     compare_buffers(task, task.writes, gradients, "writes")
     compare_buffers(task, task.allocates, [], "allocates")
     gone: set[AllocationId] = {b.id for b in frozen if claim.is_gathered(b.id)}
@@ -121,10 +134,16 @@ def _holds_parameters(buffer: Allocation) -> bool:
 def check_parameter_projections(claim: Claim) -> None:
     """All parameters that have subspaces are projected once, with their masters, where they are stepped."""
     kept, updated = _kept(claim), _updated(claim)
-    of_all: list[ChunkId | None] = [None] if kept else []
+    of_all: list[ChunkId | None] = [None] if kept or _parted(claim) else []
     contents = (Content.PARAMETERS, Content.OPTIMIZER_STATE)
     for task in _check_served(claim, TaskKind.PARAMETER_PROJECTION, of_all, 0):
-        check_in_place(task, [claim.homes[content, chunk.id] for chunk in kept for content in contents])
+        stepped = [claim.homes[content, chunk.id] for chunk in kept for content in contents]
+        stepped += _made(claim, TaskKind.PARAMETERS_TO_OWNERS, Content.OWNED_TRAINED)
+        frozen = _made(claim, TaskKind.GRADIENTS_TO_OWNERS, Content.OWNED_FROZEN)
+        compare_buffers(task, task.reads, [*stepped, *frozen], "reads")
+        compare_buffers(task, task.writes, stepped, "writes")
+        compare_buffers(task, task.allocates, [], "allocates")
+        compare_buffers(task, task.frees, [], "frees")
         _check_work(claim, task, kept, is_parameters=True)
     last = claim.plan.micro_batches - 1 if claim.plan.max_gradient_norm is None else 0
     for task in _check_served(claim, TaskKind.HOST_PARAMETER_PROJECTION, [chunk.id for chunk in updated], last):
@@ -133,33 +152,196 @@ def check_parameter_projections(claim: Claim) -> None:
         _check_work(claim, task, [claim.layout.chunks[task.chunk]], is_parameters=True)
 
 
+@dataclass
+class _Total:
+    """What several projections take, one after the other."""
+
+    flops: int = 0
+    touched: int = 0
+    scalars: int = 0
+    count: int = 0
+    highest: int = 0
+    """Bytes of the most that one of them makes."""
+
+    def add(self, other: _Total) -> None:
+        self.flops, self.touched = self.flops + other.flops, self.touched + other.touched
+        self.scalars, self.count = self.scalars + other.scalars, self.count + other.count
+        self.highest = max(self.highest, other.highest)
+
+
 def _check_work(
     claim: Claim, task: Task, chunks: list[Chunk], *, is_parameters: bool = False, is_stored_wide: bool = False
 ) -> None:
-    """Two products for every subspace of ``chunks``, of matrices in float32 at least."""
-    flops = touched = scalars = count = highest = 0
+    """Two products for every subspace of ``chunks``, and of those a rank owns; of matrices in float32 at least."""
+    total = _Total()
     for subspace in (subspace for chunk in chunks for subspace in chunk.subspaces):
-        frozen, trained = (claim.workload.parameters[place] for place in (subspace.frozen, subspace.trained))
-        (n, k), (_, r) = frozen.shape, trained.shape
-        if subspace.axis is SubspaceAxis.ROWS:
-            (k, n), (r, _) = frozen.shape, trained.shape
-        own = max(4, trained.dtype.item_bytes) if is_stored_wide else trained.dtype.item_bytes
-        wide = max(4, own, frozen.dtype.item_bytes)
-        keeps_master = is_parameters and has_master(trained.dtype, claim.plan.optimizer)
-        flops += 2 * k * n * r + 2 * n * k * r
-        touched += wide * (2 * n * k + 3 * n * r + 2 * k * r)
-        made = wide * k * r
-        if frozen.dtype.item_bytes < wide:
-            touched += (frozen.dtype.item_bytes + wide) * n * k
-            made += wide * n * k
-        if own < wide:
-            touched += (1 if keeps_master else 2) * (own + wide) * n * r
-            made += 0 if keeps_master else wide * n * r
-        scalars, count, highest = scalars + n * r, count + 1, max(highest, made)
-    check_amounts(task, num_stepped=scalars, stepped_bytes=touched, num_tensors=count, flops=flops)
+        total.add(_taken(claim, subspace, is_parameters=is_parameters, is_stored_wide=is_stored_wide))
     is_on_device = task.kind in (TaskKind.GRADIENT_PROJECTION, TaskKind.PARAMETER_PROJECTION)
+    if is_on_device and task.chunk is None and _parted(claim):
+        total.add(_most_owned(claim, is_parameters=is_parameters))
+    check_amounts(
+        task,
+        num_stepped=total.scalars,
+        stepped_bytes=total.touched,
+        num_tensors=total.count,
+        flops=total.flops,
+    )
+    highest = total.highest
     if task.phase != (Phase(curve=((1.0, highest),)) if is_on_device and highest else None):
         reject(f"{task.name} has another phase than one that adds {highest} B")
+
+
+def _taken(claim: Claim, subspace: Subspace, *, is_parameters: bool, is_stored_wide: bool = False) -> _Total:
+    """What one projection takes."""
+    frozen, trained = (claim.workload.parameters[place] for place in (subspace.frozen, subspace.trained))
+    (n, k), (_, r) = frozen.shape, trained.shape
+    if subspace.axis is SubspaceAxis.ROWS:
+        (k, n), (r, _) = frozen.shape, trained.shape
+    own = max(4, trained.dtype.item_bytes) if is_stored_wide else trained.dtype.item_bytes
+    wide = max(4, own, frozen.dtype.item_bytes)
+    keeps_master = is_parameters and has_master(trained.dtype, claim.plan.optimizer)
+    touched = wide * (2 * n * k + 3 * n * r + 2 * k * r)
+    made = wide * k * r
+    if frozen.dtype.item_bytes < wide:
+        touched += (frozen.dtype.item_bytes + wide) * n * k
+        made += wide * n * k
+    if own < wide:
+        touched += (1 if keeps_master else 2) * (own + wide) * n * r
+        made += 0 if keeps_master else wide * n * r
+    return _Total(2 * k * n * r + 2 * n * k * r, touched, n * r, 1, made)
+
+
+# -- owners ----------------------------------------------------------------------------------------------------------
+
+
+def _owners(claim: Claim) -> list[tuple[Chunk, Subspace, int]]:
+    """Every subspace that lies in parts, with the rank of the group that owns it.
+
+    The one with the most FLOPs first, each to the rank with the fewest so far.
+    """
+    pairs = [(chunk, subspace) for chunk in _parted(claim) for subspace in chunk.subspaces]
+    flops = [_taken(claim, subspace, is_parameters=False).flops for _, subspace in pairs]
+    load, owners = [0] * ranks_of_group(claim.plan), dict[int, int]()
+    for at in sorted(range(len(pairs)), key=lambda at: (-flops[at], at)):
+        owners[at] = load.index(min(load))
+        load[owners[at]] += flops[at]
+    return [(chunk, subspace, owners[at]) for at, (chunk, subspace) in enumerate(pairs)]
+
+
+def _most_owned(claim: Claim, *, is_parameters: bool) -> _Total:
+    """Of everything as much as the rank with the most."""
+    totals = [_Total() for _ in range(ranks_of_group(claim.plan))]
+    for _, subspace, owner in _owners(claim):
+        totals[owner].add(_taken(claim, subspace, is_parameters=is_parameters))
+    fields = ("flops", "touched", "scalars", "count", "highest")
+    return _Total(*(max(getattr(total, field) for total in totals) for field in fields))
+
+
+def _made(claim: Claim, kind: TaskKind, content: Content) -> list[Allocation]:
+    """What tasks of ``kind`` make of ``content``."""
+    made = [claim.buffer(buffer) for task in claim.tasks_of(kind) for buffer in task.allocates]
+    return [buffer for buffer in made if buffer.content is content]
+
+
+def check_exchanges(claim: Claim) -> None:
+    """Owners are sent whole matrices and send projected parts back: of gradients once, and once behind device Adam.
+
+    They keep the frozen matrices between the two.
+    """
+    parted = _parted(claim)
+    expected = [(kind, None, None, 0) for kind in OF_OWNERS] if parted else []
+    compare_meetings(claim, OF_OWNERS, expected)
+    if not parted:
+        return
+    sizes = _sizes(claim)
+    parts, state, gradients = (
+        [claim.homes[content, chunk.id] for chunk in parted]
+        for content in (Content.PARAMETERS, Content.OPTIMIZER_STATE, Content.REDUCED_GRADIENTS)
+    )
+    out, back, stepped_out, stepped_back = (claim.tasks_of(kind)[0] for kind in OF_OWNERS)
+    frozen = _check_made(claim, out, Content.OWNED_FROZEN, sizes["frozen"].whole)
+    of_gradients = _check_made(claim, out, Content.OWNED_TRAINED, sizes["gradients"].whole)
+    stepped = _check_made(claim, stepped_out, Content.OWNED_TRAINED, sizes["stepped"].whole)
+    for task, content, reads, changes, makes, drops in (
+        (out, "both", [*parts, *gradients], [], [frozen, of_gradients], []),
+        (back, "gradients", [*gradients, of_gradients], gradients, [], [of_gradients]),
+        (stepped_out, "stepped", [*parts, *state], [], [stepped], []),
+        (stepped_back, "stepped", [*parts, *state, stepped], [*parts, *state], [], [stepped, frozen]),
+    ):
+        size = sizes[content]
+        passing = _check_made(claim, task, Content.PASSING_PARTS, size.held + size.owned)
+        compare_buffers(task, task.allocates, [passing, *makes], "allocates")
+        compare_buffers(task, task.reads, reads, "reads")
+        compare_buffers(task, task.writes, [passing, *makes, *changes], "writes")
+        compare_buffers(task, task.frees, [passing, *drops], "frees")
+        check_amounts(task, moved_bytes=max(size.held, size.owned))
+        if task.phase is not None:
+            reject(f"{task.name} has a phase")
+
+
+def _check_made(claim: Claim, task: Task, content: Content, size_bytes: int) -> Allocation:
+    """The buffer of ``content`` that ``task`` makes, of this size, of no chunk."""
+    made = [buffer for buffer in map(claim.buffer, task.allocates) if buffer.content is content]
+    if [(b.size_bytes, b.memory, b.chunk, b.section) for b in made] != [(size_bytes, Memory.DEVICE, None, None)]:
+        reject(f"{task.name} does not make {content} of {size_bytes} B on the device")
+    return made[0]
+
+
+@dataclass(frozen=True)
+class _Size:
+    """Bytes of the rank with the most."""
+
+    held: int
+    """Stretches of matrices that a rank has."""
+    owned: int
+    """Matrices that a rank owns, one right behind the other."""
+    whole: int
+    """The same, each where a parameter may begin."""
+
+
+def _sizes(claim: Claim) -> dict[str, _Size]:
+    """What is exchanged of frozen matrices, of gradients, of both, and of what is stepped."""
+    found: dict[str, list[list[int]]] = {}
+    num_ranks = ranks_of_group(claim.plan)
+    for chunk, subspace, owner in _owners(claim):
+        trained = claim.workload.parameters[subspace.trained].dtype
+        master = 4 if has_master(trained, claim.plan.optimizer) else trained.item_bytes
+        for name, place, item in (
+            ("frozen", subspace.frozen, None),
+            ("gradients", subspace.trained, None),
+            ("both", subspace.frozen, None),
+            ("both", subspace.trained, None),
+            ("stepped", subspace.trained, master),
+        ):
+            held, owned, whole = found.setdefault(name, [[0] * num_ranks for _ in range(3)])
+            stretches = _dealt(claim, chunk, place, num_ranks)
+            own = claim.workload.parameters[place].dtype.item_bytes
+            for rank, size_bytes in enumerate(stretches):
+                held[rank] += size_bytes // own * (item or own)
+            size_bytes = sum(stretches) // own * (item or own)
+            owned[owner] += size_bytes
+            whole[owner] += -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return {name: _Size(*map(max, columns)) for name, columns in found.items()}
+
+
+def _dealt(claim: Claim, chunk: Chunk, parameter: int, num_ranks: int) -> list[int]:
+    """The bytes of a parameter that every rank has: cache lines of its run of neighbours alike, dealt in order."""
+    parameters = claim.workload.parameters
+    for _, run in groupby(
+        chunk.parameters, key=lambda one: (parameters[one.index].dtype, parameters[one.index].trainable)
+    ):
+        members = list(run)
+        last = members[-1]
+        for member in members:
+            if member.index == parameter:
+                begin = member.offset_bytes - members[0].offset_bytes
+                end = begin + parameters[parameter].size_bytes
+                length = last.offset_bytes - members[0].offset_bytes
+                length += -(-parameters[last.index].size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+                share = -(-length // (_LINE_BYTES * num_ranks)) * _LINE_BYTES
+                cuts = [min(max(share * rank, begin), end) for rank in range(num_ranks + 1)]
+                return [after - before for before, after in pairwise(cuts)]
+    raise AssertionError(f"chunk {chunk.id} does not have parameter {parameter}")
 
 
 # -- order -----------------------------------------------------------------------------------------------------------
@@ -196,6 +378,7 @@ OSFT: Final[Rules] = replace(
         *FULL_TRAINING.updates,
         Rule(Stage.CHUNKS, check_gradient_projections, _GRADIENTS),
         Rule(Stage.CHUNKS, check_parameter_projections, _PARAMETERS),
+        Rule(Stage.RANKS, check_exchanges, OF_OWNERS),
         Rule(Stage.CHUNK_ORDER, check_projection_order),
     ),
 )

@@ -11,7 +11,7 @@ from math import prod
 
 from ..layout.adam_memory import WIDENED_SCALARS
 from ..schema.plan import ParallelMode
-from ..schema.schedule import Allocation, ChunkId, Content, Lane, OuterSection, RankAxis, Task, TaskKind
+from ..schema.schedule import OF_OWNERS, Allocation, ChunkId, Content, Lane, OuterSection, RankAxis, Task, TaskKind
 from ..schema.workload import Phase
 from .claim import Claim, check_amounts, check_earlier, check_in_place, chunk_of, compare_buffers, reject
 from .compute_tasks import (
@@ -389,7 +389,7 @@ def check_axes(claim: Claim) -> None:
     }
     for task in claim.schedule.tasks:
         axis = RankAxis.WORLD
-        if is_grouped and task.kind in (TaskKind.ALL_GATHER, TaskKind.REDUCE_SCATTER):
+        if is_grouped and task.kind in (TaskKind.ALL_GATHER, TaskKind.REDUCE_SCATTER, *OF_OWNERS):
             axis = RankAxis.SHARD
         elif is_grouped and task.kind is TaskKind.ALL_REDUCE and task.chunk not in claim.persistent:
             axis = RankAxis.SHARD if task.chunk is None else RankAxis.REPLICA

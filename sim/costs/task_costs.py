@@ -27,7 +27,7 @@ from ...shared.optimizers.work import PAGED_BYTES_PER_SCALAR, device_operations_
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Device, DeviceKind, Disk, Hardware, Host, Link
 from ...shared.schema.optimizer import Optimizer
-from ...shared.schema.schedule import Memory, RankAxis, Schedule, Task, TaskKind
+from ...shared.schema.schedule import OF_OWNERS, Memory, RankAxis, Schedule, Task, TaskKind
 from ...shared.schema.workload import Operation, OperationClass, Phase, Workload
 from ...shared.workloads.check import check_kernels
 from .collectives import Collective
@@ -182,6 +182,8 @@ class CostModel:
                 return self._calibrated(host_projection_s(self.hardware, *done), task.kind)
             case TaskKind.ALL_GATHER | TaskKind.REDUCE_SCATTER | TaskKind.ALL_REDUCE:
                 return self._calibrated(self._meeting_s(task), task.kind)
+            case kind if kind in OF_OWNERS:
+                return self._calibrated(self._meeting_s(task), task.kind)
             case TaskKind.RECEIVE | TaskKind.SEND:
                 return self._calibrated(self._passing_s(task.moved_bytes), task.kind)
             case TaskKind.DISK_READ:
@@ -260,7 +262,8 @@ class CostModel:
         seconds = self._collective_s.get(key)
         if seconds is None:
             assert self.together is not None, "several ranks have a machine together"
-            found = machine_collective(Collective(kind.value), size_bytes, self.together, line)
+            collective = Collective.ALL_TO_ALL if kind in OF_OWNERS else Collective(kind.value)
+            found = machine_collective(collective, size_bytes, self.together, line)
             seconds = self._collective_s[key] = found.seconds
         return seconds
 

@@ -198,7 +198,8 @@ def _branches(request: SearchRequest) -> tuple[dict[Where, BranchAndBound], dict
 
 def _places(workload: Workload, micro_batches: int, mode: ParallelMode) -> tuple[ProjectionPlace, ...]:
     """Where gradients that leave may be projected: on the device if one micro-batch alone leaves any."""
-    if workload.method is not TrainingMethod.OSFT or micro_batches > 1 or mode is ParallelMode.DDP:
+    none_leave = mode in (ParallelMode.DDP, ParallelMode.SHARDED)
+    if workload.method is not TrainingMethod.OSFT or micro_batches > 1 or none_leave:
         return (ProjectionPlace.HOST,)
     return tuple(ProjectionPlace)
 

@@ -72,7 +72,7 @@ def enumerate_space(
             prefix
             for prefix in distinct_placements(layout, space.n_persist, others, on_disk)
             if (without_offload if prefix.is_persistent else is_offloading is not False)
-            and sum(prefix.counts) <= _first_on_host(layout)
+            and (layout.num_owned if step.is_sharded else 0) <= sum(prefix.counts) <= _first_on_host(layout)
         ]
         found = _residencies(layout, prefixes, space)
         largest_has_persistent |= any(prefix.is_persistent for prefix in prefixes)
@@ -91,7 +91,7 @@ def enumerate_space(
         if len(found.prefix)
     )
     if not grids:
-        raise _empty_space(layouts, space, is_offloading)
+        raise _empty_space(layouts, space, step, is_offloading)
     return grids
 
 
@@ -320,7 +320,15 @@ def _buffer_counts(fewest: int, num_gathered: int, wanted: Iterable[int] | None)
     return [*counts, num_gathered]
 
 
-def _empty_space(layouts: Sequence[Layout], space: SearchSpace, is_offloading: bool | None) -> PlanError:
+def _empty_space(
+    layouts: Sequence[Layout], space: SearchSpace, step: StepSpec, is_offloading: bool | None
+) -> PlanError:
+    if step.is_sharded and (space.n_persist or space.n_shard) and (owned := max(one.num_owned for one in layouts)):
+        return PlanError(
+            f"the space holds no plan: parallel is {step.parallel}, and chunks with orthogonal subspaces cannot lie on "
+            f"hosts in parts, but n_persist and n_shard together count fewer than the first {owned} chunks. Allow more "
+            f"of either, or set parallel to ddp or replicated."
+        )
     if is_offloading is not None:
         kept = "offloads no chunk" if is_offloading else "keeps every chunk on the device"
         return PlanError(f"the space holds no plan of this mode: none {kept} or has the buffers for it. Allow more.")

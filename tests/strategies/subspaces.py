@@ -13,8 +13,17 @@ from hypothesis.strategies import DrawFn
 from protwin.shared.layout.layout import layout_of, why_not_on_device
 from protwin.shared.schema.plan import ParallelMode, Plan, ProjectionPlace, TrainingMethod
 from protwin.shared.schema.workload import Parameter, Subspace, SubspaceAxis, Workload
-from tests.strategies.plans import PlannedWorkload, any_host_gradients, any_optimizer, plans, shared_by_ranks
+from tests.strategies.plans import (
+    PlannedWorkload,
+    any_host_gradients,
+    any_optimizer,
+    plans,
+    shard_groups,
+    shared_by_ranks,
+)
 from tests.strategies.workloads import workloads
+
+_MODES = (None, None, ParallelMode.REPLICATED, ParallelMode.DDP, ParallelMode.SHARDED)
 
 
 def _divisors(number: int) -> list[int]:
@@ -68,9 +77,11 @@ def projected_workloads(draw: DrawFn, max_blocks: int = 6, measured: bool | None
 
 
 @st.composite
-def projected_plans(draw: DrawFn, max_blocks: int = 6) -> PlannedWorkload:
+def projected_plans(
+    draw: DrawFn, max_blocks: int = 6, modes: tuple[ParallelMode | None, ...] = _MODES, measured: bool | None = True
+) -> PlannedWorkload:
     """A random workload with subspaces and a random plan for it, of one rank or of several."""
-    workload = draw(projected_workloads(max_blocks))
+    workload = draw(projected_workloads(max_blocks, measured))
     chosen = {"optimizers": any_optimizer(workload), "host_gradients": any_host_gradients(workload)}
     drawn, _ = draw(plans(workload, **chosen))
     layout = layout_of(workload, drawn.chunk_bytes)
@@ -87,7 +98,12 @@ def projected_plans(draw: DrawFn, max_blocks: int = 6) -> PlannedWorkload:
     if drawn.micro_batches == 1 and why_not_on_device(layout) is None:
         knobs["projects_gradients_on"] = draw(st.sampled_from(ProjectionPlace))
     plan = drawn.model_copy(update=knobs)
-    mode = draw(st.sampled_from((None, None, ParallelMode.REPLICATED, ParallelMode.DDP)))
+    mode = draw(st.sampled_from(modes))
     if mode is not None:
-        plan = draw(shared_by_ranks(plan, layout, mode, draw(st.sampled_from((2, 3)))))
+        num_ranks = draw(st.sampled_from((2, 3, 4) if mode is ParallelMode.SHARDED else (2, 3)))
+        plan = draw(shared_by_ranks(plan, layout, mode, num_ranks))
+    if mode is ParallelMode.SHARDED:
+        left = num_chunks - plan.n_persist
+        n_shard = draw(st.just(left) | st.integers(max(0, layout.num_owned - plan.n_persist), left))
+        plan = plan.model_copy(update={"n_shard": n_shard, "shard_ranks": draw(shard_groups(num_ranks))})
     return PlannedWorkload(workload, Plan(**plan.model_dump()), layout)

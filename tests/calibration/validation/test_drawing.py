@@ -10,7 +10,7 @@ from protwin.calibration.validation.drawing import Draw, draw_plans, guaranteed_
 from protwin.runtime.timing.within_budget import least_plan
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.plan import ActivationMode, ParallelMode
-from protwin.shared.schema.schedule import TaskKind
+from protwin.shared.schema.schedule import OF_OWNERS, TaskKind
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.verify import verify_schedule
 from tests.calibration.fitting.test_budgeted import swappable
@@ -46,7 +46,8 @@ def test_every_kind_of_plan_comes() -> None:
     assert len(drawn) == 60
     kinds = {task.kind for plan in drawn for task in compile_schedule(plan, workload).tasks}
     of_ranks = {TaskKind.ALL_GATHER, TaskKind.REDUCE_SCATTER, TaskKind.ALL_REDUCE, TaskKind.RECEIVE, TaskKind.SEND}
-    of_methods = {TaskKind.TEACHER_FORWARD, TaskKind.LOSS, *(kind for kind in TaskKind if "projection" in kind)}
+    of_methods = {TaskKind.TEACHER_FORWARD, TaskKind.LOSS, *OF_OWNERS}
+    of_methods |= {kind for kind in TaskKind if "projection" in kind}
     assert kinds == set(TaskKind) - of_ranks - of_methods
     mixtures = {frozenset(plan.activation_modes or ()) for plan in drawn}
     assert {frozenset(ActivationMode), frozenset({ActivationMode.KEEP, ActivationMode.SWAP})} <= mixtures

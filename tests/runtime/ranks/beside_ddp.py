@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -86,6 +86,13 @@ def _factorised_model() -> nn.Module:
     return model
 
 
+def _factorised(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(SEED)
+    model = build()
+    make_orthogonal(model, unfreeze_rank_ratio=0.4)
+    return model
+
+
 def in_default_group(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     """``function`` on every rank within a default group, which goes with it: other tests begin without one."""
 
@@ -142,6 +149,10 @@ def _all_cases(num_batches: int) -> dict[str, Case]:
         "gated": gated,
         "gated, without dropout": steady,
         "gated, factorised": replace(gated, build=_factorised_model),
+        "llama in bfloat16, factorised": Case(
+            partial(_factorised, lambda: llama().to(torch.bfloat16)), token_batches(num_batches)
+        ),
+        "llama, 64 wide, factorised": replace(wide, build=partial(_factorised, wide.build)),
         "llama, 64 wide": wide,
     }
 

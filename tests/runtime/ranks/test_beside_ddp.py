@@ -31,6 +31,7 @@ NAMES = (
     "hand-written, unused parameters",
     "gated",
 )
+PROJECTED = ("gated, factorised", "llama in bfloat16, factorised")
 MODES = (ParallelMode.DDP, ParallelMode.REPLICATED, ParallelMode.SHARDED)
 
 
@@ -87,6 +88,23 @@ def test_two_ranks_project_the_means_of_their_gradients(
             assert not found.different, plan
         assert found.peak_bytes <= found.guaranteed_bytes
         assert (found.num_cpu_adam_steps > 0) == (parallel is not ParallelMode.DDP)
+
+
+def sharded(plan: Plan, workload: Workload, shard_ranks: int | None = None) -> Plan:
+    """The plan with no chunk on hosts."""
+    left = len(layout_of(workload, plan.chunk_bytes).chunks) - plan.n_persist
+    return plan.model_copy(update={"n_shard": left, "shard_ranks": shard_ranks})
+
+
+@some_quick(("name", "seed"), product(PROJECTED, range(6)), quick=2)
+def test_two_ranks_project_what_lies_in_parts(name: str, seed: int, two_ranks: Ranks) -> None:
+    """An owner projects whole matrices of gradients and of what is stepped, to the bits of ddp."""
+    workload = all_cases(NUM_BATCHES)[name].workload
+    plan = sharded(plan_for(workload, ParallelMode.SHARDED, seed), workload)
+    for found in two_ranks.run(train, name, plan, NUM_BATCHES):
+        assert found.losses == found.expected_losses, plan
+        assert not found.different, plan
+        assert found.peak_bytes <= found.guaranteed_bytes
 
 
 @some_quick(("variant", "name", "parallel", "seed"), VARIANTS, quick=[VARIANTS[at] for at in (1, 3, 4, 7)])

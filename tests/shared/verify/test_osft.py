@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protwin.shared.basics.errors import ScheduleError
+from protwin.shared.basics.errors import PlanError, ScheduleError
+from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import layout_of
 from protwin.shared.methods.full_training import FULL_TRAINING
-from protwin.shared.schema.plan import Plan, ProjectionPlace, TrainingMethod
-from protwin.shared.schema.schedule import Lane, Schedule, Task, TaskKind
+from protwin.shared.schema.plan import ParallelMode, Plan, ProjectionPlace, TrainingMethod
+from protwin.shared.schema.schedule import OF_OWNERS, AllocationId, Lane, Schedule, Task, TaskKind
 from protwin.shared.schema.workload import DType, Parameter, Subspace, SubspaceAxis, Workload
 from protwin.shared.verify.verify import verify_schedule
 from tests.proof_size import examples, share
@@ -222,6 +223,80 @@ def test_full_training_answers_for_no_projection() -> None:
     case = example()
     with pytest.raises(ScheduleError, match="no rule answers"):
         verify_schedule(compiled(case), case.plan, case.workload, case.layout, rules=FULL_TRAINING.rules)
+
+
+# -- parts of several ranks ------------------------------------------------------------------------------------------
+
+
+def example_in_parts(num_ranks: int = 4, shard_ranks: int | None = 2) -> PlannedWorkload:
+    """The example on several devices, which have its chunks in parts."""
+    case = example(n_persist=0, max_gradient_norm=1.0)
+    ranks = {"parallel": ParallelMode.SHARDED, "num_ranks": num_ranks, "shard_ranks": shard_ranks}
+    plan = case.plan.model_copy(update={**ranks, "n_shard": len(case.layout.chunks)})
+    return replace(case, plan=Plan(**plan.model_dump()))
+
+
+@pytest.mark.parametrize("family", faults.DATA_FAULTS, ids=lambda family: family.__name__)
+def test_every_data_fault_of_parts_is_rejected(family: Callable[[Schedule], list[Fault]]) -> None:
+    case = example_in_parts()
+    schedule = compiled(case)
+    verify_schedule(schedule, case.plan, case.workload, case.layout)
+    found = share(family(schedule), one_in=11)
+    assert [fault for fault in found if is_accepted(fault.make(), case)] == []
+
+
+@pytest.mark.parametrize("kind", OF_OWNERS)
+def test_no_exchange_with_owners_is_left_out(kind: TaskKind) -> None:
+    """Whoever waited for it waits for what it waited for; what it made is not there, what it freed goes at the end."""
+    case = example_in_parts(3, None)
+    schedule = compiled(case)
+    left_out = first(schedule, kind)
+    places = [buffer.id for buffer in schedule.buffers if buffer.id not in left_out.allocates]
+    number = {old: AllocationId(new) for new, old in enumerate(places)}
+    buffers = tuple(replace(schedule.buffers[old], id=new) for old, new in number.items())
+    tasks = [task for task in schedule.tasks if task is not left_out]
+    tasks[-1] = replace(tasks[-1], frees=(*tasks[-1].frees, *left_out.frees))
+    others = []
+    for task in tasks:
+        used = {
+            field: tuple(number[b] for b in getattr(task, field) if b in number)
+            for field in ("allocates", "frees", "reads", "writes")
+        }
+        waits = {field: _instead(getattr(task, field), left_out) for field in ("after", "after_previous")}
+        others.append(replace(task, **used, **waits))
+    changed = faults.renumbered(replace(schedule, buffers=buffers), others)
+    rejected(case, changed, "ranks do nothing too much and .*_owners|projects against|projection (reads|frees)")
+
+
+def test_unprojected_parts_are_not_stepped() -> None:
+    """Device Adam, and the norm before it, do not wait for what comes back from the owners."""
+    case = example_in_parts()
+    changed = compiled(case)
+    back = first(changed, TaskKind.GRADIENTS_FROM_OWNERS)
+    for kind in (TaskKind.DEVICE_ADAM, TaskKind.GRADIENT_NORM):
+        task = first(changed, kind)
+        changed = faults.with_task(changed, task.id, after=tuple(w for w in task.after if w != back.id))
+    rejected(case, changed, "may run after|race")
+
+
+def test_nothing_gathers_unprojected_parts() -> None:
+    """What comes back from the owners stands behind the first gather of the next iteration."""
+    case = example_in_parts()
+    schedule = compiled(case)
+    back, gather = first(schedule, TaskKind.PARAMETERS_FROM_OWNERS), first(schedule, TaskKind.ALL_GATHER)
+    assert back.id in gather.after_previous
+    tasks = [task for task in schedule.tasks if task is not back]
+    tasks.insert(tasks.index(gather) + 1, replace(back, after=(), after_previous=back.after))
+    rejected(case, faults.renumbered(schedule, tasks), "race|may")
+
+
+def test_parts_on_hosts_are_refused_by_name() -> None:
+    case = example_in_parts(2, None)
+    plan = case.plan.model_copy(update={"n_shard": 1, "n_buffer": 4})
+    with pytest.raises(
+        PlanError, match=r"lies on the hosts in parts .* n_persist and n_shard count the first 7 chunks"
+    ):
+        compile_schedule(plan, case.workload)
 
 
 # -- amounts and places ----------------------------------------------------------------------------------------------

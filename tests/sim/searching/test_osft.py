@@ -16,15 +16,21 @@ from protwin.shared.methods.osft import OSFT
 from protwin.shared.schema.plan import ParallelMode, ProjectionPlace, TrainingMethod
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.bounds.replay import REPLAY_FRAC
+from protwin.sim.costs.contention import ContentionModel
+from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.searching.request import Step
 from protwin.sim.searching.search import search
+from protwin.sim.space.enumerate import enumerate_space
 from protwin.sim.space.space import SearchSpace
+from protwin.sim.space.step_spec import StepSpec
 from tests.proof_size import examples
 from tests.shared.verify.test_osft import factorised
 from tests.sim import brute_force
-from tests.sim.bound_cases import Case, on_a_machine
+from tests.sim.bound_cases import Case, case, on_a_machine
 from tests.sim.fastest import fastest_request
 from tests.sim.hand_made import machine
+from tests.sim.ranked_cases import nodes
+from tests.sim.searching.test_rank_batches import pair
 from tests.strategies.plans import PlannedWorkload
 from tests.strategies.subspaces import projected_plans, projected_workloads
 
@@ -32,14 +38,25 @@ from tests.strategies.subspaces import projected_plans, projected_workloads
 @st.composite
 def cases(draw: DrawFn) -> Case:
     """Plans of one rank on any machine."""
-    found: PlannedWorkload = draw(projected_plans(max_blocks=3))
+    found: PlannedWorkload = draw(projected_plans(max_blocks=3, modes=(None, ParallelMode.DDP)))
     knobs = {"activation_modes": None, "parallel": ParallelMode.SINGLE, "num_ranks": 1, "n_checkpoint": 0, "n_swap": 0}
     chosen = found.plan.model_copy(update=knobs)
     return draw(on_a_machine(found.workload, chosen, found.layout, POLICIES, has_disk=False))
 
 
-@settings(max_examples=examples(600, 12))
-@given(cases())
+@st.composite
+def cases_in_parts(draw: DrawFn) -> Case:
+    """Plans of ranks that have chunks in parts on their devices, on any machine of several."""
+    found: PlannedWorkload = draw(projected_plans(max_blocks=2, modes=(ParallelMode.SHARDED,)))
+    plan = found.plan.model_copy(update={"activation_modes": None, "n_checkpoint": 0, "n_swap": 0})
+    box, num_ranks = draw(nodes()), plan.num_ranks
+    own = CostModel.of(found.workload.model_copy(update={"measured_on": box.name}), box, num_ranks=num_ranks)
+    costs = CostModel(own.hardware, use_measured=True, together=box).among(num_ranks, plan.shard_ranks)
+    return case(found.workload, plan, found.layout, costs, ContentionModel.of(box, num_ranks=num_ranks), OSFT.policies)
+
+
+@settings(max_examples=examples(600, 18))
+@given(cases() | cases_in_parts())
 def test_bounds_hold_and_peaks_and_replays_are_exact(found: Case) -> None:
     assert found.exact_peak_bytes() == guaranteed_device_peak(found.schedule).size_bytes
     assert found.memory_bound_bytes() <= found.exact_peak_bytes()
@@ -105,3 +122,19 @@ def test_what_no_plan_can_do_is_refused_by_name() -> None:
     space = SearchSpace(n_disk_state=1, n_staging=1)
     with pytest.raises(PlanError, match=r"n_disk_state: 1 with method osft; .* Set it to 0"):
         search(fastest_request(workload=factorised(), hardware=machine(), space=space))
+
+
+def test_ranks_that_share_chunks_have_none_with_subspaces_on_hosts() -> None:
+    """Every plan of the space compiles; what is left out is refused by name."""
+    model = factorised()
+    step = StepSpec(parallel=ParallelMode.SHARDED, num_ranks=2)
+    grids = enumerate_space(model, SearchSpace(chunk_bytes=600), step)
+    layout = layout_of(model, 600)
+    counts = {tuple(places) for grid in grids for places in grid.places.counts.tolist()}
+    assert counts
+    assert all(sum(places) >= layout.num_owned for places in counts)
+    with pytest.raises(PlanError, match=r"cannot lie on hosts in parts, .* count fewer than the first 7 chunks"):
+        enumerate_space(model, SearchSpace(chunk_bytes=600, n_persist=0, n_shard=2), step)
+    result = search(fastest_request(workload=model, hardware=pair(), step=Step(num_ranks=2, modes=(step.parallel,))))
+    assert result.plan.parallel is ParallelMode.SHARDED
+    assert result.plan.n_persist + result.plan.n_shard >= layout_of(model, result.plan.chunk_bytes).num_owned
