@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from ...shared.basics.errors import WorkloadError
+from ...shared.factors.sizes import FACTOR_NAMES, check_ratio, factor_shapes, num_frozen
 from .cache import FactorCache
-from .factorisation import FACTOR_NAMES, Factors, check_ratio, factorise, num_frozen, reconstruct
+from .factorisation import Factors, factorise, reconstruct
 from .linear import OrthogonalLinear
 from .targets import Target, find_targets
 
@@ -65,8 +66,7 @@ def _factors_of(target: Target, ratio: float, device: torch.device | str | None,
 
 def meta_factors(num_out: int, num_in: int, frozen: int, dtype: torch.dtype) -> Factors:
     """Factors without values."""
-    trained = min(num_out, num_in) - frozen
-    shapes = ((num_out, frozen), (frozen,), (frozen, num_in), (num_out, trained), (trained,), (trained, num_in))
+    shapes = factor_shapes(num_out, num_in, frozen).values()
     return Factors(*(torch.empty(shape, dtype=dtype, device="meta") for shape in shapes))
 
 

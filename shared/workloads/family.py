@@ -5,7 +5,7 @@ A tensor's bytes and an operator's arithmetic are products of the batch's dims a
 in batch size and sequence length, and so is every level of memory, which is a sum of tensors.  What a workload derives
 from them is not: equal operations are counted together, a lookup reads at most its table, curves keep the highest level
 of stretches whose ends depend on all operations' shares, tiny tensors are not swapped, equal blocks share a profile.
-So a family keeps what a trace records, call by call (``shared/workloads/observation.py``), and a workload at one shape
+So a family keeps what a trace records, call by call (``shared/observed/observation.py``), and a workload at one shape
 is assembled from it as a trace's is (``shared/workloads/assembly.py``).
 
 [Note: Where a family holds]
@@ -24,12 +24,13 @@ from pydantic import PositiveInt, ValidationError, model_validator
 
 from ..basics.documents import Document, FrozenModel
 from ..basics.errors import WorkloadError
+from ..factors.structure import ModelStructure
+from ..observed.observation import Observation, OperatorCall
+from ..observed.observed_inputs import ObservedInput, PhaseKey
 from ..schema.plan import ActivationMode
 from ..schema.schedule import OuterSection, TaskKind
 from ..schema.workload import BlockId, DType, Operation, OperationClass, Parameter, Workload
 from .assembly import TracedModel, TracedShape, assemble
-from .observation import Observation, OperatorCall
-from .observed_inputs import ObservedInput, PhaseKey
 
 BATCH_SIZE: Final = "batch_size"
 SEQUENCE_LENGTH: Final = "sequence_length"
@@ -252,6 +253,8 @@ class WorkloadFamily(Document):
     """For every block, the traced one that does the same."""
     row_lookups: tuple[str, ...] = ()
     """``TracedModel.row_lookups``."""
+    structure: ModelStructure | None = None
+    """What the model is made of; None in families of before it was kept."""
     pieces: tuple[FamilyPiece, ...]
     software: dict[str, str] = {}
 
