@@ -53,7 +53,9 @@ def find_targets(model: nn.Module, targets: Sequence[str] = ()) -> list[Target]:
                 f"the blocks of {type(model).__name__} have no linear maps that could be factorised. Name targets."
             )
     else:
-        matched = {target: [p for p, m in modules.items() if is_named(p, target) and _is_matrix(m)] for target in targets}
+        matched = {
+            target: [p for p, m in modules.items() if is_named(p, target) and _is_matrix(m)] for target in targets
+        }
         for target, paths in matched.items():
             if not paths:
                 raise _no_match(model, modules, target)

@@ -29,6 +29,8 @@ class Freed:
 
     output_gradient: bool
     input: bool
+    is_input_early: bool = False
+    """Whether the input goes before the bias's gradient is there, and not behind it."""
 
 
 def freed_behind(observation: Observation, place: Place, linear: LinearMap) -> Freed:
@@ -40,6 +42,8 @@ def freed_behind(observation: Observation, place: Place, linear: LinearMap) -> F
         gone = observation.levels[-1] - observation.net_bytes
     size = linear.dtype.item_bytes * place.num_tokens
     out, given = size * linear.num_out, size * linear.num_in
+    if linear.has_bias and linear.bias_bytes - steps[place.end - 1] == given:
+        return Freed(gone >= out, True, is_input_early=True)
     exact = {0: (False, False), given: (False, True), out: (True, False), out + given: (True, True)}.get(gone)
     # Others may go at the same time.
     return Freed(*(exact or (gone >= out, gone >= out + given)))
@@ -86,7 +90,7 @@ def in_factors(
     mode, kind = section
     starts = {place.first: place for place in places if place.number in frozen}
     steps = _steps(observation.levels)
-    final = [-step for step in _steps([a - b for a, b in zip(observation.adding_levels, observation.levels, strict=True)])]
+    final = _other_gradients(observation, maps, places, frozen)
     written, index = _Written(), 0
     while index < len(steps):
         place = starts.get(index)
@@ -112,7 +116,30 @@ def in_factors(
         written.owed_bytes += before_bytes
         _write_forward(written, sizes, is_recorded=True)
         written.steps.pop()  # the last product keeps nothing of what it makes
-    return _observation(observation, written.steps, section, _kept_bytes(maps, places, frozen, unfinished), maps, frozen)
+    kept = _kept_bytes(maps, places, frozen, unfinished)
+    return _observation(observation, written.steps, section, kept, maps, frozen)
+
+
+def _other_gradients(
+    observation: Observation, maps: Sequence[LinearMap], places: Sequence[Place], frozen: Mapping[int, int]
+) -> list[int]:
+    """Bytes of gradients that become final before each call, without those of the maps in factors.
+
+    Those of a dense map are final with the next operator, or the one behind that where the next adds its input's
+    gradient to others.
+    """
+    pairs = zip(observation.levels, observation.adding_levels, strict=True)
+    final = _steps([level - adding for level, adding in pairs])
+    if not any(final):
+        return final
+    for place in places:
+        if place.number in frozen:
+            size_bytes = maps[place.number].weight_bytes + maps[place.number].bias_bytes
+            behind = range(place.end, min(place.end + 2, len(final)))
+            at = next((index for index in behind if final[index] >= size_bytes), None)
+            if at is not None:
+                final[at] -= size_bytes
+    return final
 
 
 def _is_recorded(mode: ActivationMode, kind: TaskKind) -> bool:
@@ -218,8 +245,11 @@ class Sizes:
     @property
     def more_gradient_bytes(self) -> int:
         """Bytes of the trained factors' gradients less those of the dense weight's."""
-        return self.bytes_of(self.n, self.r) + self.bytes_of(self.r) + self.bytes_of(self.r, self.m) - self.bytes_of(
-            self.n, self.m
+        return (
+            self.bytes_of(self.n, self.r)
+            + self.bytes_of(self.r)
+            + self.bytes_of(self.r, self.m)
+            - self.bytes_of(self.n, self.m)
         )
 
     def product(self, rows: int, columns: int, inner: int, *, bias_bytes: int = 0) -> OperatorCall:
@@ -251,7 +281,7 @@ class Sizes:
 
 
 def _write_forward(written: _Written, s: Sizes, *, is_recorded: bool) -> None:
-    """x V_low^T, times S_low; x V_high^T, times S_high; times U_high^T plus bias; plus the first times U_low^T."""
+    """X V_low^T, times S_low; x V_high^T, times S_high; times U_high^T plus bias; plus the first times U_low^T."""
     dropped = 0 if is_recorded else s.tr
     written.add(Step(s.product(s.t, s.r, s.m), s.tr))
     written.add(Step(s.elementwise("mul", s.r, s.bytes_of(s.r)), s.tr))
@@ -296,9 +326,9 @@ def _write_backward(
     written.add(Step(s.product(s.r, s.m, s.t), rm - 3 * s.tr + early, r))
     written.add(Step(s.product(s.t, s.m, s.r), s.tm))
     if s.k == 0:
-        written.owed_bytes += gone - s.tr
+        written.owed_bytes += gone - s.tr - (s.tm if freed.is_input_early else 0)
     else:
         of_input = s.tm if freed.input else 0
         written.add(Step(s.elementwise("add", s.m, s.tm), s.tm - s.tr - of_input))
-        written.owed_bytes += gone + of_input - 2 * s.tm
-    written.owed_final_bytes += rm - s.bytes_of(s.n, s.m) - s.bias_bytes
+        written.owed_bytes += gone + (0 if freed.is_input_early else of_input) - 2 * s.tm
+    written.owed_final_bytes += rm

@@ -281,9 +281,12 @@ class WorkloadFamily(Document):
         if it makes sense but nothing was proven there.
         """
         given = {BATCH_SIZE: batch_size, SEQUENCE_LENGTH: sequence_length, TARGET_LENGTH: target_length}
-        values = self._values(given)
-        piece = self._piece(values)
-        model = TracedModel(
+        values = self.values_of(given)
+        return self.assembled(self.traced_model(), self.piece_at(values).shape_at(values), values)
+
+    def traced_model(self) -> TracedModel:
+        """What a trace says of the model at every shape."""
+        return TracedModel(
             model_name=self.model_name,
             model_hash=self.model_hash,
             compute_dtype=self.compute_dtype,
@@ -294,8 +297,11 @@ class WorkloadFamily(Document):
             traced_with="fake",
             software=self.software,
         )
+
+    def assembled(self, model: TracedModel, shape: TracedShape, values: tuple[int, ...]) -> Workload:
+        """The workload of ``model`` with the variables ``values``.  Raises WorkloadError if they are too large."""
         try:
-            return assemble(model, piece.shape_at(values))
+            return assemble(model, shape)
         except ValidationError as error:
             raise WorkloadError(
                 f"{self._shown(values)} is too large for {self.model_name}: a phase of one iteration would hold or "
@@ -330,8 +336,8 @@ class WorkloadFamily(Document):
             }
         )
 
-    def _values(self, given: Mapping[str, int | None]) -> tuple[int, ...]:
-        """The variables' values.  Raises WorkloadError."""
+    def values_of(self, given: Mapping[str, int | None]) -> tuple[int, ...]:
+        """The variables' values of a shape, in order.  Raises WorkloadError as ``at``."""
         found: dict[str, int] = {}
         for name, value in given.items():
             if name not in self.variables:
@@ -355,7 +361,8 @@ class WorkloadFamily(Document):
             )
         return tuple(found[name] for name in self.variables)
 
-    def _piece(self, values: tuple[int, ...]) -> FamilyPiece:
+    def piece_at(self, values: tuple[int, ...]) -> FamilyPiece:
+        """The piece of a shape.  Raises OutsideFamilyError if there is none."""
         for piece in self.pieces:
             if piece.holds(values):
                 return piece
