@@ -33,20 +33,40 @@ class Freed:
     """Whether the input goes before the bias's gradient is there, and not behind it."""
 
 
-def freed_behind(observation: Observation, place: Place, linear: LinearMap) -> Freed:
-    """What goes between a dense map's backward and the end of the next operator."""
-    steps = _steps(observation.levels)
-    if place.end < len(steps):
-        gone = sum(observation.calls[place.end].writes_bytes) - steps[place.end]
-    else:
-        gone = observation.levels[-1] - observation.net_bytes
+def gone_behind(observation: Observation, place: Place) -> int:
+    """Bytes that go between a dense map's calls and the end of the next operator."""
+    levels = observation.levels
+    if place.end < len(levels):
+        return sum(observation.calls[place.end].writes_bytes) - (levels[place.end] - levels[place.end - 1])
+    return levels[-1] - observation.net_bytes
+
+
+def freed_behind(observation: Observation, place: Place, linear: LinearMap, *, has_own_input: bool) -> Freed:
+    """What goes between a dense map's backward and the end of the next operator.
+
+    ``has_own_input`` tells gradient and input apart where they are of one size and one of them goes: an input that
+    nobody else reads always goes.
+    """
+    gone = gone_behind(observation, place)
     size = linear.dtype.item_bytes * place.num_tokens
     out, given = size * linear.num_out, size * linear.num_in
-    if linear.has_bias and linear.bias_bytes - steps[place.end - 1] == given:
+    last = place.end - 1
+    if linear.has_bias and linear.bias_bytes - given == observation.levels[last] - observation.levels[last - 1]:
         return Freed(gone >= out, True, is_input_early=True)
+    if gone == out == given:
+        return Freed(not has_own_input, has_own_input)
     exact = {0: (False, False), given: (False, True), out: (True, False), out + given: (True, True)}.get(gone)
     # Others may go at the same time.
     return Freed(*(exact or (gone >= out, gone >= out + given)))
+
+
+def has_own_input(forward: Observation, place: Place, linear: LinearMap) -> bool:
+    """Whether a map's input is a copy that was made for it, as of an attention's output in another order."""
+    if not place.first:
+        return False
+    before = forward.calls[place.first - 1]
+    size = linear.dtype.item_bytes * place.num_tokens * linear.num_in
+    return before.name == "clone" and before.writes_bytes == (size,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,12 +326,14 @@ def _write_backward(
     nr, rm, r = s.bytes_of(s.n, s.r), s.bytes_of(s.r, s.m), s.bytes_of(s.r)
     gone = s.tn if freed.output_gradient else 0
     early = s.tr if is_recomputed else 0
-    summed = [] if bias_sum is None else [Step(bias_sum, s.bias_bytes)]
+    # Without a frozen part the biased product is that of x V_low^T, which goes before the bias's gradient is there.
+    early_low = early if s.k == 0 and bias_sum is not None else 0
+    summed = [] if bias_sum is None else [Step(bias_sum, s.bias_bytes - early_low)]
     of_low, of_u = Step(s.product(s.t, s.r, s.n), s.tr), Step(s.product(s.n, s.r, s.t), nr)
     if s.k == 0:
         for step in (of_u, of_low) if bias_sum is None else (of_low, of_u, *summed):
             written.add(step)
-        written.add(Step(s.elementwise("mul", s.r, s.tr), -gone, nr + s.bias_bytes))
+        written.add(Step(s.elementwise("mul", s.r, s.tr), early_low - gone, nr + s.bias_bytes))
     else:
         written.add(of_low)
         written.add(of_u)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ..factors.maps import LinearMap, Place, backward_places, forward_places
-from ..factors.sections import Freed, freed_behind, in_factors
+from ..factors.sections import Freed, freed_behind, has_own_input, in_factors
 from ..factors.sizes import factor_shapes, num_frozen
 from ..factors.structure import ModelStructure
 from ..factors.targets import is_default, is_named, no_such_map
@@ -163,23 +163,33 @@ def _in_factors(
 ) -> tuple[TracedModel, TracedShape]:
     """The model and what it does at a shape, with blocks that differ in what of them is factorised told apart."""
     dense, elsewhere = piece.shape_at(values), piece.shape_at(piece.fitted_at[-1])
-    keys = [(seen, tuple(of_block.items())) for seen, of_block in zip(model.stands_for, frozen, strict=True)]
-    kinds = list(dict.fromkeys(keys))
-    stands_for = tuple(kinds.index(key) for key in keys)
+    stands_for, shown = _told_apart(model.stands_for, frozen)
     if dense.shared_inputs and stands_for != model.stands_for:
         raise _UnclearError
     observed: dict[ActivationMode, dict[PhaseKey, Observation]] = {
         mode: {key: seen for key, seen in sections.items() if not isinstance(key[1], int)}
         for mode, sections in dense.observed.items()
     }
-    for number, key in enumerate(kinds):
-        block = keys.index(key)
-        changed = _Block(BlockId(key[0]), blocks[block], frozen[block], dense.observed, elsewhere.observed)
+    for number, (seen, block) in enumerate(shown):
+        changed = _Block(BlockId(seen), blocks[block], frozen[block], dense.observed, elsewhere.observed)
         for mode, sections in dense.observed.items():
             for kind, section in sections:
                 if section == changed.section and isinstance(section, int):
                     observed[mode][kind, BlockId(number)] = changed.observation(mode, kind)
     return replace(model, stands_for=stands_for), replace(dense, observed=observed)
+
+
+def _told_apart(
+    stands_for: tuple[int, ...], frozen: Sequence[Mapping[int, int]]
+) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+    """For every block the number of the one that does the same, and of these the dense one and a block like it."""
+    keys = [(seen, tuple(of_block.items())) for seen, of_block in zip(stands_for, frozen, strict=True)]
+    kinds = list(dict.fromkeys(keys))
+    if len(kinds) == len({seen for seen, _ in kinds}):
+        # A trace may observe a block that stands for none.
+        like = {seen: stands_for.index(seen) if seen in stands_for else seen for seen in range(1 + max(stands_for))}
+        return stands_for, list(like.items())
+    return tuple(kinds.index(key) for key in keys), [(key[0], keys.index(key)) for key in kinds]
 
 
 @dataclass(frozen=True)
@@ -230,8 +240,12 @@ class _Block:
     def _freed(self, mode: ActivationMode) -> dict[int, Freed]:
         """What goes behind each map's backward, which is the same at every shape of a piece."""
         seen = self.elsewhere[mode][TaskKind.BACKWARD, self.section]
-        places = self._backward(self.elsewhere, mode)
-        return {place.number: freed_behind(seen, place, self.maps[place.number]) for place in places}
+        forward = self.elsewhere[ActivationMode.KEEP][TaskKind.FORWARD, self.section]
+        own = {p.number: has_own_input(forward, p, self.maps[p.number]) for p in self._called(self.elsewhere)}
+        return {
+            place.number: freed_behind(seen, place, self.maps[place.number], has_own_input=own[place.number])
+            for place in self._backward(self.elsewhere, mode)
+        }
 
 
 def _clear(places: list[Place] | None) -> list[Place]:
