@@ -12,7 +12,7 @@ from ..factors.sizes import factor_shapes, num_frozen
 from ..factors.structure import ModelStructure
 from ..factors.targets import is_default, is_named, no_such_map
 from ..observed.observation import Observation
-from ..observed.observed_inputs import PhaseKey
+from ..observed.observed_inputs import ObservedInput, PhaseKey
 from ..phases.subspaces import Subspace, SubspaceAxis
 from ..schema.plan import ActivationMode
 from ..schema.schedule import TaskKind
@@ -164,8 +164,6 @@ def _in_factors(
     """The model and what it does at a shape, with blocks that differ in what of them is factorised told apart."""
     dense, elsewhere = piece.shape_at(values), piece.shape_at(piece.fitted_at[-1])
     stands_for, shown = _told_apart(model.stands_for, frozen)
-    if dense.shared_inputs and stands_for != model.stands_for:
-        raise _UnclearError
     observed: dict[ActivationMode, dict[PhaseKey, Observation]] = {
         mode: {key: seen for key, seen in sections.items() if not isinstance(key[1], int)}
         for mode, sections in dense.observed.items()
@@ -176,7 +174,9 @@ def _in_factors(
             for kind, section in sections:
                 if section == changed.section and isinstance(section, int):
                     observed[mode][kind, BlockId(number)] = changed.observation(mode, kind)
-    return replace(model, stands_for=stands_for), replace(dense, observed=observed)
+    return replace(model, stands_for=stands_for), replace(
+        dense, observed=observed, shared_inputs=_renumbered(dense.shared_inputs, shown)
+    )
 
 
 def _told_apart(
@@ -190,6 +190,25 @@ def _told_apart(
         like = {seen: stands_for.index(seen) if seen in stands_for else seen for seen in range(1 + max(stands_for))}
         return stands_for, list(like.items())
     return tuple(kinds.index(key) for key in keys), [(key[0], keys.index(key)) for key in kinds]
+
+
+def _renumbered(given: Sequence[ObservedInput], shown: Sequence[tuple[int, int]]) -> tuple[ObservedInput, ...]:
+    """Inputs of several blocks, by the blocks' new numbers: ``shown`` has the old one of each."""
+    old = [seen for seen, _ in shown]
+
+    def key(place: PhaseKey) -> PhaseKey:
+        kind, section = place
+        return (kind, BlockId(old.index(section))) if isinstance(section, int) else place
+
+    return tuple(
+        replace(
+            each,
+            blocks=tuple(number for number, seen in enumerate(old) if seen in each.blocks),
+            kept=key(each.kept),
+            checkpointed=key(each.checkpointed),
+        )
+        for each in given
+    )
 
 
 @dataclass(frozen=True)
