@@ -54,7 +54,7 @@ def factorised_workload(
         chosen = _chosen(family.structure, blocks, osft.targets)
         frozen = [_frozen(maps, chosen, osft.unfreeze_rank_ratio) for maps in blocks]
         model = _model(family, family.structure, blocks, frozen)
-        return family.assembled(*_in_factors(model, piece, values, blocks, frozen), values)
+        return family.assembled(lambda: _in_factors(model, piece, values, blocks, frozen), values)
     except _UnclearError:
         return None
 

@@ -16,7 +16,7 @@ compared with a trace, and refuses every other shape.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import ClassVar, Final, Self
 
@@ -282,7 +282,8 @@ class WorkloadFamily(Document):
         """
         given = {BATCH_SIZE: batch_size, SEQUENCE_LENGTH: sequence_length, TARGET_LENGTH: target_length}
         values = self.values_of(given)
-        return self.assembled(self.traced_model(), self.piece_at(values).shape_at(values), values)
+        piece = self.piece_at(values)
+        return self.assembled(lambda: (self.traced_model(), piece.shape_at(values)), values)
 
     def traced_model(self) -> TracedModel:
         """What a trace says of the model at every shape."""
@@ -298,10 +299,13 @@ class WorkloadFamily(Document):
             software=self.software,
         )
 
-    def assembled(self, model: TracedModel, shape: TracedShape, values: tuple[int, ...]) -> Workload:
-        """The workload of ``model`` with the variables ``values``.  Raises WorkloadError if they are too large."""
+    def assembled(self, traced: Callable[[], tuple[TracedModel, TracedShape]], values: tuple[int, ...]) -> Workload:
+        """The workload of what ``traced`` gives for the variables ``values``.
+
+        Raises WorkloadError if they are too large.
+        """
         try:
-            return assemble(model, shape)
+            return assemble(*traced())
         except ValidationError as error:
             raise WorkloadError(
                 f"{self._shown(values)} is too large for {self.model_name}: a phase of one iteration would hold or "

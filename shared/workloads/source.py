@@ -223,7 +223,8 @@ def _traced(request: TraceRequest, cache: Path | None, warn: Warn) -> Workload:
 def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload | None:
     """The answer of the family that comes with the package; None if it has none, so that the model is traced.
 
-    It has none of training with LoRA, frozen parts or autocast, of shapes beyond those proven,
+    It has none of training with LoRA, frozen parts or autocast, of shapes beyond those proven, of some named maps in
+    factors (``factorised.py``),
     of dropout in attention on a CPU, where that runs otherwise, and of students that differ from their teacher
     (``catalogue_pairs.py``).
     """
@@ -238,14 +239,15 @@ def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload |
     family = resolve_family(described.name, dtype=request.dtype) if options.is_full else None
     if family is None:
         return None
-    shape = {"batch_size": request.batch_size, "sequence_length": request.sequence_length}
     try:
         if osft is None:
-            found = family.at(**shape)
+            found = family.at(batch_size=request.batch_size, sequence_length=request.sequence_length)
         else:
             from .factorised import factorised_workload
 
-            factorised = factorised_workload(family, osft, **shape)
+            factorised = factorised_workload(
+                family, osft, batch_size=request.batch_size, sequence_length=request.sequence_length
+            )
             if factorised is None:
                 return None
             found = factorised
