@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 
+from ...shared.observed.observation import Observation
+from ...shared.observed.observed_inputs import PhaseKey
 from ...shared.schema.schedule import TaskKind
 from ...shared.schema.workload import BlockId
-from ...shared.workloads.observation import Observation
-from ...shared.workloads.observed_inputs import PhaseKey
 from ..devices.ledger import MemoryLedger
 
 

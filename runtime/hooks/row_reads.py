@@ -8,8 +8,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from ...shared.observed.observed_inputs import PhaseKey
 from ...shared.schema.schedule import OuterSection, TaskKind
-from ...shared.workloads.observed_inputs import PhaseKey
 from ..model.nested_tensors import tensors_in
 
 _LOOKUP: Final = torch.ops.aten.embedding.default

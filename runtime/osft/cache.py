@@ -13,7 +13,8 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from ...shared.basics.documents import write_atomically
-from .factorisation import FACTOR_NAMES, Factors
+from ...shared.factors.sizes import FACTOR_NAMES
+from .factorisation import Factors
 
 _VERSION: Final = "1"
 """Of how factors are made: another one is another key."""

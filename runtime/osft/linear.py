@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from ...shared.basics.errors import WorkloadError
+from ...shared.factors.sizes import FACTOR_NAMES
 from ..model.parameters import asks_for_facts
-from .factorisation import FACTOR_NAMES, Factors
+from .factorisation import Factors
 
 
 class DenseWeight(torch.Tensor):

@@ -12,8 +12,9 @@ import torch
 from torch import distributed, nn
 
 from ...shared.basics.errors import WorkloadError
+from ...shared.factors.sizes import FACTOR_NAMES, check_ratio, num_frozen
 from .cache import FactorCache
-from .factorisation import FACTOR_NAMES, Factors, check_ratio, factorise, num_frozen, reconstruct
+from .factorisation import Factors, factorise, reconstruct
 from .linear import OrthogonalLinear
 from .spread import SpreadFactors, empty_factors
 from .targets import Target, find_targets

@@ -15,7 +15,8 @@ import torch
 from torch import distributed
 
 from ...shared.basics.errors import WorkloadError
-from .factorisation import FACTOR_NAMES, Factors
+from ...shared.factors.sizes import factor_shapes
+from .factorisation import Factors
 
 _DONE: Final = 0
 _REFUSED: Final = 1
@@ -136,7 +137,5 @@ def _refusal(name: str, outcome: int, rank: int) -> WorkloadError:
 
 def empty_factors(num_out: int, num_in: int, frozen: int, like: torch.Tensor) -> Factors:
     """Uninitialised factors of a weight (n x m) with ``frozen`` directions apart, as ``like`` is."""
-    trained = min(num_out, num_in) - frozen
-    shapes = ((num_out, frozen), (frozen,), (frozen, num_in), (num_out, trained), (trained,), (trained, num_in))
-    made = (torch.empty(shape, dtype=like.dtype, device=like.device) for shape in shapes)
-    return Factors(**dict(zip(FACTOR_NAMES, made, strict=True)))
+    shapes = factor_shapes(num_out, num_in, frozen).values()
+    return Factors(*(torch.empty(shape, dtype=like.dtype, device=like.device) for shape in shapes))

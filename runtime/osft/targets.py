@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Final
 
 import torch
 from torch import nn
 
 from ...shared.basics.errors import WorkloadError
-from ...shared.basics.suggestions import did_you_mean
+from ...shared.factors.targets import is_default, is_named, no_such_map
 from ..model.adapters import LowRankLinear
 from ..model.blocks import find_blocks
 from .linear import OrthogonalLinear
 
-_ROUTERS: Final = ("gate", "router", "classifier")
-"""What maps are called that choose experts: their few outputs are scores, and no features."""
 _STORED: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -56,19 +53,15 @@ def find_targets(model: nn.Module, targets: Sequence[str] = ()) -> list[Target]:
                 f"the blocks of {type(model).__name__} have no linear maps that could be factorised. Name targets."
             )
     else:
-        matched = {target: [p for p, m in modules.items() if _names(p, target) and _is_matrix(m)] for target in targets}
+        matched = {
+            target: [p for p, m in modules.items() if is_named(p, target) and _is_matrix(m)] for target in targets
+        }
         for target, paths in matched.items():
             if not paths:
                 raise _no_match(model, modules, target)
         chosen = [path for path in modules if any(path in paths for paths in matched.values())]
     shared = _tied(model)
     return [_checked(path, modules[path], shared) for path in chosen]
-
-
-def _names(path: str, target: str) -> bool:
-    return (
-        path == target or path.endswith(f".{target}") or fnmatchcase(path, target) or fnmatchcase(path, f"*.{target}")
-    )
 
 
 def _is_matrix(module: nn.Module) -> bool:
@@ -87,18 +80,17 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 def _is_default(path: str, module: nn.Module) -> bool:
-    name = path.rpartition(".")[2]
-    if not _is_linear(module) or name in _ROUTERS:
+    if not _is_linear(module):
         return False
     # The maps of torch's own attention are read by it, and never called.
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":
         return False
     weight = module._parameters.get("weight")
-    return weight is None or weight.dim() != 2 or min(weight.shape) > 1
+    return is_default(path, () if weight is None else tuple(weight.shape))
 
 
 def _no_match(model: nn.Module, modules: dict[str, nn.Module], target: str) -> WorkloadError:
-    named = [path for path in modules if _names(path, target)]
+    named = [path for path in modules if is_named(path, target)]
     if named and isinstance(modules[named[0]], OrthogonalLinear):
         return WorkloadError(f"{named[0]} is factorised already. Call make_dense() before factorising it anew.")
     if named:
@@ -106,13 +98,12 @@ def _no_match(model: nn.Module, modules: dict[str, nn.Module], target: str) -> W
             f"{named[0]}, which {target!r} names, is a {type(modules[named[0]]).__name__} and no linear map with a "
             f"matrix: it cannot be factorised. Name linear maps."
         )
-    parameters = [name for name, _ in model.named_parameters() if _names(name, target)]
+    parameters = [name for name, _ in model.named_parameters() if is_named(name, target)]
     if parameters:
         return WorkloadError(
             f"{target!r} names the parameter {parameters[0]}; targets are linear maps. Name its module."
         )
-    ends = dict.fromkeys(path.rpartition(".")[2] for path, module in modules.items() if _is_linear(module))
-    return WorkloadError(f"no linear map is called {target!r}, which is to be factorised. {did_you_mean(target, ends)}")
+    return no_such_map(target, (path for path, module in modules.items() if _is_linear(module)))
 
 
 def _tied(model: nn.Module) -> dict[int, list[str]]:

@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ...shared.workloads.observed_inputs import PhaseKey
+from ...shared.observed.observed_inputs import PhaseKey
 from .value_dependence import ValueWatch
 
 _PAIRS: Final = frozenset({"topk", "max", "min", "sort"})

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from ...shared.workloads.observed_inputs import PhaseKey
+from ...shared.observed.observed_inputs import PhaseKey
 
 _MASKED: Final = frozenset({"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"})
 _MASKS: Final = (torch.bool, torch.uint8)

@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from ...shared.observed.observed_inputs import PhaseKey
 from ...shared.schema.plan import ActivationMode
 from ...shared.schema.schedule import OuterSection, TaskKind
 from ...shared.schema.workload import BlockId, BlockProfile, Phase, Workload
-from ...shared.workloads.observed_inputs import PhaseKey
 
 Times = Sequence[tuple[Sequence[ActivationMode], Mapping[PhaseKey, float]]]
 """Of every iteration: the mode of each block, and the seconds of every section."""

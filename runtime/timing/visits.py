@@ -17,10 +17,10 @@ from torch import nn
 
 from ...shared.layout.layout import build_layout
 from ...shared.layout.uses import numbered_uses, section_number
+from ...shared.observed.observed_inputs import PhaseKey
 from ...shared.schema.plan import ActivationMode
 from ...shared.schema.schedule import Content, Section, TaskKind
 from ...shared.schema.workload import Workload
-from ...shared.workloads.observed_inputs import PhaseKey
 from ..chunks.chunk import ChunkResidency, ChunkState, DeviceChunk
 from ..chunks.parameter_values import ParameterValues
 from ..devices.device import TrainingDevice

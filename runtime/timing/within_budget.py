@@ -20,11 +20,11 @@ from ...shared.basics.errors import InfeasibleError, WorkloadError
 from ...shared.basics.units import format_bytes, format_enough_bytes
 from ...shared.compile.compile import compile_schedule
 from ...shared.layout.layout import layout_of
+from ...shared.observed.observed_inputs import PhaseKey
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import ActivationMode, Plan
 from ...shared.schema.workload import DType, Workload
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
-from ...shared.workloads.observed_inputs import PhaseKey
 from ..chunks.saved_weights import SavedWeights
 from ..devices.device import TrainingDevice, device_description
 from ..model.batches import Batch, Loss

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...shared.workloads.observed_inputs import ObservedInput, PhaseKey
+from ...shared.observed.observed_inputs import ObservedInput, PhaseKey
 from ..devices.ledger import MemoryLedger
 from ..model.nested_tensors import tensors_in
 

@@ -18,6 +18,7 @@ from ...shared.workloads.assembly import TracedShape, assemble
 from ...shared.workloads.family import SEQUENCE_LENGTH, TARGET_LENGTH, FamilyPiece, Limit, WorkloadFamily
 from ..model.blocks import find_blocks
 from ..model.configurations import quiet
+from ..model.identity import structure_of
 from .configurations import autocast_of, batch_of, configured_model, limits_of, variables_of
 from .family_fit import NotPolynomialError, Shape, do_the_same, fit_piece
 from .tracing import FakeSubject, traced_model
@@ -75,6 +76,7 @@ def family_of_configuration(
             block_names=facts.block_names,
             stands_for=facts.stands_for,
             row_lookups=facts.row_lookups,
+            structure=structure_of(model, facts.block_names),
             pieces=pieces,
             software=facts.software,
         )

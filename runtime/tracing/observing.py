@@ -16,11 +16,11 @@ from torch.overrides import TorchFunctionMode
 
 from ...shared.basics.errors import WorkloadError
 from ...shared.basics.units import format_bytes
+from ...shared.observed.observation import Observation
+from ...shared.observed.observed_inputs import PhaseKey
 from ...shared.schema.plan import ActivationMode
 from ...shared.schema.schedule import OuterSection, Section, TaskKind
 from ...shared.schema.workload import BlockId
-from ...shared.workloads.observation import Observation
-from ...shared.workloads.observed_inputs import PhaseKey
 from ..devices.ledger import MemoryLedger
 from ..hooks.row_reads import RowReads
 from ..hooks.section_walker import SectionWalker

@@ -8,8 +8,8 @@ from typing import Any, Final
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from ...shared.observed.observation import OperatorCall
 from ...shared.schema.workload import DType, Operation, OperationClass
-from ...shared.workloads.observation import OperatorCall
 from ..model.nested_tensors import tensors_in
 
 _ATTENTION: Final = ("scaled_dot_product", "_flash_attention", "_efficient_attention")

@@ -11,9 +11,9 @@ from typing import Any, Final, Protocol
 import torch
 from torch import nn
 
+from ...shared.observed.observed_inputs import PhaseKey
 from ...shared.schema.plan import ActivationMode
 from ...shared.schema.schedule import Section, TaskKind
-from ...shared.workloads.observed_inputs import PhaseKey
 from ..hooks.section_walker import SectionWalker
 from ..model.batches import Batch, Loss, loss_of
 from ..model.blocks import NamedBlock

@@ -17,13 +17,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...shared.basics.errors import ScheduleError, WorkloadError
+from ...shared.observed.observation import Observation
+from ...shared.observed.observed_inputs import PhaseKey
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import ActivationMode
 from ...shared.schema.schedule import OuterSection, TaskKind
 from ...shared.schema.workload import BlockId, DType, Workload
 from ...shared.workloads.assembly import TracedModel, TracedShape, assemble
-from ...shared.workloads.observation import Observation
-from ...shared.workloads.observed_inputs import PhaseKey
 from ..devices.device import device_description
 from ..hooks.row_reads import agreed
 from ..model.batches import Batch, Loss, batch_shapes, batch_tensors, count_samples_and_tokens

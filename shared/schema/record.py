@@ -206,6 +206,18 @@ class ChunkCounts(FrozenModel):
     """Chunks on the hosts."""
 
 
+class Factorisation(FrozenModel):
+    """What it takes to factorise weights, once, before the first step; no part of an iteration."""
+
+    num_weights: PositiveInt
+    flops: PositiveInt
+    """Of all singular value decompositions."""
+    host_s: NonNegativeFloat
+    """On the hosts of all ranks together, each with its share of the weights."""
+    working_bytes: PositiveInt
+    """Memory that the largest one takes on the way."""
+
+
 class Record(Document):
     """One iteration in steady state, predicted or measured."""
 
@@ -275,6 +287,8 @@ class Record(Document):
     """What the device's allocator holds beyond what is allocated; None where it is not predicted."""
     host_memory: HostMemory | None = None
     """What the process holds of the host's memory; None where it is not predicted."""
+    factorisation: Factorisation | None = None
+    """What comes before the first step, if the plan trains weights in factors."""
     question: Question | None = None
     """What was asked; None in records that do not say."""
     rank: NonNegativeInt = 0

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from ..basics.units import format_bytes
 from ..compile.compile import compile_schedule
+from ..factors.words import projection_sentences
 from ..layout.layout import Chunk, Layout, layout_of
 from ..layout.uses import numbered_section
 from ..optimizers.state import master_bytes, summed_dtype
@@ -259,6 +260,7 @@ def _summary(found: Account, schedule: Schedule, plan: Plan, workload: Workload,
         sentences.append(f"Memory: {words}. The bound above holds for all of these.")
     sentences += _precision_sentences(plan, workload)
     sentences += _gradient_sentences(found, plan, workload)
+    sentences += projection_sentences(schedule, workload)
     return sentences
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ..basics.units import format_bytes, format_count, format_duration, format_flop_per_s, format_number, format_seconds
 from ..records.ranks import name_of_rank, ranks_shown
 from ..schema.plan import Plan
-from ..schema.record import IterationPhase, MemoryCurve, Record
+from ..schema.record import Factorisation, IterationPhase, MemoryCurve, Record
 from ..schema.schedule import Lane, Memory
 from ..schema.training_run import TrainingRun
 from .labels import (
@@ -40,6 +40,8 @@ def record_tables(record: Record) -> Parts:
     if record.emulated:
         parts.append(f"emulated: {', '.join(record.emulated)}")
     parts += [plan_table(record.plan, num_blocks=num_blocks(record)), iteration_table(record)]
+    if record.factorisation is not None:
+        parts.append(factorisation_sentence(record.factorisation))
     if record.ranks:
         parts.append(ranks_table(record))
     if record.run is not None:
@@ -50,6 +52,15 @@ def record_tables(record: Record) -> Parts:
         title = f"Alive at the {MEMORY_NAMES[device.memory]} peak ({device.peak_at})"
         parts.append(alive_table(title, [("size", device)]))
     return (*parts, lane_table(record))
+
+
+def factorisation_sentence(found: Factorisation) -> str:
+    """What comes before the first step."""
+    decompositions = f"{found.num_weights:,} singular value decomposition{'s' if found.num_weights > 1 else ''}"
+    return (
+        f"Before the first step: {decompositions}, {format_seconds(found.host_s)} on "
+        f"the host, once, with {format_bytes(found.working_bytes)} of memory on the way."
+    )
 
 
 def plan_table(plan: Plan, *, num_blocks: int | None = None) -> Table:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ..observed.observation import Observation
+from ..observed.observed_inputs import ObservedInput, PhaseKey, unshared
 from ..schema.plan import ActivationMode
 from ..schema.schedule import OuterSection, Section, TaskKind
 from ..schema.workload import Block, BlockId, BlockProfile, DType, Parameter, Phase, RowLookups, Subspace, Workload
-from .observation import Observation
-from .observed_inputs import ObservedInput, PhaseKey, unshared
 from .row_lookups import Observed, looking_up, lookups_of, tables_of
 
 Seconds = Mapping[ActivationMode, Mapping[PhaseKey, float]]

@@ -5,7 +5,7 @@ A tensor's bytes and an operator's arithmetic are products of the batch's dims a
 in batch size and sequence length, and so is every level of memory, which is a sum of tensors.  What a workload derives
 from them is not: equal operations are counted together, a lookup reads at most its table, curves keep the highest level
 of stretches whose ends depend on all operations' shares, tiny tensors are not swapped, equal blocks share a profile.
-So a family keeps what a trace records, call by call (``shared/workloads/observation.py``), and a workload at one shape
+So a family keeps what a trace records, call by call (``shared/observed/observation.py``), and a workload at one shape
 is assembled from it as a trace's is (``shared/workloads/assembly.py``).
 
 [Note: Where a family holds]
@@ -16,7 +16,7 @@ compared with a trace, and refuses every other shape.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import ClassVar, Final, Self
 
@@ -24,12 +24,13 @@ from pydantic import PositiveInt, ValidationError, model_validator
 
 from ..basics.documents import Document, FrozenModel
 from ..basics.errors import WorkloadError
+from ..factors.structure import ModelStructure
+from ..observed.observation import Observation, OperatorCall
+from ..observed.observed_inputs import ObservedInput, PhaseKey
 from ..schema.plan import ActivationMode
 from ..schema.schedule import OuterSection, TaskKind
 from ..schema.workload import BlockId, DType, Operation, OperationClass, Parameter, Workload
 from .assembly import TracedModel, TracedShape, assemble
-from .observation import Observation, OperatorCall
-from .observed_inputs import ObservedInput, PhaseKey
 
 BATCH_SIZE: Final = "batch_size"
 SEQUENCE_LENGTH: Final = "sequence_length"
@@ -252,6 +253,8 @@ class WorkloadFamily(Document):
     """For every block, the traced one that does the same."""
     row_lookups: tuple[str, ...] = ()
     """``TracedModel.row_lookups``."""
+    structure: ModelStructure | None = None
+    """What the model is made of; None in families of before it was kept."""
     pieces: tuple[FamilyPiece, ...]
     software: dict[str, str] = {}
 
@@ -278,9 +281,13 @@ class WorkloadFamily(Document):
         if it makes sense but nothing was proven there.
         """
         given = {BATCH_SIZE: batch_size, SEQUENCE_LENGTH: sequence_length, TARGET_LENGTH: target_length}
-        values = self._values(given)
-        piece = self._piece(values)
-        model = TracedModel(
+        values = self.values_of(given)
+        piece = self.piece_at(values)
+        return self.assembled(lambda: (self.traced_model(), piece.shape_at(values)), values)
+
+    def traced_model(self) -> TracedModel:
+        """What a trace says of the model at every shape."""
+        return TracedModel(
             model_name=self.model_name,
             model_hash=self.model_hash,
             compute_dtype=self.compute_dtype,
@@ -291,8 +298,14 @@ class WorkloadFamily(Document):
             traced_with="fake",
             software=self.software,
         )
+
+    def assembled(self, traced: Callable[[], tuple[TracedModel, TracedShape]], values: tuple[int, ...]) -> Workload:
+        """The workload of what ``traced`` gives for the variables ``values``.
+
+        Raises WorkloadError if they are too large.
+        """
         try:
-            return assemble(model, piece.shape_at(values))
+            return assemble(*traced())
         except ValidationError as error:
             raise WorkloadError(
                 f"{self._shown(values)} is too large for {self.model_name}: a phase of one iteration would hold or "
@@ -327,8 +340,8 @@ class WorkloadFamily(Document):
             }
         )
 
-    def _values(self, given: Mapping[str, int | None]) -> tuple[int, ...]:
-        """The variables' values.  Raises WorkloadError."""
+    def values_of(self, given: Mapping[str, int | None]) -> tuple[int, ...]:
+        """The variables' values of a shape, in order.  Raises WorkloadError as ``at``."""
         found: dict[str, int] = {}
         for name, value in given.items():
             if name not in self.variables:
@@ -352,7 +365,8 @@ class WorkloadFamily(Document):
             )
         return tuple(found[name] for name in self.variables)
 
-    def _piece(self, values: tuple[int, ...]) -> FamilyPiece:
+    def piece_at(self, values: tuple[int, ...]) -> FamilyPiece:
+        """The piece of a shape.  Raises OutsideFamilyError if there is none."""
         for piece in self.pieces:
             if piece.holds(values):
                 return piece

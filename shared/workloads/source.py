@@ -223,7 +223,8 @@ def _traced(request: TraceRequest, cache: Path | None, warn: Warn) -> Workload:
 def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload | None:
     """The answer of the family that comes with the package; None if it has none, so that the model is traced.
 
-    It has none of training with LoRA, of factorised weights, frozen parts or autocast, of shapes beyond those proven,
+    It has none of training with LoRA, frozen parts or autocast, of shapes beyond those proven, of some named maps in
+    factors (``factorised.py``),
     of dropout in attention on a CPU, where that runs otherwise, and of students that differ from their teacher
     (``catalogue_pairs.py``).
     """
@@ -234,11 +235,22 @@ def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload |
 
         if not needs_no_trace(request.student, request.configuration, name=request.name):
             return None
-    family = resolve_family(described.name, dtype=request.dtype) if request.options.is_full else None
+    osft, options = request.options.osft, request.options.model_copy(update={"osft": None})
+    family = resolve_family(described.name, dtype=request.dtype) if options.is_full else None
     if family is None:
         return None
     try:
-        found = family.at(batch_size=request.batch_size, sequence_length=request.sequence_length)
+        if osft is None:
+            found = family.at(batch_size=request.batch_size, sequence_length=request.sequence_length)
+        else:
+            from .factorised import factorised_workload
+
+            factorised = factorised_workload(
+                family, osft, batch_size=request.batch_size, sequence_length=request.sequence_length
+            )
+            if factorised is None:
+                return None
+            found = factorised
         if request.device_kind is DeviceKind.CPU and has_fused_dropout(found):
             return None
         if request.student is None:

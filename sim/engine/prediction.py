@@ -23,6 +23,7 @@ from ...shared.schema.schedule import LANES_ALONE, Schedule, Task, TaskId, TaskK
 from ...shared.schema.workload import Workload
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ...shared.verify.verify import verify_schedule
+from ..costs.factorisation import factorisation_of
 from ..memory.host import host_memory
 from ..memory.reserved import device_reserved
 from ..memory.rules import round_size
@@ -136,6 +137,7 @@ def predicted_record(
         peak_flop_per_s=_times(plan.num_ranks, hardware.device.matrix_flop_per_s(matrix_dtype(workload))),
         power_w=_times(plan.num_ranks, hardware.device.power_w),
         chunks=chunk_counts(plan, layout),
+        factorisation=factorisation_of(workload, hardware, plan.num_ranks),
         num_gathers=_num_gathers(schedule, fold),
         num_cpu_adam_steps=sum(task.kind is TaskKind.CPU_ADAM for task in schedule.tasks),
         question=question_of(workload, plan, hardware, calibration),

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protwin.runtime.osft.cache import FactorCache
-from protwin.runtime.osft.factorisation import Factors, check_ratio, factorise, num_frozen, reconstruct
+from protwin.runtime.osft.factorisation import Factors, factorise, reconstruct
 from protwin.shared.basics.errors import ProtwinError
+from protwin.shared.factors.sizes import check_ratio, num_frozen
 
 RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
 

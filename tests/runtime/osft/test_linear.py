@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from protwin.runtime.osft.factorisation import factorise, num_frozen
+from protwin.runtime.osft.factorisation import factorise
 from protwin.runtime.osft.linear import OrthogonalLinear
 from protwin.shared.basics.errors import ProtwinError
+from protwin.shared.factors.sizes import num_frozen
 
 LEADING = [(), (3,), (2, 3), (0,), (2, 0, 3), (0, 4), (1, 1, 1, 2)]
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from protwin.runtime.tracing.family_fit import NotPolynomialError, fit_piece
 from protwin.shared.basics.errors import WorkloadError
+from protwin.shared.observed.observation import Observation, OperatorCall, moved_bytes
 from protwin.shared.schema.plan import ActivationMode
 from protwin.shared.schema.schedule import OuterSection, TaskKind
 from protwin.shared.schema.workload import BlockId, DType, OperationClass, Parameter, Workload
 from protwin.shared.workloads.assembly import PhaseKey, TracedModel, TracedShape, assemble
 from protwin.shared.workloads.family import FamilyPiece, Limit, OutsideFamilyError, WorkloadFamily
-from protwin.shared.workloads.observation import Observation, OperatorCall, moved_bytes
 from protwin.shared.workloads.shipped import write_family
 
 WIDTH, VOCABULARY = 8, 100

@@ -1,0 +1,1 @@
+"""What a trace sees of the sections of an iteration."""
