@@ -19,12 +19,19 @@ from protwin.shared.layout.layout import layout_of
 from protwin.shared.schema.plan import Plan, TrainingMethod
 from protwin.shared.schema.workload import Workload
 from tests.cli.conftest import Protwin, protwin_here, variables, work
-from tests.runtime.models import differences, llama
+from tests.runtime.models import differences
+from tests.runtime.small_language import chats, make_folder, write_rows
 
 __all__ = ["protwin_here", "variables", "work"]
 
 MAPS = ("up_proj", "o_proj")
 RATIO = ("--unfreeze-rank-ratio", "0.25", *(word for name in MAPS for word in ("--osft-target", name)))
+
+
+def make_base(work: Path) -> None:
+    """A model with its tokenizer, and rows to train it on."""
+    make_folder(work / "base")
+    write_rows(work / "chats.jsonl", chats(12))
 
 
 def factorised(work: Path) -> Any:
@@ -36,7 +43,7 @@ def factorised(work: Path) -> Any:
 
 def osft_plan(work: Path, name: str, *, chunk_bytes: int, n_persist: int) -> None:
     """A plan of the model in ``base``, beside its workload."""
-    tokens = torch.zeros(1, 16, dtype=torch.long)
+    tokens = torch.zeros(1, 128, dtype=torch.long)
     workload = trace(factorised(work), {"input_ids": tokens, "labels": tokens}, repeats=0)
     workload.save(work / "workload.json")
     layout = layout_of(workload, chunk_bytes)
@@ -54,9 +61,9 @@ def osft_plan(work: Path, name: str, *, chunk_bytes: int, n_persist: int) -> Non
 @pytest.mark.parametrize("source", ["--weights", "--model"])
 def test_a_second_run_decomposes_nothing_and_has_the_same_bits(protwin_here: Protwin, work: Path, source: str) -> None:
     """Of weights that fill chunks from files, and of random ones."""
-    llama(num_layers=1, vocab_size=256).save_pretrained(work / "base")
+    make_base(work)
     osft_plan(work, "away", chunk_bytes=2**13, n_persist=0)
-    named = (source, "base" if source == "--weights" else "base/config.json")
+    named = ("--weights", "base", "--data", "chats.jsonl") if source == "--weights" else (source, "base/config.json")
     run = ("run", "--plan", "away.json", "--workload", "workload.json", *named, "--steps", "2", *RATIO)
     cached = (*run, "--osft-cache", "kept/factors")
     saved = {}
@@ -65,8 +72,8 @@ def test_a_second_run_decomposes_nothing_and_has_the_same_bits(protwin_here: Pro
         assert result.returncode == 0, result.stderr
         told = {
             "none": "",
-            "first": "factors of 2 weights: 0 read from kept/factors, 2 decomposed and kept there",
-            "second": "factors of 2 weights: 2 read from kept/factors, 0 decomposed and kept there",
+            "first": "factors of 6 weights: 0 read from kept/factors, 6 decomposed and kept there",
+            "second": "factors of 6 weights: 6 read from kept/factors, 0 decomposed and kept there",
         }[name]
         assert ("factors of" in result.stdout) == bool(told)
         assert told in result.stdout
@@ -77,11 +84,11 @@ def test_a_second_run_decomposes_nothing_and_has_the_same_bits(protwin_here: Pro
         content = path.read_bytes()
         path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]) if number else b"")
     result = protwin_here(*cached)
-    assert "0 read from kept/factors, 2 decomposed" in result.stdout, "damaged files count as missing"
+    assert "0 read from kept/factors, 6 decomposed" in result.stdout, "damaged files count as missing"
 
 
 def test_a_cache_without_factors_is_refused(protwin_here: Protwin, work: Path) -> None:
-    llama(num_layers=1, vocab_size=256).save_pretrained(work / "base")
+    make_base(work)
     osft_plan(work, "away", chunk_bytes=2**13, n_persist=0)
     Plan.load(work / "away.json").model_copy(update={"method": TrainingMethod.FULL}).save(work / "full.json")
     (work / "file").write_text("")
@@ -100,12 +107,12 @@ def test_a_cache_without_factors_is_refused(protwin_here: Protwin, work: Path) -
 def test_a_run_resumes_exactly_under_another_plan_and_is_saved_as_what_was_trained(
     protwin_here: Protwin, work: Path
 ) -> None:
-    llama(num_layers=1, vocab_size=256).save_pretrained(work / "base")
+    make_base(work)
     osft_plan(work, "away", chunk_bytes=2**13, n_persist=0)
     osft_plan(work, "here", chunk_bytes=2**22, n_persist=99)
 
     def run(plan: str, steps: int, folder: str, *further: str) -> None:
-        fixed = ("--workload", "workload.json", "--weights", "base", *RATIO)
+        fixed = ("--workload", "workload.json", "--weights", "base", "--data", "chats.jsonl", *RATIO)
         result = protwin_here(
             "run", "--plan", f"{plan}.json", *fixed, "--steps", str(steps), "--checkpoint", folder, *further
         )
