@@ -35,6 +35,10 @@ demo-ranks: $(STAMP) ## The same on two processes: a plan for both, trained by b
 demo-bypass: $(STAMP) ## A student learns from its teacher block by block, under a budget for neither (out/demo-bypass/report.html)
 	$(BIN)/python -m protwin.calibration.commands.demo_bypass
 
+.PHONY: demo-osft
+demo-osft: $(STAMP) ## A second text is learned whole, by LoRA and by OSFT under one budget: what each forgets (out/demo-osft/report.html)
+	$(BIN)/python -m protwin.calibration.commands.demo_osft
+
 .PHONY: test
 test: $(STAMP) ## Run the tests (ARGS="-k name" for some of them)
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 20 --durations-min 2 $(ARGS)
