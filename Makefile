@@ -64,7 +64,7 @@ docs: $(DOCS_STAMP) ## Write the generated pages and build the site (out/site/in
 	$(BIN)/python -m mkdocs build --strict
 
 .PHONY: bench
-bench: bench-fidelity bench-search bench-commands bench-overhead bench-peers bench-predictors ## Run all benchmarks
+bench: bench-fidelity bench-search bench-commands bench-overhead bench-peers bench-predictors bench-forgetting ## Run all benchmarks
 
 .PHONY: bench-fidelity
 bench-fidelity: $(STAMP) ## Predicted against measured time and memory, over plans and models not fitted to
@@ -81,6 +81,10 @@ bench-commands: $(STAMP) ## Time and memory of every command line in README and 
 .PHONY: bench-overhead
 bench-overhead: $(STAMP) ## What the runtime costs beside the work that it must do
 	$(BIN)/python benchmarks/overhead.py
+
+.PHONY: bench-forgetting
+bench-forgetting: $(STAMP) ## What a model forgets of one text while it learns another: whole, by LoRA and by OSFT
+	$(BIN)/python -m benchmarks.forgetting $(ARGS)
 
 .PHONY: bench-peers
 bench-peers: $(BENCH_STAMP) ## Step time and losses of FSDP2 and DeepSpeed with CPU offload, and of ours
