@@ -86,9 +86,16 @@ bench-overhead: $(STAMP) ## What the runtime costs beside the work that it must 
 bench-forgetting: $(STAMP) ## What a model forgets of one text while it learns another: whole, by LoRA and by OSFT
 	$(BIN)/python -m benchmarks.forgetting $(ARGS)
 
+# The public OSFT system asks for narrower versions than training needs, and runs without them; if it cannot be had, the
+# table says so.
+OSFT_PEER := rhai-innovation-mini-trainer==0.9.0 numba llvmlite datasets pyarrow pandas python-dateutil pytz tzdata six \
+	dill multiprocess xxhash aiofiles deprecated wrapt
+
 .PHONY: bench-peers
 bench-peers: $(BENCH_STAMP) ## Step time and losses of FSDP2 and DeepSpeed with CPU offload, and of ours
 	$(BIN)/python benchmarks/peers.py
+	-$(PIP) --quiet --no-deps $(OSFT_PEER)
+	$(BIN)/python benchmarks/peers_osft.py
 
 .PHONY: bench-predictors
 # llm-analysis asks for older versions of what training needs, but runs without them; if it cannot be had, the table says so.
