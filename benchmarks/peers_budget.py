@@ -13,6 +13,7 @@ from peers_subject import BATCH_SIZE, LEARNING_RATE, MODEL_NAME, SEQUENCE_LENGTH
 
 from protwin.runtime.devices.cpu_device import CpuDevice
 from protwin.runtime.devices.probe import probe_hardware
+from protwin.runtime.osft.cache import FactorCache
 from protwin.runtime.osft.orthogonal_model import make_orthogonal
 from protwin.runtime.osft.projection import project_gradients, project_parameters
 from protwin.runtime.tracing.tracing import trace
@@ -31,11 +32,14 @@ _WAYS: Final = {"dense": False, "osft": True}
 _WITHIN: Final = {"resident": False, "within": True}
 
 
-def model_of(way: str) -> Any:
-    """Dense, or with a quarter of every block's directions trained; embedding, norms and head are trained in both."""
+def model_of(way: str, folder: Path) -> Any:
+    """Dense, or with a quarter of every block's directions trained; embedding, norms and head are trained in both.
+
+    ``folder`` keeps factors.
+    """
     model = make_model()
     if _WAYS[way]:
-        make_orthogonal(model, unfreeze_rank_ratio=RATIO)
+        make_orthogonal(model, unfreeze_rank_ratio=RATIO, cache=FactorCache(folder / "factors"))
     return model
 
 
@@ -50,7 +54,7 @@ def make_plans(folder: Path) -> None:
     folder.mkdir()
     budget_bytes: int | None = None
     for way in _WAYS:
-        model = model_of(way)
+        model = model_of(way, folder)
         workload = trace(model, batch, name=f"{MODEL_NAME}, {way}", repeats=3)
         workload.save(folder / f"{way}.json")
         asked = partial(SearchRequest, workload=workload, hardware=hardware)
@@ -68,14 +72,12 @@ class Budgeted:
     """A model, dense or factorised, whose plan is carried out, on a device that has the budget or no limit."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        """``name`` is ``osft-within`` and the like.  Makes the plans if they are not in ``folder`` yet."""
-        if not folder.exists():
-            make_plans(folder)
+        """``name`` is ``osft-within`` and the like; ``folder`` has the plans."""
         way, place = name.split("-")
         workload, plan = Workload.load(folder / f"{way}.json"), Plan.load(folder / f"{name}.json")
         budget_bytes = int((folder / "budget").read_text()) if _WITHIN[place] else None
         self._training = carry_out(
-            model_of(way), plan, workload, optimizer=MAKE_OPTIMIZER, device=CpuDevice(budget_bytes)
+            model_of(way, folder), plan, workload, optimizer=MAKE_OPTIMIZER, device=CpuDevice(budget_bytes)
         )
         layout = layout_of(workload, plan.chunk_bytes)
         away = sum(chunk.size_bytes for chunk in layout.chunks if chunk.id not in layout.persistent(plan.n_persist))
@@ -110,8 +112,8 @@ class PlainOsft(Plain):
 
     about = "everything stays where it is; our maps, projections in a loop of one's own"
 
-    def __init__(self) -> None:
-        self.model = model_of("osft")
+    def __init__(self, folder: Path) -> None:
+        self.model = model_of("osft", folder)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
 

@@ -16,8 +16,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from peers import Entry, begin, take_turns
-from peers_budget import RATIO, TOKENS
+from peers_budget import RATIO, TOKENS, make_plans
 from peers_subject import BATCH_SIZE, MODEL_NAME, SEQUENCE_LENGTH
 from rich.console import Console
 from rich.table import Table
@@ -49,8 +50,10 @@ def main() -> None:
     if min(options.rounds, options.steps, options.threads) < 1:
         parser.error("--rounds, --steps and --threads must be at least 1.")
     console = Console(highlight=False, width=150)
+    torch.set_num_threads(options.threads)
     entries = [Entry(name, contestant) for contestant, name in _CONTESTANTS.items()]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as undo:
+        make_plans(Path(folder) / "plans")
         begin(entries, options.threads, Path(folder), undo)
         take_turns(entries, options.rounds, options.steps)
     content = result_of(entries, options)

@@ -87,7 +87,7 @@ def make_contestant(options: argparse.Namespace) -> Contestant:
 
         if options.contestant in BUDGETED:
             return Budgeted(options.contestant, options.plans)
-        return PlainOsft() if options.contestant == "plain-osft" else MiniTrainer()
+        return PlainOsft(options.plans) if options.contestant == "plain-osft" else MiniTrainer()
     if options.contestant.startswith(OURS_TOGETHER):
         from peers_ranks import OurRank
 

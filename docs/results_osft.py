@@ -56,6 +56,6 @@ def peers_of_osft(content: Any) -> Iterator[str]:
         )
     yield (
         f"\nAll train `{content['model']}`, batch size {content['batch_size']}, {content['sequence_length']} tokens, "
-        f"with {content['threads_per_process']} thread per process; OSFT with ratio {content['unfreeze_rank_ratio']} of "
-        f"all maps within blocks. Ratios are medians over the rounds in which both had a turn."
+        f"with {content['threads_per_process']} thread per process; OSFT with ratio {content['unfreeze_rank_ratio']} "
+        f"of all maps within blocks. Ratios are medians over the rounds in which both had a turn."
     )
