@@ -87,7 +87,7 @@ class OsftDemo:
     """To measure how lanes slow each other."""
 
 
-STANDARD: Final = OsftDemo(lesson=Lesson(configuration=CONFIGURATION))
+STANDARD: Final = OsftDemo(lesson=Lesson(configuration=CONFIGURATION, first_steps=600, steps=100))
 
 
 def main() -> None:
@@ -308,7 +308,7 @@ def _write_files(
         plain_peak_bytes=comparison["full_fine_tuning_needs_bytes"],
         schedule=compile_schedule(osft.planned.found.plan, osft.planned.workload),
         search=osft.planned.found,
-        further=(Section("What is forgotten, and what is learned", (chart, *(PageTable(table) for table in tables))),),
+        further=(Section("Two texts", (chart, *(PageTable(table) for table in tables))),),
         notes=("Plan, search and iteration are those of OSFT.",),
     )
     title = "protwin demo: a second text is learned, and the first one kept"
