@@ -35,6 +35,10 @@ demo-ranks: $(STAMP) ## The same on two processes: a plan for both, trained by b
 demo-bypass: $(STAMP) ## A student learns from its teacher block by block, under a budget for neither (out/demo-bypass/report.html)
 	$(BIN)/python -m protwin.calibration.commands.demo_bypass
 
+.PHONY: demo-osft
+demo-osft: $(STAMP) ## A second text is learned whole, by LoRA and by OSFT under one budget: what each forgets (out/demo-osft/report.html)
+	$(BIN)/python -m protwin.calibration.commands.demo_osft
+
 .PHONY: test
 test: $(STAMP) ## Run the tests (ARGS="-k name" for some of them)
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 20 --durations-min 2 $(ARGS)
@@ -60,7 +64,7 @@ docs: $(DOCS_STAMP) ## Write the generated pages and build the site (out/site/in
 	$(BIN)/python -m mkdocs build --strict
 
 .PHONY: bench
-bench: bench-fidelity bench-search bench-commands bench-overhead bench-peers bench-predictors ## Run all benchmarks
+bench: bench-fidelity bench-search bench-commands bench-overhead bench-peers bench-predictors bench-forgetting ## Run all benchmarks
 
 .PHONY: bench-fidelity
 bench-fidelity: $(STAMP) ## Predicted against measured time and memory, over plans and models not fitted to
@@ -78,9 +82,20 @@ bench-commands: $(STAMP) ## Time and memory of every command line in README and 
 bench-overhead: $(STAMP) ## What the runtime costs beside the work that it must do
 	$(BIN)/python benchmarks/overhead.py
 
+.PHONY: bench-forgetting
+bench-forgetting: $(STAMP) ## What a model forgets of one text while it learns another: whole, by LoRA and by OSFT
+	$(BIN)/python -m benchmarks.forgetting $(ARGS)
+
+# The public OSFT system asks for narrower versions than training needs, and runs without them; if it cannot be had, the
+# table says so.
+OSFT_PEER := rhai-innovation-mini-trainer==0.9.0 numba llvmlite datasets pyarrow pandas python-dateutil pytz tzdata six \
+	dill multiprocess xxhash aiofiles deprecated wrapt
+
 .PHONY: bench-peers
 bench-peers: $(BENCH_STAMP) ## Step time and losses of FSDP2 and DeepSpeed with CPU offload, and of ours
 	$(BIN)/python benchmarks/peers.py
+	-$(PIP) --quiet --no-deps $(OSFT_PEER)
+	$(BIN)/python benchmarks/peers_osft.py
 
 .PHONY: bench-predictors
 # llm-analysis asks for older versions of what training needs, but runs without them; if it cannot be had, the table says so.

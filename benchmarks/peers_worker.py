@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from peers_subject import OURS_TOGETHER, make_batches
+from peers_subject import BUDGETED, OURS_TOGETHER, make_batches
 
 
 class Contestant(Protocol):
@@ -82,6 +82,12 @@ def make_contestant(options: argparse.Namespace) -> Contestant:
 
     if options.contestant == "plain":
         return Plain()
+    if options.contestant in ("plain-osft", "mini-trainer", *BUDGETED):
+        from peers_budget import Budgeted, MiniTrainer, PlainOsft
+
+        if options.contestant in BUDGETED:
+            return Budgeted(options.contestant, options.plans)
+        return PlainOsft(options.plans) if options.contestant == "plain-osft" else MiniTrainer()
     if options.contestant.startswith(OURS_TOGETHER):
         from peers_ranks import OurRank
 

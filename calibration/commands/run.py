@@ -22,6 +22,7 @@ from ...runtime.commands.run_options import (
     Epochs,
     EvaluateEvery,
     EvaluationPath,
+    FactorFolder,
     HostToDevice,
     LearningRate,
     LossWeighting,
@@ -113,6 +114,7 @@ def run_command(
     method: MethodName = None,
     unfreeze_rank_ratio: UnfreezeRankRatio = None,
     osft_targets: OsftTargets = None,
+    osft_cache: FactorFolder = None,
     frozen: FrozenParts = None,
     data: DataPaths = None,
     tokenizer: TokenizerFolder = None,
@@ -170,6 +172,7 @@ def run_command(
     assert named is not None
     described = load_model_configuration(named)
     osft = _factorised(chosen, method, unfreeze_rank_ratio, osft_targets)
+    _check_factor_cache(osft_cache, osft)
     options = options_of(lora_rank, lora_targets, frozen, None, osft)
 
     prefer_expandable_segments(os.environ)
@@ -182,6 +185,7 @@ def run_command(
     from ...runtime.commands.run_model import RunModel
     from ...runtime.commands.run_request import DeviceChoice, RunRequest, Shape
     from ...runtime.commands.run_training import DiskChoice, ReplanChoice
+    from ...runtime.osft.cache import FactorCache
 
     def replanner(workload: Workload, budget_bytes: int | None) -> Callable[[Record], Plan | None]:
         from ...sim.searching.request import SearchRequest
@@ -191,11 +195,12 @@ def run_command(
         asked = SearchRequest(workload=workload, hardware=machine, calibration=known, device_budget_bytes=budget_bytes)
         return Replanner(asked)
 
+    cache = None if osft_cache is None else FactorCache(osft_cache)
     request = RunRequest(
         plan=chosen,
         workload=given,
         shape=Shape(batch_size, sequence_length, asked),
-        model=RunModel(described, named, weights, asked, options, seed, rank),
+        model=RunModel(described, named, weights, asked, options, seed, rank, cache),
         data=DataChoice(tuple(data or ()), evaluation, evaluate_every, tokenizer, text, weights, seed, loss_weighting),
         steps=steps,
         epochs=epochs,
@@ -264,6 +269,20 @@ def _factorised(
             f"0.25."
         )
     return found
+
+
+def _check_factor_cache(folder: Path | None, osft: OsftOptions | None) -> None:
+    """Raise ProtwinError if there is nothing to keep, or nowhere to."""
+    if folder is None:
+        return
+    if osft is None:
+        raise ProtwinError(
+            f"--osft-cache {folder} keeps factorised weights, and none are factorised. Leave it out, or name a plan of "
+            f"method osft."
+        )
+    taken = next((path for path in (folder, *folder.parents) if path.exists()), None)
+    if taken is not None and not taken.is_dir():
+        raise ProtwinError(f"--osft-cache {folder}: {taken} is a file. Name a folder.")
 
 
 def _check_choices(

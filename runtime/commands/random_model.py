@@ -16,6 +16,7 @@ from ...shared.schema.workload import DType
 from ..devices.machine import host_memory_bytes
 from ..devices.process_settings import leave_a_core_for_lanes
 from ..model.configurations import build_model, training_dtype
+from ..osft.cache import FactorCache
 from ..tracing.configurations import apply_options, configured_model
 
 _WIDENED_BYTES: Final = 4
@@ -31,11 +32,12 @@ def random_model(
     optimizer: Optimizer = Optimizer.ADAMW,
     *,
     num_processes: int = 1,
+    cache: FactorCache | None = None,
 ) -> nn.Module:
     """The model with random weights.
 
-    ``num_processes``, each with such a model, share this machine.  Raises WorkloadError if it cannot hold them with
-    their optimizers.
+    ``num_processes``, each with such a model, share this machine; ``cache`` has factorised weights.  Raises
+    WorkloadError if the machine cannot hold them with their optimizers.
     """
     leave_a_core_for_lanes(num_processes)
     chosen = training_dtype(configuration, dtype)
@@ -44,7 +46,7 @@ def random_model(
     check_host_memory(twin, name, remedy, optimizer, num_processes=num_processes)
     torch.manual_seed(seed)
     model: nn.Module = build_model(configuration, name, chosen, device="cpu")
-    apply_options(model, options)
+    apply_options(model, options, cache=cache)
     return model
 
 

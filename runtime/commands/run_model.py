@@ -18,6 +18,7 @@ from ..devices.machine import host_memory_bytes
 from ..devices.process_settings import leave_a_core_for_lanes
 from ..model.configurations import training_dtype
 from ..model.parameters import describe_parameters
+from ..osft.cache import FactorCache
 from ..tracing.configurations import configured_model
 from .random_model import check_host_memory, random_model
 from .run_budget import check_host
@@ -41,6 +42,8 @@ class RunModel:
     """Of random weights, low-rank matrices among them."""
     rank: RunRank = ALONE
     """Ranks on one machine share it."""
+    cache: FactorCache | None = None
+    """Of factorised weights; None: they are decomposed anew."""
 
     def twin(self, workload: Workload) -> nn.Module:
         """The model without memory, as it will be trained.
@@ -74,7 +77,14 @@ class RunModel:
         if self.weights is None:
             return BuiltModel(
                 random_model(
-                    configuration, name, dtype, self.seed, self.options, plan.optimizer, num_processes=num_local
+                    configuration,
+                    name,
+                    dtype,
+                    self.seed,
+                    self.options,
+                    plan.optimizer,
+                    num_processes=num_local,
+                    cache=self.cache,
                 )
             )
         leave_a_core_for_lanes(num_local)
@@ -86,6 +96,7 @@ class RunModel:
             options=self.options,
             seed=self.seed,
             is_converting=self.dtype is not None,
+            cache=self.cache,
         )
         built = folder.build(
             lambda: check_host_memory(

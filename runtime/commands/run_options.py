@@ -124,6 +124,12 @@ SaveFolder = Annotated[
     Path | None,
     typer.Option("--save", metavar="FOLDER", file_okay=False, help="Write the finished model or adapter here."),
 ]
+FactorFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--osft-cache", metavar="FOLDER", file_okay=False, help="Keep factorised weights here, and read those kept."
+    ),
+]
 DiskFolder = Annotated[
     Path | None,
     typer.Option("--disk-folder", metavar="FOLDER", file_okay=False, help="Where the plan's chunks on a disk lie."),

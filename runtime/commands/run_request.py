@@ -130,6 +130,8 @@ class RunRequest:
         if self.model.weights is not None and built.weights is None:
             tell(f"transformers converts the weights in {self.model.weights}: the model was loaded whole first")
         record = training.run(built, device, tell)
+        if self.model.cache is not None:
+            tell(f"{self.model.cache}")
         if self.save is not None and self.rank.speaks:
             save_published(self.save, built.model, found.tokenizer, base=str(self.model.weights or self.model.named))
             tell(f"saved in {self.save}")

@@ -20,7 +20,9 @@ from ..chunks.saved_weights import SavedWeights
 from ..model.adapters import LowRankLinear
 from ..model.configurations import build_model
 from ..model.pretrained import check_dtypes, load_generation, load_pretrained
+from ..osft.cache import FactorCache
 from ..osft.orthogonal_model import orthogonal_maps
+from ..osft.saved_factors import FactorReader
 from ..tracing.configurations import apply_options
 
 
@@ -46,6 +48,8 @@ class FolderModel:
     """Of low-rank matrices."""
     is_converting: bool
     """Whether weights of another element type are converted."""
+    cache: FactorCache | None = None
+    """Of factorised weights."""
 
     def build(self, before_loading: Callable[[], None]) -> BuiltModel:
         """The model in training mode, without the memory of its weights wherever the files can fill it.
@@ -60,7 +64,8 @@ class FolderModel:
             check_dtypes(self.folder, saved.files, model, self.dtype)
         load_generation(model, self.folder)
         self._adapt(model)
-        saved = SavedWeights(self.folder, _renamed(model, saved.tensors)).for_model(model)
+        renamed = _renamed(model, saved.tensors)
+        saved = SavedWeights(self.folder, renamed, reader=FactorReader(self.cache)).for_model(model)
         if not saved.misfits(model, fills_all=True):
             return BuiltModel(model.train(), saved)
         before_loading()
@@ -73,7 +78,7 @@ class FolderModel:
     def _adapt(self, model: nn.Module) -> None:
         torch.manual_seed(self.seed)
         # No file has low-rank matrices: they have values, whatever they lie beside.
-        apply_options(model, self.options, device=torch.device("cpu"))
+        apply_options(model, self.options, device=torch.device("cpu"), cache=self.cache)
 
 
 def _renamed(model: Any, saved: Mapping[str, object]) -> dict[str, str]:

@@ -29,6 +29,8 @@ class FactorCache:
         self._folder = folder
         self.num_hits = 0
         """Factorisations that were read."""
+        self.num_made = 0
+        """Factorisations that were missing, and are there now."""
 
     def factors(self, weight: torch.Tensor, frozen: int, decompose: Callable[[], Factors]) -> Factors:
         """The factors of ``weight`` (n, m) with ``frozen`` directions apart, where it lies; else of ``decompose``.
@@ -45,7 +47,15 @@ class FactorCache:
         made = decompose()
         content = save_tensors({name: factor.detach().cpu() for name, factor in made.named().items()})
         write_atomically(path, hashlib.sha256(content).digest() + content)
+        self.num_made += 1
         return made
+
+    def __str__(self) -> str:
+        """What came of it, in words."""
+        return (
+            f"factors of {self.num_hits + self.num_made} weights: {self.num_hits} read from {self._folder}, "
+            f"{self.num_made} decomposed and kept there"
+        )
 
 
 def _key(weight: torch.Tensor, frozen: int) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from .cache import FactorCache
 from .factorisation import Factors, factorise
 from .linear import factor_names
 from .orthogonal_model import orthogonal_maps
@@ -38,6 +39,8 @@ class SavedFactor:
 class FactorReader:
     """Makes factors, and keeps those of the latest weight until all have been read."""
 
+    cache: FactorCache | None = None
+    """Where decompositions that were made before lie."""
     _latest: dict[str, Factors] = field(default_factory=dict)
     _read: set[str] = field(default_factory=set)
     num_made: int = 0
@@ -49,14 +52,21 @@ class FactorReader:
             self._latest.clear()
             self._read.clear()
             weight = dense().to(dtype)
-            factors = factorise(weight.t() if saved.is_transposed else weight, saved.frozen, name=saved.weight)
-            self._latest[saved.weight] = factors
-            self.num_made += 1
+            self._latest[saved.weight] = self._factors(saved, weight.t() if saved.is_transposed else weight)
         found = self._latest[saved.weight].named()[saved.factor]
         self._read.add(saved.factor)
         if len(self._read) == saved.siblings:
             self._latest.clear()
         return found
+
+    def _factors(self, saved: SavedFactor, weight: torch.Tensor) -> Factors:
+        """Of ``weight`` (n, m)."""
+
+        def decompose() -> Factors:
+            self.num_made += 1
+            return factorise(weight, saved.frozen, name=saved.weight)
+
+        return decompose() if self.cache is None else self.cache.factors(weight, saved.frozen, decompose)
 
 
 def saved_factors(model: nn.Module) -> Mapping[str, SavedFactor]:

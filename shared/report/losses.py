@@ -9,8 +9,8 @@ from typing import Final
 
 from markupsafe import Markup
 
-from .axes import ONE, Scale, across, x_axis, y_axis
-from .svg import Figure, circle, joined, line, share, stretched, tag, zoomable
+from .axes import ONE, BarRow, Scale, Segment, across, bar_rows, x_axis, y_axis
+from .svg import Figure, area_mark, circle, joined, line, share, stretched, tag, zoomable
 from .svg import value_text as px
 
 _TOP: Final = 20.0
@@ -132,4 +132,41 @@ def _rings(run: Sequence[float], rightwards: Scale, upwards: Scale, colour: str)
         circle(share(rightwards(step)), upwards(loss), 3.5, f"ring stroke-{colour}", title=f"step {step}: {loss:.6g}")
         for step, loss in enumerate(run)
         if step % every == 0 and math.isfinite(loss)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BeforeAndAfter:
+    """A loss before a training and after it."""
+
+    before: float
+    after: float
+
+
+def forgetting_chart(losses: Mapping[str, tuple[BeforeAndAfter, BeforeAndAfter]], texts: tuple[str, str]) -> Figure:
+    """By way of training, the losses on a first text and on the second, which is then learned; names of both texts."""
+    rows = [
+        BarRow(
+            name=f"{way}: {text}",
+            words=f"{one.before:.3f} → {one.after:.3f}",
+            title=f"{way}, loss on {text}: {one.before:.3f} before, {one.after:.3f} after",
+            bars=(Segment(0.0, one.after, colour),),
+            bound=one.before,
+        )
+        for text, colour, number in zip(texts, ("orange", "blue"), (0, 1), strict=True)
+        for way, both in losses.items()
+        for one in (both[number],)
+    ]
+    rightwards = across(0.0, max(max(row.bars[0].high, row.bound or 0.0) for row in rows) or 1.0)
+    return Figure(
+        name="forgetting",
+        is_rows=True,
+        drawing=bar_rows(rows, rightwards, ONE, title="loss, nats per byte"),
+        label="Losses before and after: " + "; ".join(f"{row.name} {row.words}" for row in rows),
+        caption=("What is forgotten, and what is learned", ": losses on sequences that no training has seen"),
+        legend=(
+            (area_mark("orange"), f"{texts[0]}, learned before"),
+            (area_mark("blue"), f"{texts[1]}, learned now"),
+            (line(12, 0, 12, 12, "limit-line"), "before"),
+        ),
     )
