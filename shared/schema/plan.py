@@ -173,11 +173,6 @@ def why_not_osft(plan: Plan) -> str | None:
             f"parallel: {plan.parallel} with method {plan.method}; a projection needs whole factors, of which shards "
             f"are parts. Name ddp or replicated"
         )
-    if plan.n_disk_state:
-        return (
-            f"n_disk_state: {plan.n_disk_state} with method {plan.method}; a projection needs factors that lie on the "
-            f"host. Set it to 0"
-        )
     if place is ProjectionPlace.DEVICE and plan.micro_batches > 1:
         return (
             f"projects_gradients_on: {place} with micro_batches {plan.micro_batches}; gradients of several "

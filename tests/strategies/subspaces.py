@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from hypothesis import strategies as st
-from hypothesis.strategies import DrawFn
+from hypothesis.strategies import DrawFn, SearchStrategy
 
-from protwin.shared.layout.layout import layout_of, why_not_on_device
+from protwin.shared.layout.layout import Layout, layout_of, why_not_on_device
 from protwin.shared.schema.plan import ParallelMode, Plan, ProjectionPlace, TrainingMethod
 from protwin.shared.schema.workload import Parameter, Subspace, SubspaceAxis, Workload
 from tests.strategies.plans import PlannedWorkload, any_host_gradients, any_optimizer, plans, shared_by_ranks
@@ -72,22 +72,33 @@ def projected_plans(draw: DrawFn, max_blocks: int = 6) -> PlannedWorkload:
     """A random workload with subspaces and a random plan for it, of one rank or of several."""
     workload = draw(projected_workloads(max_blocks))
     chosen = {"optimizers": any_optimizer(workload), "host_gradients": any_host_gradients(workload)}
+    plan, layout = draw(plans_of_subspaces(workload, **chosen))
+    mode = draw(st.sampled_from((None, None, ParallelMode.REPLICATED, ParallelMode.DDP)))
+    if mode is not None and not plan.n_disk_state:
+        plan = draw(shared_by_ranks(plan, layout, mode, draw(st.sampled_from((2, 3)))))
+    return PlannedWorkload(workload, Plan(**plan.model_dump()), layout)
+
+
+@st.composite
+def plans_of_subspaces(draw: DrawFn, workload: Workload, **chosen: SearchStrategy[Any]) -> tuple[Plan, Layout]:
+    """A plan of one rank that ``workload`` can follow, and its layout; ``chosen``: as of ``plans``."""
     drawn, _ = draw(plans(workload, **chosen))
     layout = layout_of(workload, drawn.chunk_bytes)
     num_chunks = len(layout.chunks)
-    n_persist = min(drawn.n_persist, num_chunks)
+    n_persist = draw(st.just(0) | st.integers(0, num_chunks))
     n_host_stepped = min(drawn.n_host_stepped, num_chunks - n_persist)
     spare = draw(st.integers(0, 5))
+    n_disk_state = draw(st.just(0) | st.integers(0, num_chunks - n_persist - n_host_stepped))
     knobs: dict[str, Any] = {
         "method": TrainingMethod.OSFT,
         "n_persist": n_persist,
         "n_host_stepped": n_host_stepped,
         "n_buffer": layout.min_buffers(n_persist + n_host_stepped) + spare,
+        "n_disk_state": n_disk_state,
+        "n_disk": draw(st.integers(0, n_disk_state)),
+        "n_staging": draw(st.integers(1, 3)) if n_disk_state else 0,
     }
     if drawn.micro_batches == 1 and why_not_on_device(layout) is None:
         knobs["projects_gradients_on"] = draw(st.sampled_from(ProjectionPlace))
     plan = drawn.model_copy(update=knobs)
-    mode = draw(st.sampled_from((None, None, ParallelMode.REPLICATED, ParallelMode.DDP)))
-    if mode is not None:
-        plan = draw(shared_by_ranks(plan, layout, mode, draw(st.sampled_from((2, 3)))))
-    return PlannedWorkload(workload, Plan(**plan.model_dump()), layout)
+    return Plan(**plan.model_dump()), layout
