@@ -29,6 +29,7 @@ def plan_of(case: Case, mixture: str, residency: str, *, micro_batches: int = 1)
     n_host_stepped = {"host-stepped": num_chunks, "mixed": num_chunks // 3}.get(residency, 0)
     return Plan(
         workload_id=workload.identity,
+        method=workload.method,
         chunk_bytes=CHUNK_BYTES,
         n_persist=n_persist,
         n_host_stepped=n_host_stepped,

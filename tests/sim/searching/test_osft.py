@@ -35,7 +35,7 @@ def cases(draw: DrawFn) -> Case:
     found: PlannedWorkload = draw(projected_plans(max_blocks=3))
     knobs = {"activation_modes": None, "parallel": ParallelMode.SINGLE, "num_ranks": 1, "n_checkpoint": 0, "n_swap": 0}
     chosen = found.plan.model_copy(update=knobs)
-    return draw(on_a_machine(found.workload, chosen, found.layout, POLICIES, has_disk=False))
+    return draw(on_a_machine(found.workload, chosen, found.layout, POLICIES, has_disk=chosen.n_disk_state > 0))
 
 
 @settings(max_examples=examples(600, 12))
