@@ -56,11 +56,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, help="of every model at most; fewer plans if need be")
     parser.add_argument("--records", type=Path, help="leave the measured Records in this folder")
     parser.add_argument("--keep", action="store_true", help="keep the result in benchmarks/results/")
-    parser.add_argument("--only", nargs="+", choices=[*MODELS, *ORTHOGONAL, RANKS, BYPASS, *PAIRS], help="these instead of all")
+    every = [*MODELS, *ORTHOGONAL, RANKS, BYPASS]
+    parser.add_argument("--only", nargs="+", choices=[*every, *PAIRS], help="these instead of all")
     parser.add_argument("--disk-folder", type=Path, help="measure the disk of this folder, not an emulated one")
     options = parser.parse_args()
     trial = Trial(num_plans=options.plans, most_rounds=options.rounds, seed=options.seed, minutes=options.minutes)
-    wanted = options.only or [*MODELS, *ORTHOGONAL, RANKS, BYPASS]
+    wanted = options.only or every
     bench = _Bench(options.records, options.keep)
     if RANKS in wanted:
         # Before this process has threads of its own: ranks measure the machine without it.

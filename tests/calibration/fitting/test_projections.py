@@ -1,4 +1,4 @@
-"""What projections take is learnt from runs, kind by kind: on the device and on the host, of gradients and parameters."""
+"""What projections take is learnt from runs by kind: on the device and on the host, of gradients and of parameters."""
 
 from __future__ import annotations
 
