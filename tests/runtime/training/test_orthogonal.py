@@ -92,7 +92,7 @@ def test_what_lies_on_the_disk_is_projected_in_its_places(limit: float | None) -
 
     The wrong variant leaves such a read out, so that gradients are projected against another chunk.
     """
-    case = orthogonal_cases()["llama in bfloat16" if limit else "hand-written"]
+    case = orthogonal_cases()["llama, some maps and the head" if limit else "hand-written"]
     layout = layout_of(case.workload, 2**13)
     knobs = {"n_disk_state": len(layout.chunks), "n_disk": len(layout.chunks) // 2 + 1, "n_staging": 2}
     plan = Plan(
