@@ -22,7 +22,7 @@ from protwin.shared.schema.workload import Workload
 from tests.runtime import models
 from tests.runtime.equality import trained
 from tests.runtime.models import Case
-from tests.runtime.orthogonal import STEPS, orthogonal_cases, orthogonal_plans
+from tests.runtime.orthogonal import STEPS, device_for, orthogonal_cases, orthogonal_plans
 from tests.runtime.osft.overlaps import overlaps
 
 QUICK = ("hand-written", "llama, some maps and the head")
@@ -31,7 +31,7 @@ RENEWING = (TaskKind.PARAMETER_PROJECTION, TaskKind.HOST_PARAMETER_PROJECTION)
 
 
 def check(case: Case, plan: Plan) -> None:
-    outcome = trained(case, plan)
+    outcome = trained(case, plan, device_for(case))
     plain = case.plain_with(plan.micro_batches, plan.max_gradient_norm)
     assert outcome.losses == plain.losses
     assert outcome.different == []
