@@ -1,6 +1,7 @@
 """Fidelity: predictions judged by random plans that nothing was fitted to, as ``protwin validate`` does it.
 
-Models of nine kinds on the CPU as a device (``fidelity_models.py``).  Plans with chunks on a disk are among them: one
+Models of nine kinds on the CPU as a device, two of them by orthogonal subspace fine-tuning too
+(``fidelity_models.py``).  Plans with chunks on a disk are among them: one
 that reads 1 GB/s and writes 0.5 GB/s, emulated in memory, so that neither the page cache nor the disk's other users are
 measured; with --disk-folder the disk of that folder.  Two ranks train a model too, in every mode
 (``fidelity_ranks.py``), and students learn from teachers block by block (``fidelity_bypass.py``).
@@ -34,7 +35,7 @@ from protwin.shared.cli.output import show
 from protwin.shared.schema.record import Record
 
 from .fidelity_bypass import PAIRS, fidelity_of_bypass
-from .fidelity_models import MODELS, judged_model
+from .fidelity_models import MODELS, ORTHOGONAL, judged_model
 from .fidelity_ranks import fidelity_of_ranks
 
 RANKS = "two-ranks"
@@ -55,23 +56,25 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, help="of every model at most; fewer plans if need be")
     parser.add_argument("--records", type=Path, help="leave the measured Records in this folder")
     parser.add_argument("--keep", action="store_true", help="keep the result in benchmarks/results/")
-    parser.add_argument("--only", nargs="+", choices=[*MODELS, RANKS, BYPASS, *PAIRS], help="these instead of all")
+    every = [*MODELS, *ORTHOGONAL, RANKS, BYPASS]
+    parser.add_argument("--only", nargs="+", choices=[*every, *PAIRS], help="these instead of all")
     parser.add_argument("--disk-folder", type=Path, help="measure the disk of this folder, not an emulated one")
     options = parser.parse_args()
     trial = Trial(num_plans=options.plans, most_rounds=options.rounds, seed=options.seed, minutes=options.minutes)
-    wanted = options.only or [*MODELS, RANKS, BYPASS]
+    wanted = options.only or every
     bench = _Bench(options.records, options.keep)
     if RANKS in wanted:
         # Before this process has threads of its own: ranks measure the machine without it.
         bench.take(RANKS, *fidelity_of_ranks("llama", CONFIGURATION, 2, 128, trial))
         bench.keep("fidelity_ranks")
     leave_a_core_for_lanes()
-    for name in (name for name in MODELS if name in wanted):
-        with TemporaryDirectory(dir=options.disk_folder or memory_folder()) as folder:
-            subject = prepare(name, Path(folder), has_emulated_disk=options.disk_folder is None)
-            with progress_bar(f"judging {name}") as report:
-                bench.take(name, *validate(subject, trial, on_progress=report))
-    bench.keep("fidelity")
+    for names, files in ((MODELS, "fidelity"), (ORTHOGONAL, "fidelity_osft")):
+        for name in (name for name in names if name in wanted):
+            with TemporaryDirectory(dir=options.disk_folder or memory_folder()) as folder:
+                subject = prepare(name, Path(folder), has_emulated_disk=options.disk_folder is None)
+                with progress_bar(f"judging {name}") as report:
+                    bench.take(name, *validate(subject, trial, on_progress=report))
+        bench.keep(files)
     for name in (name for name in PAIRS if BYPASS in wanted or name in wanted):
         with progress_bar(f"judging {name}") as report:
             bench.take(name, *fidelity_of_bypass(name, trial, report))

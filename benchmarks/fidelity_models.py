@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from protwin.calibration.commands.demo import CONFIGURATION
+from protwin.runtime import make_orthogonal
 from protwin.runtime.data.byte_text import head_batches, python_reference
 from protwin.runtime.devices.cpu_device import CpuDevice
 from protwin.runtime.model.batches import Batch, Loss
@@ -84,10 +85,13 @@ _CONFIGURATIONS: Final[dict[str, dict[str, Any]]] = {
         "max_position_embeddings": 192,
     },
 }
+_OSFT: Final[dict[str, tuple[str, float]]] = {"llama-osft": ("llama", 0.25), "gpt2-osft": ("gpt2-tied-dropout", 0.5)}
+"""Models that orthogonal subspace fine-tuning trains: the configuration, and the part of directions that is trained."""
 _BATCHES: Final[dict[str, tuple[int, int]]] = {"llama-wide-ends": (1, 128), "t5": (4, 64), "bert": (3, 96)}
 """Samples, and tokens of each, where it is not (2, 128)."""
-_SLOW: Final = frozenset({"gpt2-tied-dropout", "llama-wide-ends", "mixtral", "widths", "gemma2"})
+_SLOW: Final = frozenset({"gpt2-osft", "gpt2-tied-dropout", "llama-wide-ends", "mixtral", "widths", "gemma2"})
 MODELS: Final = (*_CONFIGURATIONS, "widths")
+ORTHOGONAL: Final = tuple(_OSFT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +113,10 @@ def judged_model(name: str, *, has_emulated_disk: bool) -> Judged:
         return Judged(
             model=Widths(), batch=torch.randn(96, Widths.WIDTHS[0]), loss=mean_square, make_device=make_device
         )
-    model = build_model(_CONFIGURATIONS[name], name, torch.float32, device="cpu")
+    configuration, ratio = _OSFT.get(name, (name, None))
+    model = build_model(_CONFIGURATIONS[configuration], name, torch.float32, device="cpu")
+    if ratio is not None:
+        make_orthogonal(model, unfreeze_rank_ratio=ratio)
     batch_size, sequence_length = _BATCHES.get(name, (2, 128))
     batches = head_batches(
         model,

@@ -3,6 +3,7 @@
 - equality: for every model and for random plans, losses and weights are those of the plain loop, bit for bit, on a
   device of just the memory that is guaranteed to be enough.
 - optimizers: the same with every optimizer that can step the model here.
+- orthogonal: the same of orthogonal subspace fine-tuning, and its peaks beside the schedule's own account.
 - memory: the measured peak is the schedule's own account, nothing is left, a thousand steps grow nothing.
 - faults: trainings that are killed at random moments resume from a complete checkpoint and end equal.
 - exhaustion: out of memory at every task of a schedule ends in one error with its cause, and loses nothing.
@@ -43,6 +44,7 @@ from . import (
     prove_faults,
     prove_memory,
     prove_optimizers,
+    prove_orthogonal,
     prove_properties,
     prove_ranks,
 )
@@ -51,6 +53,7 @@ from .prove_claims import Claim, Settings, show
 _SECTIONS: Final[dict[str, Callable[[Settings, OnProgress], list[Claim]]]] = {
     "equality": prove_equality.prove,
     "optimizers": prove_optimizers.prove,
+    "orthogonal": prove_orthogonal.prove,
     "memory": prove_memory.prove,
     "faults": prove_faults.prove,
     "exhaustion": prove_exhaustion.prove,

@@ -26,13 +26,16 @@ from ...shared.cli.options import (
     LoraRank,
     LoraTargets,
     OptimizerName,
+    OsftTargets,
     OutputPath,
     Seed,
     SequenceLength,
+    UnfreezeRankRatio,
     command_app,
     examples,
     keep_apart,
     options_of,
+    osft_of,
     writable_json,
 )
 from ...shared.cli.output import give
@@ -73,6 +76,8 @@ def calibrate_command(
     device_budget_bytes: DeviceBudget = None,
     lora_rank: LoraRank = None,
     lora_targets: LoraTargets = None,
+    unfreeze_rank_ratio: UnfreezeRankRatio = None,
+    osft_targets: OsftTargets = None,
     frozen: FrozenParts = None,
     autocast: AutocastName = None,
     optimizer: OptimizerName = None,
@@ -131,7 +136,7 @@ def calibrate_command(
     machine = load_hardware(hardware)
     described = load_model_configuration(model)
     trained_as = TrainedAs(
-        options=options_of(lora_rank, lora_targets, frozen, autocast),
+        options=options_of(lora_rank, lora_targets, frozen, autocast, osft_of(None, unfreeze_rank_ratio, osft_targets)),
         optimizer=optimizer or Optimizer.ADAMW,
         device_budget_bytes=device_budget_bytes,
         student=None if student is None else Student.load(student),

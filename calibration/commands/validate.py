@@ -27,13 +27,16 @@ from ...shared.cli.options import (
     LoraRank,
     LoraTargets,
     OptimizerName,
+    OsftTargets,
     OutputPath,
     Seed,
     SequenceLength,
+    UnfreezeRankRatio,
     command_app,
     examples,
     keep_apart,
     options_of,
+    osft_of,
 )
 from ...shared.cli.output import give
 from ...shared.cli.report_options import ReportPath, write_report
@@ -80,7 +83,11 @@ def validate_command(
     calibration: CalibrationPath = None,
     method: Annotated[
         TrainingMethod | None,
-        typer.Option("--method", metavar="NAME", help="Training method: full, or bypass, which needs --student."),
+        typer.Option(
+            "--method",
+            metavar="NAME",
+            help="Training method: full, osft, which needs --unfreeze-rank-ratio, or bypass, which needs --student.",
+        ),
     ] = None,
     student: Annotated[
         Path | None,
@@ -89,6 +96,8 @@ def validate_command(
     device_budget_bytes: DeviceBudget = None,
     lora_rank: LoraRank = None,
     lora_targets: LoraTargets = None,
+    unfreeze_rank_ratio: UnfreezeRankRatio = None,
+    osft_targets: OsftTargets = None,
     frozen: FrozenParts = None,
     autocast: AutocastName = None,
     optimizer: OptimizerName = None,
@@ -125,7 +134,9 @@ def validate_command(
             "student.toml, or leave both out."
         )
     trained_as = TrainedAs(
-        options=options_of(lora_rank, lora_targets, frozen, autocast),
+        options=options_of(
+            lora_rank, lora_targets, frozen, autocast, osft_of(method, unfreeze_rank_ratio, osft_targets)
+        ),
         optimizer=optimizer or Optimizer.ADAMW,
         device_budget_bytes=device_budget_bytes,
         student=None if student is None else Student.load(student),

@@ -33,7 +33,8 @@ class TrainedAs:
             if replace(self, student=None) != TRAINED_WHOLE:
                 raise PlanError(
                     "a student is measured as it is distilled, with AdamW and everything on the device. Leave out "
-                    "--student, or --device-budget, --lora-rank, --freeze, --autocast and --optimizer."
+                    "--student, or --device-budget, --lora-rank, --unfreeze-rank-ratio, --freeze, --autocast and "
+                    "--optimizer."
                 )
         if self.device_budget_bytes is not None and num_ranks > 1:
             raise PlanError(

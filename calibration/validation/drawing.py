@@ -14,10 +14,17 @@ from itertools import islice
 from typing import Any, Final
 
 from ...shared.compile.compile import compile_schedule
-from ...shared.layout.layout import Layout, layout_of
+from ...shared.layout.layout import Layout, layout_of, why_not_on_device
 from ...shared.methods.known import method_named
 from ...shared.schema.optimizer import Optimizer
-from ...shared.schema.plan import ActivationMode, ParallelMode, Plan, TrainingMethod, why_not_parallel
+from ...shared.schema.plan import (
+    ActivationMode,
+    ParallelMode,
+    Plan,
+    ProjectionPlace,
+    TrainingMethod,
+    why_not_parallel,
+)
 from ...shared.schema.workload import Workload
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ..fitting.measurement_plans import RANK_MODES, largest_block_bytes
@@ -35,6 +42,8 @@ _MIXTURES: Final[tuple[tuple[ActivationMode, ...], ...]] = (
 )
 """Modes that blocks choose from."""
 _NORM: Final = 1.0
+_ON_DEVICE: Final = 0.6
+"""Of plans of one micro-batch that project gradients, those that do so on the device."""
 _TRIES: Final = 200
 """Draws in a row that give no new plan, until there are no more."""
 _MISFITS: Final = 10
@@ -126,6 +135,7 @@ class _Drawing:
             "micro_batches": chance.choice((1, chance.randint(1, self._draw.most_micro_batches))),
             "limits_norm": self._trains and chance.random() < 0.25,
         }
+        knobs["on_device"] = bool(workload.subspaces) and chance.random() < _ON_DEVICE
         return knobs | {"parallel": self._mode(), "optimizer": self._draw.optimizer}
 
     def _mode(self) -> ParallelMode:
@@ -161,8 +171,16 @@ class _Drawing:
             optimizer=knobs["optimizer"],
             parallel=parallel,
             num_ranks=self._draw.num_ranks,
+            projects_gradients_on=_place(knobs, layout),
             **_of_modes(knobs["modes"]),
         )
+
+
+def _place(knobs: Knobs, layout: Layout) -> ProjectionPlace:
+    """On the device where that was drawn, and gradients leave once, with what they are projected against."""
+    is_whole = knobs["micro_batches"] == 1 and knobs["parallel"] is not ParallelMode.SHARDED
+    can = knobs["on_device"] and is_whole and why_not_on_device(layout) is None
+    return ProjectionPlace.DEVICE if can else ProjectionPlace.HOST
 
 
 def _may_step_kept(parallel: ParallelMode) -> bool:
@@ -225,4 +243,5 @@ def plan_words(plan: Plan, workload: Workload) -> str:
     parts += [" ".join(counts)] if counts else []
     parts += [f"×{plan.micro_batches}"] if plan.micro_batches > 1 else []
     parts += ["norm"] if plan.max_gradient_norm is not None else []
+    parts += ["projected on the device"] if plan.projects_gradients_on is ProjectionPlace.DEVICE else []
     return ", ".join(parts)

@@ -411,6 +411,12 @@ class DeviceChunk:
         """
         return self._values_in(self._current())
 
+    def stepped_values(self) -> list[torch.Tensor]:
+        """The parameters' values where the host steps them, in order; those on the disk while they have been read."""
+        place = self._home if self.disk is None or self.disk.parameters is None else self.disk.parameters
+        assert place is not None
+        return self._views_in(place)
+
     def _current(self) -> torch.Tensor:
         if self.disk is not None and self.is_on_disk:
             return self.disk.mapped_parameters()

@@ -163,6 +163,12 @@ class ChunkOnDisk:
         """Read what CPU Adam steps into the chunk's places.  Raises FileError."""
         self._file.read_parts(*((place, record[0]) for place, record in self._stepped()))
 
+    def read_to_project(self) -> None:
+        """Read the parameters alone into the place where CPU Adam steps them.  Raises FileError."""
+        assert self.parameters is not None
+        assert self.parameter_record is not None
+        self._file.read(self.parameters, self.parameter_record[0])
+
     def write_stepped(self) -> None:
         """Write what CPU Adam has stepped in the chunk's places.  Raises FileError."""
         self._mapped_state = None

@@ -57,7 +57,7 @@ class Projections:
     def project_staged_gradients(self, number: ChunkId, present: Sequence[bool]) -> None:
         """The sums of a chunk's gradients on the host; ``present`` says of which parameters there is one."""
         chunk = self._chunks[number]
-        homes = list(chunk.values().values())
+        homes = chunk.stepped_values()
         for pair in self._pairs[number]:
             if present[pair.trained]:
                 project_(chunk.staged[pair.trained], homes[pair.frozen], pair.axis)
@@ -76,7 +76,7 @@ class Projections:
     def project_masters(self, number: ChunkId) -> None:
         """What the host has stepped of a chunk: its masters, and the narrower values that these are copied to."""
         chunk = self._chunks[number]
-        homes = list(chunk.values().values())
+        homes = chunk.stepped_values()
         for pair in self._pairs[number]:
             weight, target = chunk.masters[pair.trained], chunk.targets[pair.trained]
             if target is None:

@@ -38,6 +38,8 @@ _COPY_SIZES: Final = (2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
 _COPIED_BYTES: Final = 2**28
 """Of all places that copies take turns with: more than any cache holds."""
 _ADAM_SCALARS: Final = 2**23
+_PROJECTION: Final = (1024, 768, 256)
+"""Rows, and columns of the frozen and of the trained matrix, of the projection that tells what the host multiplies."""
 ADAM_BYTES_PER_SCALAR: Final = 28
 """Float32 Adam reads weight, gradient and two moments and writes all but the gradient."""
 _STREAM_BYTES: Final = 2**27
@@ -77,7 +79,7 @@ def probe_hardware(
     chosen = device or (CudaDevice() if torch.cuda.is_available() else CpuDevice())
     if leaves_a_core and isinstance(chosen, CpuDevice):
         leave_a_core_for_lanes()
-    num_parts = 6 + 2 * len(_COPY_SIZES)
+    num_parts = 7 + 2 * len(_COPY_SIZES)
     done = count(1)
 
     def advance() -> None:
@@ -129,8 +131,10 @@ def _device(chosen: TrainingDevice, share_s: float, advance: Callable[[], None])
 
 
 def _host(chosen: TrainingDevice, device: Device, share_s: float, advance: Callable[[], None]) -> Host:
-    """The host's CPU Adam and memory, which is the device's where the CPU is the device."""
+    """The host's CPU Adam, its products, and its memory, which is the device's where the CPU is the device."""
     adam = _adam_bytes_per_s(chosen, share_s)
+    advance()
+    products = _host_matrix_flop_per_s(chosen, share_s)
     advance()
     is_cpu = isinstance(chosen, CpuDevice)
     bandwidth = device.memory_bandwidth_bytes_per_s if is_cpu else _stream_bytes_per_s(torch.device("cpu"), share_s)
@@ -140,6 +144,7 @@ def _host(chosen: TrainingDevice, device: Device, share_s: float, advance: Calla
         memory_bytes=host_memory_bytes(),
         memory_bandwidth_bytes_per_s=bandwidth,
         adam_bytes_per_s=adam,
+        matrix_flop_per_s=products,
         source=_SOURCE,
     )
 
@@ -333,6 +338,24 @@ def adam_work(num_scalars: int) -> Callable[[], None]:
 def _adam_bytes_per_s(device: TrainingDevice, budget_s: float) -> float:
     with worker(Lane.CPU_OPTIM, device) as timed:
         return _ADAM_SCALARS * ADAM_BYTES_PER_SCALAR / timed(adam_work(_ADAM_SCALARS), budget_s)
+
+
+def projection_work() -> tuple[Callable[[], None], int]:
+    """A projection as the host does it between gradients' arrival and their step, and its FLOPs: two thin products."""
+    num_rows, num_frozen, num_trained = _PROJECTION
+    frozen, trained = torch.randn(num_rows, num_frozen), torch.randn(num_rows, num_trained)
+    projected = torch.empty_like(trained)
+
+    def work() -> None:
+        torch.addmm(trained, frozen, frozen.t() @ trained, alpha=-1, out=projected)
+
+    return work, 4 * num_rows * num_frozen * num_trained
+
+
+def _host_matrix_flop_per_s(device: TrainingDevice, budget_s: float) -> float:
+    work, flops = projection_work()
+    with worker(Lane.CPU_OPTIM, device) as timed:
+        return flops / timed(work, budget_s)
 
 
 @contextmanager

@@ -181,10 +181,12 @@ def _host(hosts: Sequence[Host], shared: str) -> Host:
     """The whole host: cores and memory are all of them, rates as many times the slowest rank's as there are ranks."""
     first, num_ranks = hosts[0], len(hosts)
     adam = [one.adam_bytes_per_s for one in hosts if one.adam_bytes_per_s is not None]
+    products = [one.matrix_flop_per_s for one in hosts if one.matrix_flop_per_s is not None]
     return first.model_copy(
         update={
             "memory_bandwidth_bytes_per_s": num_ranks * min(one.memory_bandwidth_bytes_per_s for one in hosts),
             "adam_bytes_per_s": num_ranks * min(adam) if adam else None,
+            "matrix_flop_per_s": num_ranks * min(products) if products else None,
             "source": f"{first.source} {shared}, times {num_ranks}",
         }
     )

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from ...shared.schema.schedule import AllocationId, Content, Lane, Schedule, Task, TaskId, TaskKind
+from ...shared.schema.schedule import AllocationId, Content, Lane, Memory, Schedule, Task, TaskId, TaskKind
 from ..chunks.chunk import DeviceChunk
 from ..chunks.clipping import Limited
 from ..chunks.placed_model import PlacedModel
@@ -196,6 +196,8 @@ class LaneWork:
         assert chunk.disk is not None
         if any(self._schedule.buffers[home].content is Content.OPTIMIZER_STATE for home in task.reads):
             chunk.disk.read_to_step()
+        elif self._schedule.buffers[task.allocates[0]].memory is Memory.HOST:
+            chunk.disk.read_to_project()
         else:
             chunk.disk.read_for_gather(self._slot_of(task.allocates))
         self.bytes_read_from_disk += task.moved_bytes

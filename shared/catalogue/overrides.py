@@ -60,7 +60,7 @@ _STEPS_OF_HOST: Final[tuple[tuple[str, object], ...]] = (
 )
 _MEASURED: Final[Mapping[str, tuple[tuple[str, object], ...]]] = {
     "host.memory_bandwidth_bytes_per_s": _STEPS_OF_HOST,
-    "host.num_cores": _STEPS_OF_HOST,
+    "host.num_cores": (*_STEPS_OF_HOST, ("host.matrix_flop_per_s", None)),
     "host.num_memory_channels": _STEPS_OF_HOST,
     "device.memory_bandwidth_bytes_per_s": (("device.optimizer_s_per_scalar", {}),),
     **{

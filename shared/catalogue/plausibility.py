@@ -36,6 +36,7 @@ _RANGES: Final[Mapping[str, _Range]] = {
     "adam_bytes_per_s": _BANDWIDTH,
     "peak_flop_per_s": _RATE,
     "vector_flop_per_s": _RATE,
+    "matrix_flop_per_s": _RATE,
     "launch_overhead_s": _SECONDS,
     "latency_s": _SECONDS,
     "optimizer_s_per_scalar": _Range(1e-15, 1e-3, " s", "2e-11 for 20 ps"),

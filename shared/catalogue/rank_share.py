@@ -107,13 +107,14 @@ def host_share(host: Host, num_ranks: int, *, shares_cores: bool = False) -> Hos
         )
     if num_ranks == 1:
         return host
-    adam = host.adam_bytes_per_s
+    adam, products = host.adam_bytes_per_s, host.matrix_flop_per_s
     return host.model_copy(
         update={
             "num_cores": max(1, host.num_cores // num_ranks),
             "memory_bytes": host.memory_bytes // num_ranks,
             "memory_bandwidth_bytes_per_s": host.memory_bandwidth_bytes_per_s / num_ranks,
             "adam_bytes_per_s": None if adam is None else adam / num_ranks,
+            "matrix_flop_per_s": None if products is None else products / num_ranks,
             "optimizer_s_per_scalar": {name: num_ranks * own_s for name, own_s in host.optimizer_s_per_scalar.items()},
         }
     )

@@ -113,7 +113,7 @@ from .family import Family, family_of
 from .homes import add_homes
 from .pairs import Pairs
 from .program import Draft
-from .projections import ProjectedResidency, ProjectedSections, ProjectedUpdates
+from .projections import ProjectedResidency, ProjectedSections, ProjectedStaging, ProjectedUpdates
 from .residency import Residency
 from .sections import FullTraining, Sections
 from .staging import Staging
@@ -157,7 +157,9 @@ class Policies:
 
 FULL_TRAINING: Final = Policies()
 BYPASS: Final = Policies(sections=Pairs)
-OSFT: Final = Policies(sections=ProjectedSections, residency=ProjectedResidency, updates=ProjectedUpdates)
+OSFT: Final = Policies(
+    sections=ProjectedSections, residency=ProjectedResidency, updates=ProjectedUpdates, staging=ProjectedStaging
+)
 POLICIES: Final = {TrainingMethod.FULL: FULL_TRAINING, TrainingMethod.BYPASS: BYPASS, TrainingMethod.OSFT: OSFT}
 
 

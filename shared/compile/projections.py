@@ -11,6 +11,7 @@ nothing gathers or reads them for the next step before that.
   (``Plan.projects_gradients_on``), on the device behind the chunk's last backward, before they leave.  The stay of the
   chunk then ends with the projection: the frozen factors are there, and nobody gathers them again.  Parameters are
   projected on the host behind CPU Adam.
+- Chunks on the disk: the same, in the places of the host that what is stepped passes through.
 
 Every rank has whole chunks and projects all of them by itself; of chunks that lie in parts on the devices of several
 ranks, an owner projects each subspace ([Note: Owners] in ``shared/layout/owners.py``).  An exchange before either of
@@ -30,12 +31,14 @@ from ..layout.projections import ProjectionWork
 from ..schema.schedule import OF_OWNERS, Content, Memory, TaskKind
 from ..schema.workload import Phase
 from .family import Family
-from .homes import Homes
+from .homes import Homes, staged_sizes
 from .program import NOT_THERE, BufferGroup, Draft, IntArray, Integers, Operand, Part, TaskGroup, Work
 from .residency import Residency
 from .sections import FullTraining, Sections
+from .staging import Staging
 from .updates import (
     DEVICE_PROJECTIONS,
+    DISK_READS,
     FROM_OWNERS,
     HOST_PROJECTIONS,
     PARAMETER_PROJECTIONS,
@@ -116,6 +119,8 @@ class ProjectedUpdates(Updates):
         assert isinstance(sections, ProjectedSections)
         self.projecting = sections
         super().__init__(family, draft, sections)
+        self.read_against: IntArray = np.full(len(family.facts.size_bytes), NOT_THERE)
+        """(C,) what gradients are projected against on the host, where that was read from the disk for it alone."""
 
     @cached_property
     def _stepped_by_host(self) -> IntArray:
@@ -300,7 +305,8 @@ class ProjectedUpdates(Updates):
             use(sections.projections[number], gradients[-1], 1 + places)
         for use in (draft.read, draft.update):
             use(self.host_projections, homes.gradients[self.on_host], 0)
-        draft.read(self.host_projections, homes.parameters[self.on_host], 1)
+        against = np.where(self.read_against == NOT_THERE, homes.parameters, self.read_against)
+        draft.read(self.host_projections, against[self.on_host], 1)
         chunks = self._stepped_by_host
         for place, home in enumerate((homes.state, homes.parameters)):
             for use in (draft.read, draft.update):
@@ -334,6 +340,73 @@ class ProjectedUpdates(Updates):
         self.read_in_order(self.parameters_back, stepped, self.owned_parameters)
         for task, changed in ((self.gradients_back, gradients), (self.parameters_back, stepped)):
             self.draft.update(task[:, None], changed, 3 + np.arange(len(changed)))
+
+
+class ProjectedStaging(Staging):
+    """What is stepped from the disk is projected in the places that it passes through.
+
+    Parameters are read from the disk to be stepped before their gradients are projected against them.  Where the norm
+    is limited, steps begin when all gradients have been projected: then they are read for the projection alone too.
+    """
+
+    def _stage_steps(self) -> None:
+        super()._stage_steps()
+        updates = self.updates
+        assert isinstance(updates, ProjectedUpdates)
+        is_read = self.family.is_on_disk[updates.on_host]
+        chunks = updates.on_host[is_read]
+        projections = updates.host_projections[is_read]
+        place = np.full(len(self.family.is_gathered), NOT_THERE)
+        place[self.stepped] = np.arange(len(self.stepped))
+        places = place[chunks]
+        if not self.family.step.limits_norm:
+            self.draft.wait(projections, self.step_reads[places])
+            chunks = chunks[:0]
+        self.read_for: IntArray = chunks
+        """(F,) chunks that are read for projections of their gradients alone, in the order of these."""
+        if not len(chunks):
+            self.extra_reads: IntArray = chunks
+            return
+        work = Work(moved_bytes=self._passing_bytes)
+        (self.extra_reads,) = updates.behind_backward(TaskKind.DISK_READ, work, self.read_for, DISK_READS, _LAST)
+        """(F,)"""
+        self.draft.wait(projections, self.extra_reads)
+        self._take_turns_before_steps(self.step_slots[places], projections)
+        _, (content, memory, sizes, _), *_ = staged_sizes(self.family)
+        updates.read_against[self.read_for] = self.draft.buffers(
+            BufferGroup(
+                content,
+                memory,
+                sizes[self.read_for],
+                chunk=self.read_for,
+                micro_batch=self.family.step.micro_batches - 1,
+                slot=self.step_slots[places],
+                made_by=self.extra_reads,
+                freed_by=projections,
+                freed_at=Operand.RELEASED.at(),
+            )
+        )
+
+    def _take_turns_before_steps(self, slots: IntArray, projections: IntArray) -> None:
+        """Extra reads take the places of steps one after the other, and leave them before the first step reads.
+
+        What writes the last step of an iteration is ahead of the next iteration's reads in the disk's own lane.
+        """
+        latest: dict[int, int] = {}
+        for number, slot in enumerate(slots.tolist()):
+            if slot in latest:
+                self.draft.wait(self.extra_reads[[number]], projections[[latest[slot]]])
+            latest[slot] = number
+        on_disk = np.flatnonzero(self.family.is_on_disk[self.stepped])
+        for number in on_disk.tolist():
+            if (last := latest.pop(int(self.step_slots[number]), None)) is not None:
+                self.draft.wait(self.step_reads[[number]], projections[[last]])
+
+    def wire(self, homes: Homes) -> Homes:
+        """Add what extra reads use too."""
+        if self.family.num_staging:
+            self.draft.read(self.extra_reads, homes.parameters[self.read_for], 0)
+        return super().wire(homes)
 
 
 def _sum(of_chunks: Integers, chosen: IntArray) -> int:

@@ -103,15 +103,19 @@ class Staging:
         num_chunks = len(family.is_gathered)
         moved_bytes = self._state_bytes + np.where(family.is_on_disk, self._passing_bytes, 0)
         work = Work(moved_bytes=moved_bytes)
-        adams = self.updates.stepped_by[chunks]
+        of_chunks = np.full(num_chunks, NOT_THERE)
+        of_chunks[self.updates.leaving] = self.updates.cpu_adams
+        adams, ends = of_chunks[chunks], self.updates.stepped_by[chunks]
         self.step_reads = self._beside(TaskKind.DISK_READ, work, chunks, chunks, DISK_READS)
         """(J,)"""
         beside = np.concatenate([chunks[num_staging:], num_chunks + np.arange(min(num_staging, len(chunks)))])
         self.step_writes = self._beside(TaskKind.DISK_WRITE, work, chunks, beside, DISK_WRITES)
         """(J,)"""
         self.draft.wait(adams, self.step_reads)
-        self.draft.wait(self.step_writes, adams)
-        slot = np.arange(len(chunks)) % num_staging
+        self.draft.wait(self.step_writes, ends)
+        self.step_slots: IntArray = np.arange(len(chunks)) % num_staging
+        """(J,) the places that they are stepped in."""
+        slot = self.step_slots
         micro_batch = 0 if family.step.limits_norm else family.step.micro_batches - 1
         offloads = np.full(num_chunks, NOT_THERE)
         offloads[self.updates.leaving] = self.updates.offloads[0]

@@ -170,6 +170,8 @@ _ALIKE: Final[Mapping[TaskKind, TaskKind]] = MappingProxyType(
         TaskKind.ACTIVATION_OFFLOAD: TaskKind.GRADIENT_OFFLOAD,
         TaskKind.GRADIENT_ACCUMULATE: TaskKind.CPU_ADAM,
         TaskKind.GRADIENT_NORM: TaskKind.CPU_ADAM,
+        TaskKind.PARAMETER_PROJECTION: TaskKind.GRADIENT_PROJECTION,
+        TaskKind.HOST_PARAMETER_PROJECTION: TaskKind.HOST_GRADIENT_PROJECTION,
     }
 )
 """What does the same on the same lane."""

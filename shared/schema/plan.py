@@ -168,11 +168,6 @@ def why_not_osft(plan: Plan) -> str | None:
         if place is not ProjectionPlace.HOST:
             return f"projects_gradients_on: {place} with method {plan.method}, which projects nothing. Leave it out"
         return None
-    if plan.n_disk_state:
-        return (
-            f"n_disk_state: {plan.n_disk_state} with method {plan.method}; a projection needs factors that lie on the "
-            f"host. Set it to 0"
-        )
     if place is ProjectionPlace.DEVICE and plan.micro_batches > 1:
         return (
             f"projects_gradients_on: {place} with micro_batches {plan.micro_batches}; gradients of several "

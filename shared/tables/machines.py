@@ -213,13 +213,14 @@ def _device_rows(device: Device) -> dict[str, str]:
 
 
 def _host_rows(host: Host) -> dict[str, str]:
-    adam = host.adam_bytes_per_s
+    adam, products = host.adam_bytes_per_s, host.matrix_flop_per_s
     return {
         "cores": str(host.num_cores),
         "memory": format_bytes(host.memory_bytes),
         "memory channels": "not stated" if host.num_memory_channels is None else str(host.num_memory_channels),
         "memory bandwidth": format_rate(host.memory_bandwidth_bytes_per_s),
         "CPU Adam": "follows from the memory bandwidth" if adam is None else f"{format_rate(adam)}, measured",
+        **({} if products is None else {"float32 products": f"{format_flop_per_s(products)}, measured"}),
     }
 
 

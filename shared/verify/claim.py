@@ -236,6 +236,9 @@ class Claim:
             return self.homes[content, chunk]
         memory = Memory.PINNED_HOST if content is Content.GRADIENTS else Memory.HOST
         found = self.passing.get((content, memory, chunk), [])
+        if content is Content.PARAMETERS:
+            # Gradients may be projected against them before, in another stay.
+            found = [b for b in found if self.schedule.tasks[self.freeing[b.id]].kind is TaskKind.DISK_WRITE]
         if len(found) != 1:
             reject(f"{content} of chunk {chunk} are brought {len(found)} times to be stepped, not once")
         return found[0]

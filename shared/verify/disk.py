@@ -55,8 +55,22 @@ def is_on_its_way(buffer: Allocation, chunk: ChunkId, micro_batch: int) -> bool:
     return found == (*_ON_ITS_WAY, chunk, micro_batch) and not buffer.is_static
 
 
+def is_to_project(claim: Claim, filled: list[Allocation], chunk: ChunkId) -> bool:
+    """Whether ``filled`` is one place with parameters of ``chunk`` that go when gradients are projected against them.
+
+    Who projects says which those are.
+    """
+    found = [(b.content, b.memory, b.chunk) for b in filled]
+    if found != [(Content.PARAMETERS, Memory.HOST, chunk)] or filled[0].is_static:
+        return False
+    return claim.schedule.tasks[claim.freeing[filled[0].id]].kind is TaskKind.HOST_GRADIENT_PROJECTION
+
+
 def check_disk_reads(claim: Claim) -> None:
-    """Parameters are read for a gather, or all that CPU Adam steps of a chunk is read for that, once per step."""
+    """Parameters are read for a gather, or all that CPU Adam steps of a chunk is read for that, once per step.
+
+    Or they are read for gradients to be projected against them.
+    """
     steps = [task for task in claim.tasks_of(TaskKind.DISK_READ) if _reads_state(claim, task)]
     _check_served(claim, steps)
     for task in claim.tasks_of(TaskKind.DISK_READ):
@@ -67,9 +81,10 @@ def check_disk_reads(claim: Claim) -> None:
             if chunk.id not in claim.on_disk:
                 reject(f"{task.name} reads parameters of chunk {chunk.id}, which the disk does not have")
             filled = [claim.buffer(b) for b in task.writes]
-            if len(filled) != 1 or not is_on_its_way(filled[0], chunk.id, task.micro_batch):
+            is_for_gather = len(filled) == 1 and is_on_its_way(filled[0], chunk.id, task.micro_batch)
+            if not is_for_gather and not is_to_project(claim, filled, chunk.id):
                 reject(f"{task.name} does not fill one place for the parameters of chunk {chunk.id}")
-            if claim.schedule.tasks[claim.freeing[filled[0].id]].kind is not TaskKind.GATHER:
+            if is_for_gather and claim.schedule.tasks[claim.freeing[filled[0].id]].kind is not TaskKind.GATHER:
                 reject(f"{task.name} is read for no gather")
             homes = [claim.homes[Content.PARAMETERS, chunk.id]]
         compare_buffers(task, task.reads, homes, "reads")

@@ -101,12 +101,27 @@ def check_gradient_projections(claim: Claim) -> None:
         _check_work(claim, task, chunks, is_stored_wide=False)
     for task in _check_served(claim, TaskKind.HOST_GRADIENT_PROJECTION, [] if is_on_device else leaving, last):
         assert task.chunk is not None
-        gradients, frozen = (claim.homes[what, task.chunk] for what in (Content.GRADIENTS, Content.PARAMETERS))
+        gradients = claim.stepped_in(Content.GRADIENTS, task.chunk)
+        frozen, gone = _against(claim, task.chunk)
         compare_buffers(task, task.reads, [gradients, frozen], "reads")
         compare_buffers(task, task.writes, [gradients], "writes")
         compare_buffers(task, task.allocates, [], "allocates")
-        compare_buffers(task, task.frees, [], "frees")
+        compare_buffers(task, task.frees, gone, "frees")
         _check_work(claim, task, [claim.layout.chunks[task.chunk]], is_stored_wide=claim.plan.widens_on_host)
+
+
+def _against(claim: Claim, chunk: ChunkId) -> tuple[Allocation, list[Allocation]]:
+    """The parameters that gradients of ``chunk`` are projected against on the host, and what goes with that.
+
+    Of a chunk on the disk, where it is stepped; under a limit of the norm, which steps wait for, they come before too.
+    """
+    if chunk not in claim.on_disk or claim.plan.max_gradient_norm is None:
+        return claim.stepped_in(Content.PARAMETERS, chunk), []
+    stepped = claim.stepped_in(Content.PARAMETERS, chunk)
+    found = [b for b in claim.passing[Content.PARAMETERS, Memory.HOST, chunk] if b.id != stepped.id]
+    if len(found) != 1:
+        reject(f"parameters of chunk {chunk} are brought {len(found)} times to be projected against, not once")
+    return found[0], found
 
 
 def _check_on_device(claim: Claim, task: Task, chunks: list[Chunk]) -> None:
@@ -148,7 +163,7 @@ def check_parameter_projections(claim: Claim) -> None:
     last = claim.plan.micro_batches - 1 if claim.plan.max_gradient_norm is None else 0
     for task in _check_served(claim, TaskKind.HOST_PARAMETER_PROJECTION, [chunk.id for chunk in updated], last):
         assert task.chunk is not None
-        check_in_place(task, [claim.homes[content, task.chunk] for content in contents])
+        check_in_place(task, [claim.stepped_in(content, task.chunk) for content in contents])
         _check_work(claim, task, [claim.layout.chunks[task.chunk]], is_parameters=True)
 
 

@@ -7,12 +7,13 @@ from ..costs.fabrics import with_collectives_scaled
 
 
 def faster_host(box: Hardware) -> Hardware:
-    """Twice the cores and host memory bandwidth, and CPU Adam twice as fast where it is measured."""
+    """Twice the cores and host memory bandwidth, and CPU Adam and products twice as fast where they are measured."""
     host = box.host
     faster = {
         "num_cores": 2 * host.num_cores,
         "memory_bandwidth_bytes_per_s": 2 * host.memory_bandwidth_bytes_per_s,
         "adam_bytes_per_s": None if host.adam_bytes_per_s is None else 2 * host.adam_bytes_per_s,
+        "matrix_flop_per_s": None if host.matrix_flop_per_s is None else 2 * host.matrix_flop_per_s,
         "optimizer_s_per_scalar": {name: own_s / 2 for name, own_s in host.optimizer_s_per_scalar.items()},
     }
     return box.model_copy(update={"host": host.model_copy(update=faster)})

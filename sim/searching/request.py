@@ -211,13 +211,12 @@ class SearchRequest:
     def may_use_disk(self) -> bool:
         """Whether what the host cannot hold may lie on a disk: there is one, and nobody said how much lies there.
 
-        One rank alone has chunks on a disk, of a host beside its device; those that look rows up, or project
-        what is trained, are searched without.
+        One rank alone has chunks on a disk, of a host beside its device; those that look rows up are searched
+        without.
         """
         is_one_memory = self.hardware.device.kind is DeviceKind.CPU and self.host_budget_bytes is None
         is_open = "n_disk_state" not in self.space.model_fields_set and not self.space.looks_up_rows
-        may = self.hardware.disk is not None and self.world_ranks == 1 and is_open and not is_one_memory
-        return may and not self.smallest_workload().subspaces
+        return self.hardware.disk is not None and self.world_ranks == 1 and is_open and not is_one_memory
 
     def with_disk(self) -> SearchRequest:
         """The same with what the host cannot hold on the machine's disk ([Note: Chunks on the disk])."""

@@ -54,9 +54,23 @@ def test_the_least_budget_is_said_and_is_enough(
     }
 
 
+@pytest.mark.slow
+def test_projections_have_factors_of_their_own(
+    protwin_here: Protwin, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(calibrate.__kwdefaults__, "slowdown_seconds", 0.1)
+    outputs = ("--output", "calibration.json", "--workload-output", "workload.json")
+    result = protwin_here(*HERE_WITH, "--unfreeze-rank-ratio=0.5", "--osft-target=up_proj", "--steps=2", *outputs)
+    assert result.returncode == 0, result.stderr
+    found = Calibration.load(here / "calibration.json").factors
+    assert {kind for kind in TaskKind if "projection" in kind} <= found.keys()
+    assert len(Workload.load(here / "workload.json").subspaces) == 2 * 3
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        (("--osft-target=up_proj",), "Write --unfreeze-rank-ratio 0.25"),
         (("--ranks=2", "--device-budget=1GiB"), "--device-budget"),
         (("--lora-targets=q_proj",), "--lora-rank is missing"),
         (("--autocast=int8",), "--autocast int8 is not known"),

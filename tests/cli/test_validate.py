@@ -96,6 +96,8 @@ def test_a_model_of_one_s_own_is_judged(protwin_here: Protwin, here: Path, monke
         ((*CONFIGURED,), "Give --sequence-length"),
         ((*OF_FILE, "--batch-size=1"), "Leave out --batch-size"),
         ((*OF_FILE, "--method=bypass"), "--student"),
+        ((*OF_FILE, "--method=osft"), "Add --unfreeze-rank-ratio 0.25"),
+        ((*OF_FILE, "--method=full", "--unfreeze-rank-ratio=0.5"), "--method full factorises nothing"),
         ((*OF_FILE, "--student=student.toml"), "Name a config.json"),
         ((*OF_FILE, "--plans=2"), "--plans"),
         ((*OF_FILE, "--minutes=0"), "no time"),

@@ -7,7 +7,7 @@ import gc
 import torch
 
 from protwin.runtime import CpuDevice, carry_out
-from protwin.shared.layout.layout import build_layout
+from protwin.shared.layout.layout import layout_of
 from protwin.shared.schema.plan import ActivationMode, Plan
 from tests.runtime.eager_lanes import WATCHED, AccountedPeak, settled_lanes
 from tests.runtime.models import SEED, Case, held
@@ -23,12 +23,13 @@ def plan_of(case: Case, mixture: str, residency: str, *, micro_batches: int = 1)
     """Every block in a mode of the mixture; all chunks in one residency, or in equal parts in each."""
     workload = case.workload
     modes = tuple(MIXTURES[mixture][block % len(MIXTURES[mixture])] for block in range(workload.num_blocks))
-    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=CHUNK_BYTES)
+    layout = layout_of(workload, CHUNK_BYTES)
     num_chunks = len(layout.chunks)
     n_persist = {"persistent": num_chunks, "mixed": num_chunks // 3}.get(residency, 0)
     n_host_stepped = {"host-stepped": num_chunks, "mixed": num_chunks // 3}.get(residency, 0)
     return Plan(
         workload_id=workload.identity,
+        method=workload.method,
         chunk_bytes=CHUNK_BYTES,
         n_persist=n_persist,
         n_host_stepped=n_host_stepped,

@@ -32,7 +32,7 @@ from tests.strategies.machines import calibrations, disks, hardware
 from tests.strategies.plans import any_host_gradients, any_optimizer
 from tests.strategies.workloads import workloads
 
-_MODELS = workloads(max_blocks=3)
+_MODELS, _SMALL_MODELS = workloads(max_blocks=3), workloads(max_blocks=2)
 
 
 @dataclass(frozen=True)
@@ -194,9 +194,11 @@ def cases(draw: DrawFn, method: Method = FULL_TRAINING, models: st.SearchStrateg
 
 
 @st.composite
-def cases_with_disk(draw: DrawFn) -> Case:
-    """Up to two blocks, chunks on a disk and not, and few values of the other knobs."""
-    model = draw(workloads(max_blocks=2))
+def cases_with_disk(
+    draw: DrawFn, method: Method = FULL_TRAINING, models: st.SearchStrategy[Workload] = _SMALL_MODELS
+) -> Case:
+    """Few blocks, chunks on a disk and not, and few values of the other knobs."""
+    model = draw(models)
     box = draw(hardware()).model_copy(update={"disk": draw(disks()), "name": model.measured_on})
     space = SearchSpace(
         chunk_bytes=draw(st.sampled_from((512, 2048))),
@@ -210,6 +212,6 @@ def cases_with_disk(draw: DrawFn) -> Case:
     )
     step = StepSpec(draw(st.sampled_from((1, 1, 2))), draw(st.sampled_from((None, None, 1.0))))
     assume(disk_counts(space))
-    outcomes = brute_force(model, box, None, space, step)
+    outcomes = brute_force(model, box, None, space, step, method)
     assume(outcomes)
-    return Case(model, box, None, space, step, outcomes)
+    return Case(model, box, None, space, step, outcomes, method)

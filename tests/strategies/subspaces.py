@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from hypothesis import strategies as st
-from hypothesis.strategies import DrawFn
+from hypothesis.strategies import DrawFn, SearchStrategy
 
-from protwin.shared.layout.layout import layout_of, why_not_on_device
+from protwin.shared.layout.layout import Layout, layout_of, why_not_on_device
 from protwin.shared.schema.plan import ParallelMode, Plan, ProjectionPlace, TrainingMethod
 from protwin.shared.schema.workload import Parameter, Subspace, SubspaceAxis, Workload
 from tests.strategies.plans import (
@@ -83,27 +83,41 @@ def projected_plans(
     """A random workload with subspaces and a random plan for it, of one rank or of several."""
     workload = draw(projected_workloads(max_blocks, measured))
     chosen = {"optimizers": any_optimizer(workload), "host_gradients": any_host_gradients(workload)}
+    plan, layout = draw(plans_of_subspaces(workload, **chosen))
+    mode = draw(st.sampled_from(modes))
+    if mode is None:
+        return PlannedWorkload(workload, plan, layout)
+    # Ranks have no chunks on disks.
+    plan = plan.model_copy(update=dict.fromkeys(("n_disk_state", "n_disk", "n_staging"), 0))
+    num_ranks = draw(st.sampled_from((2, 3, 4) if mode is ParallelMode.SHARDED else (2, 3)))
+    plan = draw(shared_by_ranks(plan, layout, mode, num_ranks))
+    if mode is ParallelMode.SHARDED:
+        left = len(layout.chunks) - plan.n_persist
+        n_shard = draw(st.just(left) | st.integers(max(0, layout.num_owned - plan.n_persist), left))
+        plan = plan.model_copy(update={"n_shard": n_shard, "shard_ranks": draw(shard_groups(num_ranks))})
+    return PlannedWorkload(workload, Plan(**plan.model_dump()), layout)
+
+
+@st.composite
+def plans_of_subspaces(draw: DrawFn, workload: Workload, **chosen: SearchStrategy[Any]) -> tuple[Plan, Layout]:
+    """A plan of one rank that ``workload`` can follow, and its layout; ``chosen``: as of ``plans``."""
     drawn, _ = draw(plans(workload, **chosen))
     layout = layout_of(workload, drawn.chunk_bytes)
     num_chunks = len(layout.chunks)
-    n_persist = min(drawn.n_persist, num_chunks)
+    n_persist = draw(st.just(0) | st.integers(0, num_chunks))
     n_host_stepped = min(drawn.n_host_stepped, num_chunks - n_persist)
     spare = draw(st.integers(0, 5))
+    n_disk_state = draw(st.just(0) | st.integers(0, num_chunks - n_persist - n_host_stepped))
     knobs: dict[str, Any] = {
         "method": TrainingMethod.OSFT,
         "n_persist": n_persist,
         "n_host_stepped": n_host_stepped,
         "n_buffer": layout.min_buffers(n_persist + n_host_stepped) + spare,
+        "n_disk_state": n_disk_state,
+        "n_disk": draw(st.integers(0, n_disk_state)),
+        "n_staging": draw(st.integers(1, 3)) if n_disk_state else 0,
     }
     if drawn.micro_batches == 1 and why_not_on_device(layout) is None:
         knobs["projects_gradients_on"] = draw(st.sampled_from(ProjectionPlace))
     plan = drawn.model_copy(update=knobs)
-    mode = draw(st.sampled_from(modes))
-    if mode is not None:
-        num_ranks = draw(st.sampled_from((2, 3, 4) if mode is ParallelMode.SHARDED else (2, 3)))
-        plan = draw(shared_by_ranks(plan, layout, mode, num_ranks))
-    if mode is ParallelMode.SHARDED:
-        left = num_chunks - plan.n_persist
-        n_shard = draw(st.just(left) | st.integers(max(0, layout.num_owned - plan.n_persist), left))
-        plan = plan.model_copy(update={"n_shard": n_shard, "shard_ranks": draw(shard_groups(num_ranks))})
-    return PlannedWorkload(workload, Plan(**plan.model_dump()), layout)
+    return Plan(**plan.model_dump()), layout

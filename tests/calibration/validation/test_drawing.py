@@ -9,14 +9,16 @@ from protwin.calibration.fitting.measurement_plans import bootstrap_plans
 from protwin.calibration.validation.drawing import Draw, draw_plans, guaranteed_bytes, plan_words
 from protwin.runtime.timing.within_budget import least_plan
 from protwin.shared.compile.compile import compile_schedule
-from protwin.shared.schema.plan import ActivationMode, ParallelMode
+from protwin.shared.schema.plan import ActivationMode, ParallelMode, ProjectionPlace
 from protwin.shared.schema.schedule import OF_OWNERS, TaskKind
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.verify import verify_schedule
 from tests.calibration.fitting.test_budgeted import swappable
 from tests.calibration.fitting.test_fit import a_workload
 from tests.proof_size import examples
+from tests.shared.verify.test_osft import factorised
 from tests.strategies.pairs import bypass_workloads
+from tests.strategies.subspaces import projected_workloads
 from tests.strategies.workloads import workloads
 
 
@@ -38,6 +40,26 @@ def test_every_plan_can_be_carried_out(workload: Workload, seed: int, num_ranks:
         assert plan.num_ranks == num_ranks
         verify_schedule(compile_schedule(plan, workload), plan, workload)
         assert plan_words(plan, workload)
+
+
+@given(projected_workloads(max_blocks=3), st.integers(0, 2**20), st.booleans())
+@settings(max_examples=examples(200, 10), deadline=None, phases=[Phase.generate])
+def test_every_plan_of_projections_can_be_carried_out(workload: Workload, seed: int, has_disk: bool) -> None:
+    fitted = bootstrap_plans(workload, has_disk=has_disk)
+    for plan in (*fitted, *draw_plans(workload, Draw(seed=seed, has_disk=has_disk), number=4, without=fitted)):
+        verify_schedule(compile_schedule(plan, workload), plan, workload)
+        is_on_device = plan.projects_gradients_on is ProjectionPlace.DEVICE
+        assert ("projected on the device" in plan_words(plan, workload)) is is_on_device
+
+
+def test_every_kind_of_projection_comes() -> None:
+    workload = factorised()
+    kinds = {kind for kind in TaskKind if "projection" in kind}
+    drawn = draw_plans(workload, Draw(has_disk=True), number=30)
+    for plans in (drawn, bootstrap_plans(workload)):
+        assert kinds <= {task.kind for plan in plans for task in compile_schedule(plan, workload).tasks}
+        assert {plan.projects_gradients_on for plan in plans} == set(ProjectionPlace)
+    assert any(plan.n_disk and plan.projects_gradients_on is ProjectionPlace.HOST for plan in drawn)
 
 
 def test_every_kind_of_plan_comes() -> None:

@@ -151,6 +151,7 @@ def slowed(hardware: Hardware, factor: float) -> Hardware:
             "peak_flop_per_s": {dtype: peak / factor for dtype, peak in hardware.device.peak_flop_per_s.items()},
             "vector_flop_per_s": hardware.device.vector_flop_per_s / factor,
             "launch_overhead_s": hardware.device.launch_overhead_s * factor,
+            "reserved_bytes": 0,
         }
     )
     link = Link(
@@ -159,8 +160,8 @@ def slowed(hardware: Hardware, factor: float) -> Hardware:
         bandwidth_bytes_per_s=1e9 / factor,
         table=(LinkPoint(size_bytes=2**20, seconds=1e-3 * factor),),
     )
-    rates = {"memory_bandwidth_bytes_per_s": 1e10 / factor, "adam_bytes_per_s": 5e9 / factor}
-    host = hardware.host.model_copy(update=rates)
+    rates = {"memory_bandwidth_bytes_per_s": 1e10, "adam_bytes_per_s": 5e9, "matrix_flop_per_s": 4e10}
+    host = hardware.host.model_copy(update={name: rate / factor for name, rate in rates.items()})
     return hardware.model_copy(update={"device": device, "host": host, "host_to_device": link, "device_to_host": link})
 
 
@@ -172,7 +173,7 @@ def test_the_slowest_rank_sets_the_pace(one: Hardware, factors: list[float], lat
     own, expected = machine_of_rank(found, num_ranks), slowed(one, max(factors))
     for name in ("memory_bandwidth_bytes_per_s", "vector_flop_per_s", "launch_overhead_s", "peak_flop_per_s"):
         assert getattr(own.device, name) == getattr(expected.device, name)
-    for name in ("memory_bandwidth_bytes_per_s", "adam_bytes_per_s"):
+    for name in ("memory_bandwidth_bytes_per_s", "adam_bytes_per_s", "matrix_flop_per_s"):
         assert getattr(own.host, name) == pytest.approx(getattr(expected.host, name))
     assert own.host_to_device == own.device_to_host == expected.host_to_device
     # The path from process to process gives the smallest and the largest all-gather.

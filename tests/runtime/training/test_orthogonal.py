@@ -3,97 +3,43 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from functools import lru_cache, partial
-from random import Random
+from collections.abc import Iterable
+from functools import lru_cache
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from protwin.runtime import CpuDevice, carry_out, make_orthogonal, project_gradients
+from protwin.runtime import CpuDevice, carry_out, project_gradients
+from protwin.runtime.chunks.chunk_store import ChunkOnDisk
 from protwin.runtime.chunks.projections import Projections
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import layout_of
-from protwin.shared.schema.plan import ActivationMode, Plan, ProjectionPlace, TrainingMethod
+from protwin.shared.schema.plan import Plan, ProjectionPlace, TrainingMethod
 from protwin.shared.schema.schedule import TaskKind
 from protwin.shared.schema.workload import Workload
 from tests.runtime import models
 from tests.runtime.equality import trained
-from tests.runtime.families import families
-from tests.runtime.models import SEED, Case, gpt2, hand_written, llama, point_batches, three_groups, token_batches
+from tests.runtime.models import Case
+from tests.runtime.orthogonal import STEPS, device_for, orthogonal_cases, orthogonal_plans
 from tests.runtime.osft.overlaps import overlaps
 
-RATIO = 0.4
 QUICK = ("hand-written", "llama, some maps and the head")
-STEPS = 4
 PROJECTING = (TaskKind.GRADIENT_PROJECTION, TaskKind.HOST_GRADIENT_PROJECTION)
 RENEWING = (TaskKind.PARAMETER_PROJECTION, TaskKind.HOST_PARAMETER_PROJECTION)
 
 
-def factorised(build: Callable[[], nn.Module], *targets: str, ratio: float = RATIO) -> nn.Module:
-    torch.manual_seed(SEED)
-    model = build()
-    make_orthogonal(model, unfreeze_rank_ratio=ratio, targets=targets)
-    return model
-
-
-@lru_cache
-def orthogonal_cases() -> dict[str, Case]:
-    tokens = token_batches(STEPS)
-    found = {
-        "llama": Case(partial(factorised, llama), tokens, groups=three_groups),
-        "gpt2, biases, transposed, dropout": Case(partial(factorised, gpt2), tokens),
-        "llama in bfloat16": Case(partial(factorised, lambda: llama().to(torch.bfloat16)), tokens),
-        "llama, some maps and the head": Case(
-            partial(factorised, partial(llama, num_layers=2), "up_proj", "q_proj", "lm_head"), tokens
-        ),
-        "hand-written": Case(
-            partial(factorised, hand_written, "stack.*.up", "stack.*.down"), point_batches(STEPS), has_loss=False
-        ),
-    }
-    for name in ("t5", "mixtral"):
-        family = families()[name]
-        found[name] = Case(partial(factorised, family.build), [family.batch] * STEPS, groups=three_groups)
-    return found
-
-
-def random_plan(workload: Workload, random: Random) -> Plan:
-    """Any knobs that the method has."""
-    layout = layout_of(workload, random.choice((2**30, 2**15, 2**14, 2**13, 2**12, 1)))
-    n_persist = random.choice((0, 0, random.randint(0, len(layout.chunks))))
-    n_host_stepped = random.choice((0, random.randint(0, len(layout.chunks) - n_persist)))
-    micro_batches = random.choice((1, 1, 2))
-    modes = tuple(random.choice(list(ActivationMode)) for _ in range(workload.num_blocks))
-    is_on_device = micro_batches == 1 and random.random() < 0.5
-    return Plan(
-        workload_id=workload.identity,
-        method=TrainingMethod.OSFT,
-        chunk_bytes=layout.chunk_bytes,
-        n_persist=n_persist,
-        n_host_stepped=n_host_stepped,
-        n_buffer=layout.min_buffers(n_persist + n_host_stepped) + random.randint(0, 3),
-        prefetch_depth=random.randint(1, 3),
-        activation_modes=modes,
-        n_checkpoint=modes.count(ActivationMode.CHECKPOINT),
-        n_swap=modes.count(ActivationMode.SWAP),
-        micro_batches=micro_batches,
-        max_gradient_norm=random.choice((None, 0.5)),
-        projects_gradients_on=ProjectionPlace.DEVICE if is_on_device else ProjectionPlace.HOST,
-    )
-
-
 def check(case: Case, plan: Plan) -> None:
-    outcome = trained(case, plan)
+    outcome = trained(case, plan, device_for(case))
     plain = case.plain_with(plan.micro_batches, plan.max_gradient_norm)
     assert outcome.losses == plain.losses
     assert outcome.different == []
 
 
+@lru_cache
 def plans_of(name: str, number: int) -> list[Plan]:
-    workload, random = orthogonal_cases()[name].workload, Random(name)
-    return [random_plan(workload, random) for _ in range(number)]
+    return orthogonal_plans(orthogonal_cases()[name].workload, number, seed=1)
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -112,16 +58,17 @@ def test_many_random_plans_equal_the_plain_loop(name: str) -> None:
 def test_all_kinds_of_tasks_are_among_the_plans() -> None:
     """Both places, chunks that stay and chunks that leave: no kind is equal for want of being there."""
     found: Counter[TaskKind] = Counter()
-    num_sent = 0
+    num_sent = num_on_disk = 0
     for name in QUICK:
         for plan in plans_of(name, 4):
             schedule = compile_schedule(plan, orthogonal_cases()[name].workload)
             found.update({task.kind for task in schedule.tasks})
             leaving = [t for t in schedule.tasks if t.kind is TaskKind.GRADIENT_PROJECTION and t.chunk is not None]
             num_sent += len(leaving)
+            num_on_disk += plan.n_disk
             assert not leaving or plan.projects_gradients_on is ProjectionPlace.DEVICE
     assert min(found[kind] for kind in (*PROJECTING, *RENEWING)) >= 2
-    assert num_sent >= 1
+    assert min(num_sent, num_on_disk) >= 1
 
 
 def halves(workload: Workload, place: ProjectionPlace, **changes: object) -> Plan:
@@ -137,6 +84,31 @@ def halves(workload: Workload, place: ProjectionPlace, **changes: object) -> Pla
         projects_gradients_on=place,
     )
     return plan.model_copy(update=changes)
+
+
+@pytest.mark.parametrize("limit", [None, 0.05])
+def test_what_lies_on_the_disk_is_projected_in_its_places(limit: float | None) -> None:
+    """All state on the disk, and half of the parameters; under a limit of the norm these are read for it alone.
+
+    The wrong variant leaves such a read out, so that gradients are projected against another chunk.
+    """
+    case = orthogonal_cases()["llama, some maps and the head" if limit else "hand-written"]
+    layout = layout_of(case.workload, 2**13)
+    knobs = {"n_disk_state": len(layout.chunks), "n_disk": len(layout.chunks) // 2 + 1, "n_staging": 2}
+    plan = Plan(
+        workload_id=case.workload.identity,
+        method=TrainingMethod.OSFT,
+        chunk_bytes=layout.chunk_bytes,
+        n_persist=0,
+        n_buffer=layout.min_buffers(0) + 1,
+        max_gradient_norm=limit,
+        micro_batches=2 if limit else 1,
+        **knobs,
+    )
+    check(case, plan)
+    if limit:
+        with mock.patch.object(ChunkOnDisk, "read_to_project"):
+            assert trained(case, plan).different
 
 
 STEPS_OF = {
