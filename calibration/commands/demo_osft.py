@@ -76,12 +76,12 @@ class OsftDemo:
     """How large the demo is."""
 
     lesson: Lesson
-    budget_frac: float = 0.6
+    budget_frac: float = 0.4
     """Of what full fine-tuning needs without a plan."""
     probe_seconds: float = 2.0
-    repeats: int = 3
+    repeats: int = 6
     """Timed iterations of every trace."""
-    calibration_steps: int = 3
+    calibration_steps: int = 6
     """Timed iterations of every plan that a calibration is fitted to."""
     slowdown_seconds: float = 2.0
     """To measure how lanes slow each other."""
