@@ -268,10 +268,12 @@ def _changes(overrides: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _get(content: dict[str, Any], field: str) -> object:
+    """None where a machine leaves the field out."""
+    *path, last = field.split(".")
     value: Any = content
-    for step in field.split("."):
+    for step in path:
         value = value[step]
-    return value
+    return value.get(last)
 
 
 def _set(content: dict[str, Any], field: str, value: object) -> None:

@@ -35,6 +35,7 @@ VALUES = {
     "bandwidth_bytes_per_s": ("50 GB/s", 50e9),
     "adam_bytes_per_s": ("33e9", 33e9),
     "vector_flop_per_s": ("1.5e12", 1.5e12),
+    "matrix_flop_per_s": ("2e12", 2e12),
     "launch_overhead_s": ("7e-6", 7e-6),
     "latency_s": ("1e-5", 1e-5),
     "num_cores": ("12", 12),
