@@ -14,6 +14,7 @@ from .plan import Plan
 from .plan_kind import PlanKind
 from .question import Question
 from .schedule import Lane
+from .search_result import Goal
 from .training_run import TrainingRun
 
 
@@ -51,12 +52,17 @@ class MachineAdvice(FrozenModel):
     ended early: then ``gap_frac`` is what it proved."""
     gap_frac: NonNegativeFloat | None = None
     """How much faster any plan of the space could at most be; None where nothing is proven."""
+    longest_sequence: PositiveInt | None = None
+    """Tokens of the longest sequence that trains, which the plan is for; None where the length was given."""
+    limit: str = ""
+    """What stands against longer sequences; empty where the length was given."""
     reason: str = ""
     """Why no plan fits; empty where one does."""
 
-    def rank(self) -> tuple[float, str, int]:
-        """Fastest first, machines that nothing fits last."""
-        return (inf if self.iteration_s is None else self.iteration_s), self.hardware_name, self.num_ranks
+    def rank(self) -> tuple[float, float, str, int]:
+        """Longest sequences first where these were asked for, then fastest; machines that nothing fits last."""
+        seconds = inf if self.iteration_s is None else self.iteration_s
+        return -(self.longest_sequence or 0), seconds, self.hardware_name, self.num_ranks
 
     @property
     def name(self) -> str:
@@ -70,7 +76,7 @@ class MachineAdvice(FrozenModel):
 
 
 class Advice(Document):
-    """Machines ranked by time."""
+    """Machines ranked by time, or by the longest sequence that trains."""
 
     KIND: ClassVar[str] = "advice"
     TABLES: ClassVar[str] = "tables.advice:advice_tables"
@@ -78,20 +84,27 @@ class Advice(Document):
     model: str
     """As it was asked for: a name of the catalogue or a file."""
     sequence_length: int | None
-    """Tokens per sample; None where the model's file fixes it, or has none."""
+    """Tokens per sample; None where the model's file fixes it, or has none, and for the longest sequence."""
     global_batch_size: PositiveInt
     """Samples per step."""
+    goal: Goal = Goal.FASTEST
+    """The fastest plan for the length that was given, or the longest sequence."""
     ranks: tuple[PositiveInt, ...] = ()
     """The numbers of devices that were asked about; empty: all devices of every machine, and one of them alone."""
     machines: tuple[MachineAdvice, ...]
-    """Fastest first; a machine with several devices more than once."""
+    """In the order of ``MachineAdvice.rank``; a machine with several devices more than once."""
     unanswered: tuple[str, ...] = ()
     """Machines that were asked about too, but that Ctrl-C left no time for."""
 
     @property
     def question(self) -> Question | None:
-        """What was asked of the fastest machine with a plan; None if there is none."""
+        """What was asked of the first machine with a plan; None if there is none."""
         return next((one.question for one in self.deals if one.question is not None), None)
+
+    @property
+    def is_longest(self) -> bool:
+        """Whether the longest sequences were asked for."""
+        return self.goal is Goal.LONGEST_SEQUENCE
 
     @property
     def is_complete(self) -> bool:
@@ -100,9 +113,9 @@ class Advice(Document):
 
     @property
     def deals(self) -> tuple[MachineAdvice, ...]:
-        """Those with a plan, fastest first; of a machine's devices one alone only where its tokens cost less.
+        """Those with a plan, as ranked; of a machine's devices one alone only if it is cheaper or trains longer ones.
 
-        Nor where a machine with a single device is its equal.  Where numbers of devices were named, all of them.
+        Not where a machine with a single device is its equal.  Where numbers of devices were named, all of them.
         """
         found = [one for one in self.machines if one.plan is not None]
         if self.ranks:
@@ -112,12 +125,15 @@ class Advice(Document):
             (one.iteration_s, one.plan, one.price_usd_per_hour) for one in found if one.hardware_name not in together
         }
 
+        def is_longer(one: MachineAdvice, other: MachineAdvice) -> bool:
+            return (one.longest_sequence or 0) > (other.longest_sequence or 0)
+
         def is_shown(one: MachineAdvice) -> bool:
             whole = together.get(one.hardware_name)
             if one.num_ranks > 1 or whole is None:
                 return True
-            is_cheaper = one.devices_per_rate < whole.devices_per_rate
-            return is_cheaper and (one.iteration_s, one.plan, one.price_usd_per_hour) not in singles
+            is_better = one.devices_per_rate < whole.devices_per_rate or is_longer(one, whole)
+            return is_better and (one.iteration_s, one.plan, one.price_usd_per_hour) not in singles
 
         return tuple(one for one in found if is_shown(one))
 
@@ -136,7 +152,7 @@ class Advice(Document):
     def by_cost(self) -> tuple[MachineAdvice, ...]:
         """Those with a plan and a price, cheapest token first."""
         priced = [(cost, one) for one in self.deals if (cost := one.usd_per_million_tokens) is not None]
-        return tuple(one for _, one in sorted(priced, key=lambda pair: (pair[0], pair[1].rank()[1:])))
+        return tuple(one for _, one in sorted(priced, key=lambda pair: (pair[0], pair[1].rank()[2:])))
 
 
 class AdviceState(Document):

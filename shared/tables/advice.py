@@ -17,14 +17,18 @@ _RUN: Final = (">time", ">USD\nin all")
 _PEAK: Final = ">device\npeak"
 _EXPECTED: Final = "expected"
 _MICRO_BATCH: Final = ">micro-\nbatch"
+_LONGEST: Final = ">longest\nsequence"
 
 
 def advice_tables(advice: Advice) -> Parts:
-    """Machines by time, what a million tokens costs where a price is known, and why others cannot."""
-    title = f"{advice.model}, global batch {advice.global_batch_size:,}: machines by time"
+    """Machines as they are ranked, what a million tokens costs where a price is known, and why others cannot."""
+    order = "the longest sequences" if advice.is_longest else "machines by time"
+    title = f"{advice.model}, global batch {advice.global_batch_size:,}: {order}"
     parts: list[Table | str] = [machine_table(title, advice.deals)]
     if advice.question is not None:
-        parts.insert(0, asked_of_all_table(advice.question, advice.global_batch_size))
+        parts.insert(0, asked_of_all_table(advice.question, advice.global_batch_size, is_longest=advice.is_longest))
+    if limits := limit_table(advice.deals):
+        parts.append(limits)
     if sentence := meaning_sentence(advice):
         parts.append(sentence)
     if advice.by_cost:
@@ -41,6 +45,7 @@ def machine_table(title: str, deals: Sequence[MachineAdvice]) -> Table:
     """Machines with time, memory and batch, and cost where any price is known."""
     columns: Row = (
         "machine",
+        _LONGEST,
         ">iteration",
         ">tokens\nper s",
         ">ranks",
@@ -58,8 +63,16 @@ def machine_table(title: str, deals: Sequence[MachineAdvice]) -> Table:
         columns, rows = columns[: -len(_PRICES)], [row[: -len(_PRICES)] for row in rows]
     if not any(one.run for one in deals):
         columns, rows = _without(columns, rows, _RUN)
+    if not any(one.longest_sequence for one in deals):
+        columns, rows = _without(columns, rows, (_LONGEST,))
     expendable = tuple(name for name in (_EXPECTED, _PRICES[0], _PEAK, _MICRO_BATCH, ">iteration") if name in columns)
     return Table(title=title, columns=columns, rows=rows, always=3, expendable=expendable)
+
+
+def limit_table(deals: Sequence[MachineAdvice]) -> Table | None:
+    """What stands against longer sequences than the longest; None where the length was given."""
+    rows = [(one.name, short_reason(one.limit)) for one in deals if one.limit]
+    return Table(title="Longer sequences", columns=("machine", "what stands against them"), rows=rows) if rows else None
 
 
 def reason_table(without: Sequence[MachineAdvice]) -> Table:
@@ -100,6 +113,7 @@ def _cells(one: MachineAdvice) -> Row:
     cost, price = one.usd_per_million_tokens, one.price_usd_per_hour
     return (
         one.hardware_name,
+        NO_VALUE if one.longest_sequence is None else f"{one.longest_sequence:,}",
         format_seconds(one.iteration_s),
         format_number(one.tokens_per_s),
         f"{one.num_ranks:,}",

@@ -36,10 +36,15 @@ def question_table(question: Question) -> Table:
     return Table(title="Asked", columns=("", ""), rows=rows)
 
 
-def asked_of_all_table(question: Question, global_batch_size: int) -> Table:
-    """What was asked of every machine of a ranking, read off one answer: it has element types by its device."""
+def asked_of_all_table(question: Question, global_batch_size: int, *, is_longest: bool = False) -> Table:
+    """What was asked of every machine of a ranking, read off one answer: it has element types by its device.
+
+    ``is_longest``: the longest sequences, which differ from machine to machine.
+    """
     samples = _counted(global_batch_size, "sample")
-    if question.sequence_length is not None:
+    if is_longest:
+        samples += " of the longest sequences that train"
+    elif question.sequence_length is not None:
         samples += f" of {question.sequence_length:,} tokens: {global_batch_size * question.sequence_length:,} tokens"
     rows = [
         ("model", _model(question)),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...shared.basics.errors import CalibrationError, HardwareError
+from ...shared.basics.errors import CalibrationError, HardwareError, PlanError
 from ...shared.basics.progress import progress_bar
 from ...shared.catalogue.machines import cluster_names, load_hardware, machine_names, override_hardware
 from ...shared.catalogue.prices import parse_prices, with_prices
@@ -51,6 +51,7 @@ from ...shared.schema.advice import Advice
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.optimizer import HostGradients, Optimizer
+from ...shared.schema.search_result import Goal
 from ..questions.advise import AdviceRequest, Offer, check_request, machines_with, search_machine, whole_machines
 from ..questions.advise import advise as advise_machines
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
@@ -67,6 +68,13 @@ advise = command_app()
 
 SamplesPerStep = Annotated[
     int, typer.Option("--global-batch", metavar="N", min=1, max=MOST_SAMPLES, help="Samples per step.")
+]
+LongestFlag = Annotated[
+    bool,
+    typer.Option(
+        "--longest",
+        help="Ask for the longest sequences that train, in micro-batches of one sample, instead of --sequence-length.",
+    ),
 ]
 Machines = Annotated[
     list[str] | None,
@@ -111,11 +119,13 @@ StatePath = Annotated[
         "protwin advise --model llama-3-8b --global-batch 16 --sequence-length 2048 --report advice.html",
         "protwin advise --model llama-3-8b --global-batch 16 --sequence-length 2048 --hardware rtx-4090 "
         "--hardware machine.toml --state advice-state.json --json",
+        "protwin advise --model llama-3-8b --global-batch 8 --longest --report longest.html",
     )
 )
 def advise_command(
     model: ModelName,
     global_batch: SamplesPerStep,
+    longest: LongestFlag = False,
     method: MethodName = None,
     student: StudentPath = None,
     sequence_length: SequenceLength = None,
@@ -146,9 +156,9 @@ def advise_command(
     """Rank machines by the time of the best plan for a model on each, and by what a token costs.
 
     Every machine is searched over plans and micro-batch sizes, without having it, and rented as a whole: a device that
-    idles is paid for too.  No machine has a price unless --price gives it one, or its own file.  --set changes every
-    machine.  Ctrl-C ends with the ranking so far; --output and --report write it too, and name the machines that are
-    missing.
+    idles is paid for too.  With --longest they are ranked by the longest sequences that train there.  No machine has a
+    price unless --price gives it one, or its own file.  --set changes every machine.  Ctrl-C ends with the ranking so
+    far; --output and --report write it too, and name the machines that are missing.
     """
     read = {f"--hardware {name}": name for name in hardware or ()}
     read |= {f"--calibration {path}": str(path) for path in calibrations or ()}
@@ -157,6 +167,10 @@ def advise_command(
         {"--model": model, "--student": student, **read, **price_files(prices)},
         as_json=as_json,
     )
+    if longest and sequence_length is not None:
+        raise PlanError(
+            f"--longest chooses the length, but --sequence-length {sequence_length} fixes it. Leave one out."
+        )
     machines = _machines(hardware or (*machine_names(), *cluster_names()), changes_of(changes), prices)
     for box in machines.values() if hardware else ():
         check_budget(device_budget_bytes, box)
@@ -176,6 +190,7 @@ def advise_command(
         optimizer=optimizer or Optimizer.ADAMW,
         host_gradients=host_gradients or HostGradients.PARAMETERS,
         student=student_of(model, student, method),
+        goal=Goal.LONGEST_SEQUENCE if longest else Goal.FASTEST,
     )
     numbers = sorted(set(ranks or ()))
     for number in numbers:

@@ -1,5 +1,7 @@
 """Which machine to rent: one search over batch sizes per machine, many at once, resumable, ranked.
 
+Or the longest sequence that trains on each, in micro-batches of one sample.
+
 Machines with several devices are asked about as a whole, in every parallel mode, and as one of their devices alone.
 Every search ends after so much work that a sweep over the catalogue takes minutes; the answer says how much faster than
 its plan any other one could be.
@@ -13,7 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from threading import Thread
@@ -30,16 +32,17 @@ from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Device, Hardware
 from ...shared.schema.optimizer import HostGradients, Optimizer
 from ...shared.schema.plan import TrainingMethod
-from ...shared.schema.search_result import BatchSearchResult
+from ...shared.schema.search_result import BatchSearchResult, Goal
 from ...shared.schema.training_options import FULL_TRAINING, TrainingOptions
 from ...shared.schema.workload import Workload
 from ...shared.students.student import Student
 from ...shared.workloads.check import check_method
-from ...shared.workloads.source import resolve_workload, saved_sizes
+from ...shared.workloads.source import is_saved_workload, resolve_workload, saved_sizes, usual_shape
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..searching.request import Effort, GlobalBatch, SearchRequest, Step
 from ..searching.search import search_batches
 from ..space.step_spec import StepSpec
+from .goals import SEQUENCE_STEP, Shapes, search_goal
 
 _SECONDS_PER_HOUR: Final = 3600
 _MOST_WORK: Final = 8_000
@@ -74,6 +77,8 @@ class AdviceRequest:
     """In which element type the hosts add up gradients."""
     student: Student | None = None
     """What learns from the model, block by block; None: the model itself is trained."""
+    goal: Goal = Goal.FASTEST
+    """Or LONGEST_SEQUENCE, which has no ``sequence_length``."""
 
     @property
     def identity(self) -> str:
@@ -229,6 +234,7 @@ def advise(
         model=request.model,
         sequence_length=request.sequence_length,
         global_batch_size=request.global_batch,
+        goal=request.goal,
         ranks=tuple(ranks),
         machines=tuple(sorted(found.values(), key=MachineAdvice.rank)),
         unanswered=tuple(dict.fromkeys(one.hardware.name for one in asked if one.key not in found)),
@@ -318,6 +324,15 @@ def check_request(request: AdviceRequest, cache: Path | None, method: TrainingMe
     unknown, its shape missing, an option impossible, or the method another one.
     """
     StepSpec(max_gradient_norm=request.max_gradient_norm)
+    if request.goal is Goal.LONGEST_SEQUENCE:
+        if is_saved_workload(request.model):
+            raise PlanError(
+                f"{request.model} is a saved workload, whose sequences have one length. Name the model itself for the "
+                f"longest ones."
+            )
+        if usual_shape(request.model)[1] is None:
+            raise PlanError(f"{request.model} is trained on samples without tokens, of which none is the longest.")
+        request = replace(request, sequence_length=SEQUENCE_STEP)
     sizes = saved_sizes(request.model, request.global_batch)
     least = sizes[0] if sizes else 1
     workload = check_method(request.workload_at(least, cache), request.model, method)
@@ -356,28 +371,41 @@ def search_machine(request: AdviceRequest, offer: Offer, *, cache: Path | None =
         "is_certified": found.result.certificate.is_certified,
         "gap_frac": max(0.0, 1 - min(bounds_s) / prediction.iteration_s) if bounds_s else None,
     }
+    if request.goal is Goal.LONGEST_SEQUENCE:
+        length = None if prediction.question is None else prediction.question.sequence_length
+        best |= {"longest_sequence": length, "limit": found.result.goal_words.partition("; ")[2]}
     return offer.priced(nothing.model_copy(update=best))
 
 
 def _search(request: AdviceRequest, offer: Offer, cache: Path | None) -> BatchSearchResult:
     hardware, num_ranks = offer.hardware, offer.num_ranks
-    return search_batches(
-        SearchRequest(
-            workload=GlobalBatch(
-                num_samples=request.global_batch,
-                workload_at=lambda size: request.workload_at(size, cache, hardware.device),
-                micro_batch_sizes=saved_sizes(request.model, request.global_batch, num_ranks),
-            ),
-            hardware=hardware,
-            calibration=request.calibration_of(hardware),
-            device_budget_bytes=request.device_budget_bytes,
-            margin_frac=request.margin_frac,
-            step=Step(
-                max_gradient_norm=request.max_gradient_norm,
-                num_ranks=num_ranks,
-                optimizer=request.optimizer,
-                host_gradients=request.host_gradients,
-            ),
-            effort=Effort(max_replays=max(1, _MOST_WORK * num_ranks // request.global_batch)),
-        )
+    is_longest = request.goal is Goal.LONGEST_SEQUENCE
+    micro_batches = request.global_batch // num_ranks
+
+    def at_length(length: int) -> Workload:
+        return replace(request, sequence_length=length).workload_at(1, cache, hardware.device)
+
+    asked = SearchRequest(
+        workload=at_length(SEQUENCE_STEP)
+        if is_longest
+        else GlobalBatch(
+            num_samples=request.global_batch,
+            workload_at=lambda size: request.workload_at(size, cache, hardware.device),
+            micro_batch_sizes=saved_sizes(request.model, request.global_batch, num_ranks),
+        ),
+        hardware=hardware,
+        calibration=request.calibration_of(hardware),
+        device_budget_bytes=request.device_budget_bytes,
+        margin_frac=request.margin_frac,
+        step=Step(
+            micro_batches=micro_batches if is_longest else 1,
+            max_gradient_norm=request.max_gradient_norm,
+            num_ranks=num_ranks,
+            optimizer=request.optimizer,
+            host_gradients=request.host_gradients,
+        ),
+        effort=Effort(max_replays=max(1, _MOST_WORK // micro_batches)),
     )
+    if not is_longest:
+        return search_batches(asked)
+    return search_goal(Goal.LONGEST_SEQUENCE, asked, Shapes(lambda size: request.workload_at(size, cache), at_length))

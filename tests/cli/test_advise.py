@@ -224,6 +224,9 @@ def test_the_report_has_every_machine(protwin_here: Protwin, work: Path) -> None
         (("--model", "workload.json", "--global-batch", "8", "--ranks", "3"), "6 or 9, or 2 or 4 ranks"),
         (("--model", "workload.json", "--global-batch", "8", "--ranks", "4", "--hardware", "a10"), "no machine that"),
         (("--model", "workload.json", "--global-batch", "8", "--ranks", "0"), "--ranks"),
+        (("--model", "workload.json", "--global-batch", "8", "--longest"), "have one length"),
+        (("--model", "vit-huge", "--global-batch", "8", "--longest"), "without tokens"),
+        (("--model", "gpt2", "--global-batch", "8", "--longest", "--sequence-length", "64"), "--sequence-length 64"),
     ],
 )
 def test_bad_input_is_one_message_and_exit_code_2(

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protwin.shared.report.advice import advice_report, cost_chart, cost_front, ranking_chart
+from protwin.shared.report.advice import advice_report, cost_chart, cost_front, length_chart, ranking_chart
 from protwin.shared.report.svg import PLOT_PX
 from protwin.shared.schema.advice import Advice, MachineAdvice
+from protwin.shared.schema.search_result import Goal
 from tests.shared.report_pages import HOSTILE, check_self_contained, parse, row_bars
 
 PLAN = {"workload_id": "w", "chunk_bytes": 2**26, "n_persist": 3, "n_buffer": 2}
@@ -66,6 +67,28 @@ def test_the_front_holds_what_nothing_equals_or_beats(points: list[tuple[int, in
     assert chart is not None
     assert chart.drawing.count('class="dot"') == len(front)
     assert chart.drawing.count('class="ring stroke-blue"') == len(machines) - len(front)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=20))
+def test_lengths_are_drawn_and_what_nothing_equals_in_length_and_speed_is_named(points: list[tuple[int, int]]) -> None:
+    machines = [
+        ranked(f"m{place:02}", 100 / rate).model_copy(update={"longest_sequence": 128 * length})
+        for place, (length, rate) in enumerate(points)
+    ]
+    best = {at for at in points if not any(o != at and o[0] >= at[0] and o[1] >= at[1] for o in points)}
+    chart = length_chart(machines)
+    assert chart.drawing.count('class="dot"') == len(best)
+    assert chart.drawing.count('class="ring stroke-blue"') == len(machines) - len(best)
+    found = Advice(
+        model="model",
+        sequence_length=None,
+        global_batch_size=8,
+        goal=Goal.LONGEST_SEQUENCE,
+        machines=tuple(sorted(machines, key=MachineAdvice.rank)),
+    )
+    page = advice_report(found)
+    check_self_contained(parse(page.html))
+    assert [figure.name for figure in page.figures] == ["longest"]
 
 
 def test_cost_is_drawn_only_where_there_are_prices_to_compare() -> None:

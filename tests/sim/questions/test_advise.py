@@ -5,19 +5,29 @@ from __future__ import annotations
 import json
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from protwin.shared.basics.errors import FileError, HardwareError, ProtwinError
+from protwin.shared.basics.errors import FileError, HardwareError, InfeasibleError, PlanError, ProtwinError
 from protwin.shared.basics.progress import no_progress
 from protwin.shared.catalogue.machines import machine as known_machine
 from protwin.shared.schema.advice import Advice, MachineAdvice
 from protwin.shared.schema.hardware import Hardware
-from protwin.shared.schema.search_result import BatchSearchResult
+from protwin.shared.schema.search_result import BatchSearchResult, Goal
 from protwin.shared.tables.advice import advice_tables
 from protwin.shared.tables.terminal import as_text
-from protwin.sim.questions.advise import AdviceRequest, Offer, advise, machines_with, search_machine, whole_machines
+from protwin.shared.workloads.source import resolve_workload
+from protwin.sim.questions.advise import (
+    AdviceRequest,
+    Offer,
+    advise,
+    check_request,
+    machines_with,
+    search_machine,
+    whole_machines,
+)
 from protwin.sim.searching.request import GlobalBatch, SearchRequest, Step
 from protwin.sim.searching.search import search_batches
 from tests.cli.saved import decoder
@@ -310,3 +320,75 @@ def test_answers_of_an_older_release_are_refused(tmp_path: Path) -> None:
     state.write_text(json.dumps(saved))
     with pytest.raises(FileError, match="another question: another model, shape, global batch or release"):
         ask(Searches(), ("fast",), state)
+
+
+# -- the longest sequences -------------------------------------------------------------------------------------------
+
+MODEL, SAMPLES, BUDGET_BYTES = "smollm2-135m", 4, 2 * 2**30
+LONGEST = AdviceRequest(
+    MODEL, None, None, SAMPLES, None, "", device_budget_bytes=BUDGET_BYTES, goal=Goal.LONGEST_SEQUENCE
+)
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), [("rtx-3090", 1), ("rtx-3090-x2-nvlink", 2)])
+def test_the_longest_sequence_trains_and_the_next_one_does_not(name: str, num_ranks: int) -> None:
+    """Searches at single lengths are the oracle."""
+    box = known_machine(name)
+    found = search_machine(LONGEST, Offer(box, num_ranks))
+    assert found.longest_sequence is not None, found.reason
+
+    def result_at(length: int) -> BatchSearchResult:
+        workload = resolve_workload(
+            MODEL, batch_size=1, sequence_length=length, dtype=None, cache=None, warn=print, device=box.device
+        )
+        step = Step(micro_batches=SAMPLES // num_ranks, num_ranks=num_ranks)
+        return search_batches(
+            SearchRequest(workload=workload, hardware=box, step=step, device_budget_bytes=BUDGET_BYTES)
+        )
+
+    longest = result_at(found.longest_sequence).result
+    assert longest.survives
+    assert (longest.plan, longest.prediction.iteration_s) == (found.plan, found.iteration_s)
+    assert found.num_tokens == SAMPLES * found.longest_sequence
+    assert f"{found.longest_sequence + 128:,}" in found.limit
+    with suppress(InfeasibleError):
+        assert result_at(found.longest_sequence + 128).result.survives is False
+
+
+def test_longest_sequences_are_ranked_by_length_and_one_device_is_shown_where_it_is_longer() -> None:
+    def of_length(name: str, num_ranks: int, tokens_per_s: float, length: int) -> MachineAdvice:
+        found = answer(name, num_ranks, 8, tokens_per_s)
+        return found.model_copy(update={"longest_sequence": length, "limit": f"at {length + 128:,}: no plan fits"})
+
+    found = [
+        of_length("short", 8, 80.0, 1024),
+        of_length("long", 8, 40.0, 4096),
+        of_length("long", 1, 4.0, 8192),
+        of_length("short", 1, 8.0, 1024),
+        answer("too small", 1, 8, None),
+    ]
+    advice = Advice(
+        model="m",
+        sequence_length=None,
+        global_batch_size=8,
+        goal=Goal.LONGEST_SEQUENCE,
+        machines=tuple(sorted(found, key=MachineAdvice.rank)),
+    )
+    assert [(one.name, one.longest_sequence) for one in advice.deals] == [
+        ("long", 8192),
+        ("long, 8 ranks", 4096),
+        ("short, 8 ranks", 1024),
+    ]
+    text = as_text(advice_tables(advice))
+    assert "the longest sequences" in text
+    assert "at 8,320: no plan fits" in text
+    assert Advice.from_mapping(json.loads(advice.to_json()), origin="a test") == advice
+
+
+def test_longest_sequences_need_a_model_that_has_some(tmp_path: Path) -> None:
+    decoder().save(tmp_path / "workload.json")
+    asked = {str(tmp_path / "workload.json"): "have one length", "vit-huge": "without tokens"}
+    for model, words in asked.items():
+        with pytest.raises(PlanError, match=words):
+            check_request(AdviceRequest(model, None, None, 8, None, "", goal=Goal.LONGEST_SEQUENCE), None)
+    assert check_request(LONGEST, None) == SAMPLES
