@@ -469,9 +469,9 @@ class Updates:
         draft, leaving = self.draft, self.leaving
         num_staged, is_home = self._num_staged, ~self.family.stages_gradients[self.sent]
         draft.update(self.offloads[:num_staged, is_home], homes.gradients[self.sent][is_home], 0)
-        draft.update(self.offloads[num_staged:], homes.arrivals[self.sent], 0)
         once = self.family.leaves_once[self.sent]
-        draft.update(self.offloads[-1, once], homes.gradients[self.sent[once]], 0)
+        draft.update(self.offloads[num_staged:, ~once], homes.arrivals[self.sent[~once]], 0)
+        draft.update(self.offloads[-1:, once], homes.gradients[self.sent[once]], 0)
         draft.read(self.sums, homes.arrivals[self.added], 0)
         draft.read(self.sums[1 - num_staged :], homes.gradients[self.added], 1)
         draft.update(self.sums, homes.gradients[self.added], 0)
