@@ -177,8 +177,8 @@ class _Drawing:
 
 
 def _place(knobs: Knobs, layout: Layout) -> ProjectionPlace:
-    """On the device where that was drawn, and gradients leave once, with what they are projected against."""
-    is_whole = knobs["micro_batches"] == 1 and knobs["parallel"] is not ParallelMode.SHARDED
+    """On the device where that was drawn, and gradients leave whole, with what they are projected against."""
+    is_whole = knobs["parallel"] is not ParallelMode.SHARDED
     can = knobs["on_device"] and is_whole and why_not_on_device(layout) is None
     return ProjectionPlace.DEVICE if can else ProjectionPlace.HOST
 

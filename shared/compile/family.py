@@ -136,13 +136,8 @@ class Family:
 
     @cached_property
     def leaves_once(self) -> BoolArray:
-        """(C,) whether a chunk's gradients are added up on the device, and leave for the host behind the last backward.
-
-        Those that are projected before they leave: nothing can be projected that is not complete.
-        """
-        if self.step.micro_batches == 1 or not self.step.projects_on_device:
-            return np.zeros(len(self.residency), dtype=np.bool_)
-        once: BoolArray = self.leaves & self.facts.has_subspaces
+        """(C,) whether a chunk's gradients are added up on the device, and leave behind the last backward alone."""
+        once: BoolArray = self.leaves & self.facts.leaves_once
         return once
 
     @property

@@ -13,7 +13,7 @@ from protwin.shared.basics.errors import PlanError
 from protwin.shared.compile.compile import OSFT as POLICIES
 from protwin.shared.layout.layout import layout_of, why_not_on_device
 from protwin.shared.methods.osft import OSFT
-from protwin.shared.schema.plan import ParallelMode, ProjectionPlace, TrainingMethod
+from protwin.shared.schema.plan import ParallelMode, ProjectionPlace, TrainingMethod, why_not_held
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.bounds.replay import REPLAY_FRAC
 from protwin.sim.costs.contention import ContentionModel
@@ -79,7 +79,8 @@ def test_bounds_hold_and_peaks_and_replays_are_exact(found: Case) -> None:
 def test_the_search_tries_both_places_and_finds_what_brute_force_finds(found: brute_force.Case, share: float) -> None:
     outcomes = list(found.outcomes)
     layouts = [layout_of(found.workload, size) for size in found.space.chunk_bytes or ()]
-    if found.step.micro_batches == 1 and all(why_not_on_device(layout) is None for layout in layouts):
+    is_held = why_not_held(found.step.host_gradients, found.step.micro_batches) is None
+    if is_held and all(why_not_on_device(layout) is None for layout in layouts):
         step = replace(found.step, projects_gradients_on=ProjectionPlace.DEVICE)
         knobs = found.workload, found.hardware, found.calibration, found.space, step
         outcomes += brute_force.brute_force(*knobs, OSFT)
