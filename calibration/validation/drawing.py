@@ -42,8 +42,8 @@ _MIXTURES: Final[tuple[tuple[ActivationMode, ...], ...]] = (
 )
 """Modes that blocks choose from."""
 _NORM: Final = 1.0
-_ON_DEVICE: Final = 0.6
-"""Of plans of one micro-batch that project gradients, those that do so on the device."""
+_ON_DEVICE: Final = 0.4
+"""Of plans that project gradients, those that do so on the device."""
 _TRIES: Final = 200
 """Draws in a row that give no new plan, until there are no more."""
 _MISFITS: Final = 10

@@ -231,7 +231,7 @@ class Updates:
                 self.draft.wait(waiting, tasks.ravel(), is_previous=first > 0)
 
     def _project(self) -> None:
-        """Project gradients, of a method that does; ``arrived`` is then what ends that."""
+        """Project gradients, of a method that does."""
 
     # -- at the end of the step --------------------------------------------------------------------------------------
 
@@ -364,8 +364,8 @@ class Updates:
         self.gradients: IntArray = np.full(is_made.shape, NOT_THERE)
         """(M, E) the buffers of (chunk, section) pairs; of persistent chunks in the first micro-batch alone."""
         self.gradients[is_made] = self.draft.buffers(group)
-        once = family.leaves_once[chunks]
-        self.gradients[:, once] = self.gradients[0, once]
+        is_added = family.leaves_once[chunks]
+        self.gradients[:, is_added] = self.gradients[0, is_added]
         self.gradient_places = places
         self.reduced = self._add_reduced()
         """(M, U) each rank's part of gradients that leave; none unless ranks share chunks."""

@@ -42,9 +42,8 @@ def check_gradient_offloads(claim: Claim) -> None:
     kind, tasks = TaskKind.GRADIENT_OFFLOAD, claim.tasks_of(TaskKind.GRADIENT_OFFLOAD)
     on_device = {chunk for completed in claim.completed.values() for chunk in completed}
     whole = [chunk for chunk in claim.updated if chunk in on_device or chunk not in claim.looked_up]
-    _compare_served(
-        kind, [t for t in tasks if not _is_of_rows(t)], ((c, m) for c in whole for m in claim.leaving_in(c))
-    )
+    served = ((chunk, micro_batch) for chunk in whole for micro_batch in claim.leaving_in(chunk))
+    _compare_served(kind, [t for t in tasks if not _is_of_rows(t)], served)
     _check_rows_served(claim, TaskKind.GRADIENT_OFFLOAD, [t for t in tasks if _is_of_rows(t)])
     for task in tasks:
         (_check_row_offload if _is_of_rows(task) else _check_offload)(claim, task)

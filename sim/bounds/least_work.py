@@ -125,7 +125,7 @@ def _together_s(table: ChunkTable, compute: ComputeTable) -> FloatArray:
     replicated_s = np.zeros_like(summed_s)
     if step.shard_ranks is not None:
         replicated_s = stepped_s(TaskKind.ALL_REDUCE, facts.replica_work)
-    # Over ranks, what leaves is added up as often as it does.  Over shard groups, what leaves is added up in every micro-batch, and what stays once.
+    # What leaves is added up as often as it does, parts of it over shard groups too; what stays, once.
     return (
         sum_of(step.micro_batches * leaving_s, ChunkResidency.SHARDED)
         + sum_of(facts.num_offloads * leaving_s, *STEPPED_BY_HOST)
