@@ -231,7 +231,7 @@ def test_sums_are_neither_projected_nor_sent_before_the_last_micro_batch(kind: T
 
 
 def test_float32_sums_are_on_the_host() -> None:
-    with pytest.raises(ValueError, match="added up there, in the parameters' own type. Name host, or leave"):
+    with pytest.raises(ValueError, match=r"added up there, in the parameters' own type\. Name host, or leave"):
         example(DEVICE, micro_batches=2, host_gradients=HostGradients.FLOAT32)
     example(DEVICE, host_gradients=HostGradients.FLOAT32)
     example(HOST, micro_batches=2, host_gradients=HostGradients.FLOAT32)
