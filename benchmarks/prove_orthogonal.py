@@ -68,6 +68,9 @@ def _prove_bits(name: str, case: Case, settings: Settings, seed: int) -> Claim:
 def _kinds(plans: list[Plan]) -> dict[str, list[Plan]]:
     return {
         "projecting on the device": [p for p in plans if p.projects_gradients_on is ProjectionPlace.DEVICE],
+        "adding micro-batches up on the device before that": [
+            p for p in plans if p.projects_gradients_on is ProjectionPlace.DEVICE and p.micro_batches > 1
+        ],
         "stepped on the host alone": [p for p in plans if p.n_host_stepped],
         "checkpointing": [p for p in plans if p.n_checkpoint],
         "swapping": [p for p in plans if p.n_swap],

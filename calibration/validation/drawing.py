@@ -42,8 +42,8 @@ _MIXTURES: Final[tuple[tuple[ActivationMode, ...], ...]] = (
 )
 """Modes that blocks choose from."""
 _NORM: Final = 1.0
-_ON_DEVICE: Final = 0.6
-"""Of plans of one micro-batch that project gradients, those that do so on the device."""
+_ON_DEVICE: Final = 0.4
+"""Of plans that project gradients, those that do so on the device."""
 _TRIES: Final = 200
 """Draws in a row that give no new plan, until there are no more."""
 _MISFITS: Final = 10
@@ -177,8 +177,8 @@ class _Drawing:
 
 
 def _place(knobs: Knobs, layout: Layout) -> ProjectionPlace:
-    """On the device where that was drawn, and gradients leave once, with what they are projected against."""
-    is_whole = knobs["micro_batches"] == 1 and knobs["parallel"] is not ParallelMode.SHARDED
+    """On the device where that was drawn, and gradients leave whole, with what they are projected against."""
+    is_whole = knobs["parallel"] is not ParallelMode.SHARDED
     can = knobs["on_device"] and is_whole and why_not_on_device(layout) is None
     return ProjectionPlace.DEVICE if can else ProjectionPlace.HOST
 

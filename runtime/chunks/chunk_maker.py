@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 
 from ...shared.layout.layout import Chunk, Layout
+from ...shared.layout.residencies import STEPPED_BY_HOST, residencies
 from ...shared.layout.residencies import ChunkResidency as PlannedResidency
-from ...shared.layout.residencies import residencies
 from ...shared.layout.shards import regions
-from ...shared.schema.plan import ParallelMode, Plan
+from ...shared.schema.plan import ParallelMode, Plan, ProjectionPlace
 from ...shared.schema.workload import Workload
 from ..devices.device import TrainingDevice
 from ..ranks.collectives import Collectives
@@ -47,7 +47,7 @@ class ChunkMaker:
         own = [self.parameters[spec.name] for spec in specs]
         residency = ChunkResidency[self._residencies[chunk.id].name]
         stepping = HostStepping(
-            has_arrivals=plan.micro_batches > 1,
+            has_arrivals=plan.micro_batches > 1 and not self.leaves_once(chunk),
             widens=plan.widens_on_host,
             optimizer=plan.optimizer,
             disk=None if self.store is None else self.store.chunks.get(chunk.id),
@@ -58,6 +58,12 @@ class ChunkMaker:
             shards = Shards(regions(chunk, self.workload.parameters), self.ranks.shard)
             return ShardedChunk(chunk, specs, own, self.device, shards=shards, **given)
         return DeviceChunk(chunk, specs, own, self.device, **given)
+
+    def leaves_once(self, chunk: Chunk) -> bool:
+        """Whether gradients of ``chunk`` are added up on the device, and leave when they have been projected there."""
+        leaves = self._residencies[chunk.id] in STEPPED_BY_HOST and bool(chunk.subspaces)
+        on_device = self.plan.projects_gradients_on is ProjectionPlace.DEVICE
+        return leaves and on_device and self.plan.micro_batches > 1
 
     @cached_property
     def _residencies(self) -> Sequence[PlannedResidency]:

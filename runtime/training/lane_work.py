@@ -54,9 +54,11 @@ class LaneWork:
         """Gradients on their way, by iteration, micro-batch and chunk: from ``send`` (compute thread) to ``_offload``
         (d2h).  They are off their parameters before the copy begins: otherwise autograd would add the next
         micro-batch's to what is being copied."""
+        self._first_leaving = _first_leaving(schedule)
+        """The micro-batch whose gradients of a chunk leave first: the last one, where they are added up before."""
         self._present: dict[tuple[int, int], list[bool]] = {}
         """For which parameters of a chunk there is a staged gradient, by iteration and chunk: from the first
-        micro-batch's ``_offload`` (d2h) by way of ``_accumulate`` and ``_norm`` to ``_cpu_adam`` (cpu_optim).  Beside
+        ``_offload`` (d2h) by way of ``_accumulate`` and ``_norm`` to ``_cpu_adam`` (cpu_optim).  Beside
         the tensors, since staging is one buffer for all iterations: where a parameter had no gradient it still holds
         an older one, which must not be stepped."""
         self._arrived: dict[tuple[int, int, int], list[bool]] = {}
@@ -217,19 +219,20 @@ class LaneWork:
 
     def _offload(self, chunk: DeviceChunk, iteration: int, task: Task) -> None:
         micro_batch = task.micro_batch
+        is_first = micro_batch == self._first_leaving[chunk.chunk.id]
         gradients = self._outgoing.pop((iteration, micro_batch, chunk.chunk.id))
         size_bytes = chunk.leaving_bytes(gradients)
         if self._device.runs_behind:
             # Before the copies are queued: afterwards it would be too late for the first of them.
             self._held[iteration, task.id] = list(gradients)
         try:
-            present = chunk.stage_gradients(gradients, is_first=micro_batch == 0)
+            present = chunk.stage_gradients(gradients, is_first=is_first)
         finally:
             gradients.clear()
             self._free(size_bytes, chunk.leaving_content)
             if self.ranks is not None:
                 self.ranks.scattered.discard((iteration, micro_batch, chunk.chunk.id))
-        if micro_batch == 0 and not chunk.widens:
+        if is_first and not chunk.widens:
             self._present[iteration, chunk.chunk.id] = present
         else:
             self._arrived[iteration, micro_batch, chunk.chunk.id] = present
@@ -335,3 +338,12 @@ def _labelled(name: str, work: Callable[[], None]) -> None:
     """Do the work under a name that PyTorch's profiler shows."""
     with torch.profiler.record_function(name):
         work()
+
+
+def _first_leaving(schedule: Schedule) -> dict[int, int]:
+    """By chunk, the first micro-batch in which gradients of it leave the device, those of rows aside."""
+    found: dict[int, int] = {}
+    for task in schedule.tasks:
+        if task.kind is TaskKind.GRADIENT_OFFLOAD and task.section is None and task.chunk is not None:
+            found.setdefault(task.chunk, task.micro_batch)
+    return found

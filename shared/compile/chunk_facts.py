@@ -402,6 +402,21 @@ class ChunkFacts:
         """(C,) whether anything of a chunk is projected."""
         return np.array([bool(chunk.subspaces) for chunk in self.layout.chunks], dtype=np.bool_)
 
+    @cached_property
+    def leaves_once(self) -> BoolArray:
+        """(C,) whether gradients of a chunk that the host steps leave behind the last micro-batch's backward alone.
+
+        Those that are projected on the device: they are added up there, since none are projected before the sum is.
+        """
+        is_added = self.step.projects_on_device and self.step.micro_batches > 1
+        once: BoolArray = self.has_subspaces & is_added
+        return once
+
+    @cached_property
+    def num_offloads(self) -> IntArray:
+        """(C,) how often gradients of a chunk that the host steps leave the device in an iteration."""
+        return np.where(self.leaves_once, 1, self.step.micro_batches)
+
     def _projections(self, of_chunk: Callable[[Chunk], ProjectionWork]) -> tuple[Work, IntArray]:
         """By chunk, and (C,) the most that it makes on the way."""
         found = [of_chunk(chunk) for chunk in self.layout.chunks]

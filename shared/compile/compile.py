@@ -12,7 +12,8 @@ the last backward that adds to it.  The policies are written in steps:
   next stay begins after that, whichever slot it gets.
 - The gradients of a chunk leave when its last backward step has ended, and have left before the step
   ``prefetch_depth + 1`` later begins: that bounds the gradients that wait on the device.
-- Gradients of later micro-batches are added on the host to those that have arrived before.
+- Gradients of later micro-batches are added on the host to those that have arrived before.  Those that are projected on
+  the device are added up there instead, and leave once (``projections.py``).
 - CPU Adam steps a chunk as soon as its last gradients have arrived; the chunk's next gather waits for that.  Where the
   norm of all gradients is limited, it waits for the norm, and that for all gradients.
 - Gradients of persistent chunks stay until device Adam, which ends the iteration.

@@ -135,11 +135,23 @@ class Family:
         return self.is_stepped_from_disk & are_final
 
     @cached_property
+    def leaves_once(self) -> BoolArray:
+        """(C,) whether a chunk's gradients are added up on the device, and leave behind the last backward alone."""
+        once: BoolArray = self.leaves & self.facts.leaves_once
+        return once
+
+    @property
+    def adds_on_device(self) -> BoolArray:
+        """(C,) whether backwards of later micro-batches add to a chunk's gradients where the first one left them."""
+        adds: BoolArray = self.is_persistent | self.leaves_once
+        return adds
+
+    @cached_property
     def has_new_gradients(self) -> BoolArray:
-        """(n + 2,) whether each section has new gradients in every micro-batch; persistent chunks' are added to."""
+        """(n + 2,) whether each section has new gradients in every micro-batch, beside those that it adds to."""
         chunks, sections, _ = self.facts.gradients
         has_new = np.zeros(self.workload.num_blocks + 2, dtype=np.bool_)
-        has_new[sections[~self.is_persistent[chunks]]] = True
+        has_new[sections[~self.adds_on_device[chunks]]] = True
         has_new[0] |= self.facts.of_rows("gradient_bytes").any()
         return has_new
 

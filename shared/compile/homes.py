@@ -93,7 +93,7 @@ def add_homes(family: Family, draft: Draft) -> Homes:
     staging = add(Content.GRADIENTS, 2, facts.part("staging_bytes"), (Memory.PINNED_HOST, stays))
     arrivals = np.full(len(leaving), NOT_THERE)
     if family.step.has_arrivals:
-        sent = leaving & (facts.left_by != NOT_THERE)
+        sent = leaving & (facts.left_by != NOT_THERE) & ~family.leaves_once
         arrivals = add(Content.ARRIVING_GRADIENTS, 3, facts.part("arrival_bytes"), (Memory.PINNED_HOST, sent))
     paged = add(Content.PAGED_STATE, 4, paged_bytes, (Memory.HOST, paged_bytes > 0))
     places = add(Content.PARAMETERS, 5, facts.size_bytes, (Memory.DEVICE, family.is_host_stepped))

@@ -9,8 +9,10 @@ nothing gathers or reads them for the next step before that.
   device Adam, which ends the iteration in place of it.
 - Chunks that the host steps: gradients on the host, in the lane of CPU Adam, or, where the plan says so
   (``Plan.projects_gradients_on``), on the device behind the chunk's last backward, before they leave.  The stay of the
-  chunk then ends with the projection: the frozen factors are there, and nobody gathers them again.  Parameters are
-  projected on the host behind CPU Adam.
+  chunk then ends with the projection: the frozen factors are there, and nobody gathers them again.  Of several
+  micro-batches, these gradients are added up where backwards leave them, are reduced over ranks and projected behind
+  the last one, and leave once; nothing arrives on the host that would have to be added.  Parameters are projected on
+  the host behind CPU Adam.
 - Chunks on the disk: the same, in the places of the host that what is stepped passes through.
 
 Every rank has whole chunks and projects all of them by itself; of chunks that lie in parts on the devices of several
@@ -162,9 +164,8 @@ class ProjectedUpdates(Updates):
         kind, (work, _) = TaskKind.HOST_GRADIENT_PROJECTION, facts.host_gradient_projections
         (self.host_projections,) = self.behind_backward(kind, work, self.on_host, HOST_PROJECTIONS, _LAST)
         """(H,)"""
-        at = place[self.on_host]
-        draft.wait(self.host_projections, self.arrived[at])
-        self.arrived[at] = self.host_projections
+        # Norm and Adam follow in the same lane.
+        draft.wait(self.host_projections, self.arrived[place[self.on_host]])
 
         position = np.array([self.sections.positions.prologue_backward])
         self.gradients_out = self._exchange(TaskKind.GRADIENTS_TO_OWNERS, position, self.behind_chunks + TO_OWNERS)
@@ -247,7 +248,7 @@ class ProjectedUpdates(Updates):
             )
             self.host_renewals = draft.tasks(group)
         """(Q,)"""
-        draft.wait(self.host_renewals, self.stepped_by[chunks])
+        # They follow CPU Adam in the same lane.
         self.stepped_by[chunks] = self.host_renewals
         self.rows.follow(self.stepped_by)
         position = np.array([self.sections.positions.device_adam])
@@ -258,7 +259,7 @@ class ProjectedUpdates(Updates):
             TaskKind.PARAMETER_PROJECTION, facts.parameter_projections, position, 1
         )
         """(1,), or (0,) where nothing stays that is projected."""
-        draft.wait(self.parameter_projection, self.device_adam)
+        # It follows device Adam in the same lane.
         self.parameters_back = self._exchange(TaskKind.PARAMETERS_FROM_OWNERS, position, 2)
         self._around(self.parameter_projection, self.parameters_out, self.parameters_back)
         if len(self._owned):

@@ -58,22 +58,29 @@ class Updates:
     def behind_backward(
         self, kind: TaskKind, work: Work, chunks: IntArray, number: int, micro_batches: slice = slice(None)
     ) -> IntArray:
-        """(M', n) a task for each of ``chunks``, behind its last backward in each of these micro-batches."""
+        """(M', n) a task for each of ``chunks``, behind its last backward in each of these micro-batches.
+
+        Of chunks whose gradients leave once, behind that of the last micro-batch alone; ``NOT_THERE`` in others.
+        """
         steps = self._final_steps(chunks) if kind in _FINAL else self.last_steps(chunks)
         position = self.sections.end_position[steps[micro_batches]]
         micro_batch = self.sections.micro_batch[micro_batches]
+        is_last = micro_batch == self.family.step.micro_batches - 1
+        here = np.flatnonzero(is_last | ~self.family.leaves_once[chunks])
         shape = position.shape
         group = TaskGroup(
             kind,
-            position.ravel(),
+            position.ravel()[here],
             Part.LEAVES,
             work,
-            spread(chunks, shape),
-            within=spread(TASKS_PER_CHUNK * self.place_of[chunks] + number, shape),
-            chunk=spread(chunks, shape),
-            micro_batch=spread(micro_batch, shape),
+            spread(chunks, shape)[here],
+            within=spread(TASKS_PER_CHUNK * self.place_of[chunks] + number, shape)[here],
+            chunk=spread(chunks, shape)[here],
+            micro_batch=spread(micro_batch, shape)[here],
         )
-        return self.draft.tasks(group).reshape(shape)
+        found = np.full(shape, NOT_THERE)
+        found.ravel()[here] = self.draft.tasks(group)
+        return found
 
     def _behind_norms(self, kind: TaskKind, work: Work, number: int) -> IntArray:
         """(N,) a task behind the last backward of all, or behind that of each block whose norm is limited by itself."""
@@ -183,9 +190,9 @@ class Updates:
         draft.wait(self.offloads.ravel(), complete.ravel())
         self._leave_in_time(self.offloads, self.last_steps(sent))
         # Those to which gradients of rows are added wait for them.
-        is_alone = ~facts.is_looked_up[sent]
+        is_alone = ~facts.is_looked_up[sent] & ~self.family.leaves_once[sent]
         self.added: IntArray = sent[is_alone]
-        """(A,) chunks without gradients of rows."""
+        """(A,) chunks without gradients of rows whose gradients leave in every micro-batch."""
         kind = TaskKind.GRADIENT_ACCUMULATE
         self.sums = self.behind_backward(kind, facts.accumulate_work, self.added, _ACCUMULATES, slice(1, None))
         """(M - 1, A), or (M, A) where the first gradients are widened."""
@@ -198,7 +205,9 @@ class Updates:
         draft.wait(arriving[1:].ravel(), self.sums[:-1].ravel())
         self.rows.wait_for_sums(self.offloads, sent)
         arrived = np.full(len(self.place_of), NOT_THERE)
-        arrived[self.added] = self.sums[-1] if len(self.sums) else self.offloads[-1, is_alone]
+        arrived[sent] = self.offloads[-1]
+        if len(self.sums):
+            arrived[self.added] = self.sums[-1]
         arrived[self.rows.chunks] = self.rows.sums[-1]
         self.arrived = arrived[self.leaving]
         """(U,) the last task that brought gradients of a chunk to where they are added up."""
@@ -222,7 +231,7 @@ class Updates:
                 self.draft.wait(waiting, tasks.ravel(), is_previous=first > 0)
 
     def _project(self) -> None:
-        """Project gradients, of a method that does; ``arrived`` is then what ends that."""
+        """Project gradients, of a method that does."""
 
     # -- at the end of the step --------------------------------------------------------------------------------------
 
@@ -333,10 +342,12 @@ class Updates:
         taken_by = np.full((len(sections.micro_batch), len(facts.size_bytes)), self.device_adam[0])
         taken_by[:, self.parted] = self.parting
         taken_by[:, self.sent] = self.reducing if family.step.is_sharded else self.offloads
+        once = self.sent[family.leaves_once[self.sent]]
+        taken_by[:, once] = taken_by[-1, once]
         # Of gradients among others of their chunk: those of the last section first.
         places = np.lexsort((-completing, chunks)).argsort()
-        # Gradients of persistent chunks stay from the first micro-batch on.
-        is_made = ~family.is_persistent[chunks] | (sections.micro_batch == 0)
+        # What later backwards add to stays from the first micro-batch on.
+        is_made = ~family.adds_on_device[chunks] | (sections.micro_batch == 0)
         micro_batch, pairs = np.nonzero(is_made)
         group = BufferGroup(
             Content.GRADIENTS,
@@ -351,8 +362,10 @@ class Updates:
             freed_at=Operand.GRADIENTS.at(places[pairs]),
         )
         self.gradients: IntArray = np.full(is_made.shape, NOT_THERE)
-        """(M, E) the buffers of (chunk, section) pairs."""
+        """(M, E) the buffers of (chunk, section) pairs; of persistent chunks in the first micro-batch alone."""
         self.gradients[is_made] = self.draft.buffers(group)
+        is_added = family.leaves_once[chunks]
+        self.gradients[:, is_added] = self.gradients[0, is_added]
         self.gradient_places = places
         self.reduced = self._add_reduced()
         """(M, U) each rank's part of gradients that leave; none unless ranks share chunks."""
@@ -424,7 +437,7 @@ class Updates:
 
     def _wire_device(self, homes: Homes) -> None:
         """Gradients that backwards add to, and what adds them up over ranks."""
-        draft, added = self.draft, self.family.is_persistent[self.family.facts.gradients[0]]
+        draft, added = self.draft, self.family.adds_on_device[self.family.facts.gradients[0]]
         chunks, completing, _ = (of[added] for of in self.family.facts.gradients)
         adding = self.sections.backward_of(completing)[1:]
         for use in (draft.read, draft.update):
@@ -456,7 +469,9 @@ class Updates:
         draft, leaving = self.draft, self.leaving
         num_staged, is_home = self._num_staged, ~self.family.stages_gradients[self.sent]
         draft.update(self.offloads[:num_staged, is_home], homes.gradients[self.sent][is_home], 0)
-        draft.update(self.offloads[num_staged:], homes.arrivals[self.sent], 0)
+        once = self.family.leaves_once[self.sent]
+        draft.update(self.offloads[num_staged:, ~once], homes.arrivals[self.sent[~once]], 0)
+        draft.update(self.offloads[-1:, once], homes.gradients[self.sent[once]], 0)
         draft.read(self.sums, homes.arrivals[self.added], 0)
         draft.read(self.sums[1 - num_staged :], homes.gradients[self.added], 1)
         draft.update(self.sums, homes.gradients[self.added], 0)

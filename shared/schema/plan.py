@@ -168,10 +168,21 @@ def why_not_osft(plan: Plan) -> str | None:
         if place is not ProjectionPlace.HOST:
             return f"projects_gradients_on: {place} with method {plan.method}, which projects nothing. Leave it out"
         return None
-    if place is ProjectionPlace.DEVICE and plan.micro_batches > 1:
+    if place is ProjectionPlace.DEVICE:
+        return why_not_held(plan.host_gradients, plan.micro_batches)
+    return None
+
+
+def why_not_held(host_gradients: HostGradients, micro_batches: int) -> str | None:
+    """Why the device cannot add up the gradients that it projects before they leave; None if it can.
+
+    Gradients of several micro-batches are added up where backwards leave them, in their own element type.
+    """
+    if micro_batches > 1 and host_gradients is not HostGradients.PARAMETERS:
         return (
-            f"projects_gradients_on: {place} with micro_batches {plan.micro_batches}; gradients of several "
-            f"micro-batches are complete on the host alone. Name host"
+            f"projects_gradients_on: {ProjectionPlace.DEVICE} with micro_batches {micro_batches} and host_gradients: "
+            f"{host_gradients}; what is projected on the device is added up there, in the parameters' own type. Name "
+            f"host, or leave host_gradients out"
         )
     return None
 
@@ -234,8 +245,8 @@ class Plan(Document):
     host_gradients: HostGradients = HostGradients.PARAMETERS
     """In which element type the host adds up gradients; those that stay on the device are of the parameters' type."""
     projects_gradients_on: ProjectionPlace = ProjectionPlace.HOST
-    """Where gradients of chunks that the host steps are projected, in orthogonal subspace fine-tuning.  A file has the
-    field where it is not ``host``."""
+    """Where gradients of chunks that the host steps are projected, in orthogonal subspace fine-tuning.  Those of several
+    micro-batches are added up there too.  A file has the field where it is not ``host``."""
     parallel: ParallelMode = ParallelMode.SINGLE
     """What the ranks do together."""
     num_ranks: PositiveInt = 1

@@ -11,7 +11,7 @@ from typing import Final, NoReturn
 from ..basics.errors import ScheduleError
 from ..layout.layout import Chunk, Layout
 from ..order.happens_before import HappensBefore, Occurrence, OrderError
-from ..schema.plan import ActivationMode, Plan, TrainingMethod
+from ..schema.plan import ActivationMode, Plan, ProjectionPlace, TrainingMethod
 from ..schema.schedule import (
     Allocation,
     AllocationId,
@@ -325,6 +325,22 @@ class Claim:
         """The chunks that CPU Adam steps."""
         others = self.persistent | self.sharded
         return [chunk.id for chunk in self.layout.chunks if chunk.is_trainable and chunk.id not in others]
+
+    @cached_property
+    def leave_once(self) -> frozenset[ChunkId]:
+        """The chunks whose gradients leave the device when all micro-batches are added up there: to be projected."""
+        if self.plan.micro_batches == 1 or self.plan.projects_gradients_on is ProjectionPlace.HOST:
+            return frozenset()
+        return frozenset(chunk for chunk in self.updated if self.layout.chunks[chunk].subspaces)
+
+    @cached_property
+    def added_on_device(self) -> frozenset[ChunkId]:
+        """The chunks whose gradients stay on the device from one micro-batch to the next, whole."""
+        return self.persistent | self.leave_once
+
+    def leaving_in(self, chunk: ChunkId) -> Sequence[int]:
+        """The micro-batches in which gradients of a chunk that the host steps leave the device."""
+        return range(self.plan.micro_batches - 1 if chunk in self.leave_once else 0, self.plan.micro_batches)
 
     @cached_property
     def scattered(self) -> list[ChunkId]:

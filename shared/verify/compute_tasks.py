@@ -145,13 +145,13 @@ def _describe(name: Name) -> str:
 def gradients_of(claim: Claim, section: Section, micro_batch: int) -> tuple[dict[Name, int], int]:
     """Gradients that a section's backward makes anew, with their bytes, and the bytes of all that it completes.
 
-    Later micro-batches add to the gradients of persistent chunks where these lie.
+    Later micro-batches add to those that stay on the device where these lie.
     """
     sizes = claim.completed[section]
     made: dict[Name, int] = {
         (Content.GRADIENTS, chunk, section, micro_batch): size
         for chunk, size in sizes.items()
-        if not (micro_batch and chunk in claim.persistent)
+        if not (micro_batch and chunk in claim.added_on_device)
     }
     of_rows = gradients_of_rows(claim, section)
     made |= {(Content.GRADIENTS, chunk, section, micro_batch): size for chunk, size in of_rows.items()}

@@ -126,7 +126,8 @@ def _against(claim: Claim, chunk: ChunkId) -> tuple[Allocation, list[Allocation]
 
 def _check_on_device(claim: Claim, task: Task, chunks: list[Chunk]) -> None:
     """It changes all gradients of ``chunks`` where they lie, and reads their parameters, which may go with it."""
-    micro_batch = task.micro_batch if task.chunk is not None else 0
+    is_added = task.chunk is None or task.chunk in claim.leave_once
+    micro_batch = 0 if is_added else task.micro_batch
     gradients = [b for chunk in chunks for b in claim.gradients.get((chunk.id, micro_batch), [])]
     frozen = [b for b in map(claim.buffer, task.reads) if _holds_parameters(b)]
     if task.chunk is None:

@@ -73,6 +73,7 @@ def _homes_of(claim: Claim, chunk: Chunk) -> list[_Home]:
         elif part is not None and not (claim.gradients_pass and chunk.id in claim.stepped_from_disk):
             homes.append((Content.GRADIENTS, Memory.PINNED_HOST, chunk.id, None, None, part.staging_bytes))
             arrives = chunk.id not in claim.looked_up or any(chunk.id in made for made in claim.completed.values())
+            arrives = arrives and chunk.id not in claim.leave_once
             if arrives and (claim.plan.micro_batches > 1 or claim.plan.widens_on_host):
                 homes.append((Content.ARRIVING_GRADIENTS, Memory.PINNED_HOST, chunk.id, None, None, part.arrival_bytes))
     return homes

@@ -256,5 +256,5 @@ class _Walk:
         """Gradients of the first micro-batch that a later one's backward adds to, where they stay on the device."""
         if not self.micro_batch:
             return set()
-        kept = self.claim.completed[section].keys() & self.claim.persistent
+        kept = self.claim.completed[section].keys() & self.claim.added_on_device
         return {(Content.GRADIENTS, chunk, section, 0) for chunk in kept}

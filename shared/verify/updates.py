@@ -6,7 +6,7 @@ chunk, once per step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from math import prod
 
 from ..layout.adam_memory import WIDENED_SCALARS
@@ -35,12 +35,15 @@ _NEIGHBOURS = 2
 
 
 def check_gradient_offloads(claim: Claim) -> None:
-    """The gradients of every chunk that CPU Adam steps leave the device once per micro-batch, all of them."""
-    every = range(claim.plan.micro_batches)
-    tasks = claim.tasks_of(TaskKind.GRADIENT_OFFLOAD)
+    """The gradients of every chunk that CPU Adam steps leave the device once per micro-batch, all of them.
+
+    Those that are added up on the device leave once, in the last one.
+    """
+    kind, tasks = TaskKind.GRADIENT_OFFLOAD, claim.tasks_of(TaskKind.GRADIENT_OFFLOAD)
     on_device = {chunk for completed in claim.completed.values() for chunk in completed}
     whole = [chunk for chunk in claim.updated if chunk in on_device or chunk not in claim.looked_up]
-    _check_served(claim, TaskKind.GRADIENT_OFFLOAD, [t for t in tasks if not _is_of_rows(t)], whole, every)
+    served = ((chunk, micro_batch) for chunk in whole for micro_batch in claim.leaving_in(chunk))
+    _compare_served(kind, [t for t in tasks if not _is_of_rows(t)], served)
     _check_rows_served(claim, TaskKind.GRADIENT_OFFLOAD, [t for t in tasks if _is_of_rows(t)])
     for task in tasks:
         (_check_row_offload if _is_of_rows(task) else _check_offload)(claim, task)
@@ -55,7 +58,7 @@ def check_accumulations(claim: Claim) -> None:
     first = 0 if claim.plan.widens_on_host else 1
     kind, later = TaskKind.GRADIENT_ACCUMULATE, range(first, claim.plan.micro_batches)
     tasks = claim.tasks_of(kind)
-    alone = [chunk for chunk in claim.updated if chunk not in claim.looked_up]
+    alone = [chunk for chunk in claim.updated if chunk not in claim.looked_up and chunk not in claim.leave_once]
     _check_served(claim, kind, [t for t in tasks if not _is_of_rows(t)], alone, later)
     _check_rows_served(claim, kind, [t for t in tasks if _is_of_rows(t)])
     for task in tasks:
@@ -84,8 +87,13 @@ def _check_served(
     claim: Claim, kind: TaskKind, tasks: Sequence[Task], chunks: Sequence[ChunkId], micro_batches: Sequence[int]
 ) -> None:
     """Each of ``chunks`` has one of ``tasks``, of ``kind``, per micro-batch, and nobody else has any."""
+    _compare_served(kind, tasks, ((chunk, micro_batch) for chunk in chunks for micro_batch in micro_batches))
+
+
+def _compare_served(kind: TaskKind, tasks: Sequence[Task], served: Iterable[tuple[ChunkId, int]]) -> None:
+    """``tasks``, of ``kind``, are one for each of these chunks and micro-batches."""
     found = sorted((str(task.chunk), task.micro_batch) for task in tasks)
-    expected = sorted((str(chunk), micro_batch) for chunk in chunks for micro_batch in micro_batches)
+    expected = sorted((str(chunk), micro_batch) for chunk, micro_batch in served)
     if found != expected:
         reject(f"tasks of kind {kind} serve (chunk, micro-batch) {found}, not {expected}")
 
@@ -93,15 +101,15 @@ def _check_served(
 def _check_offload(claim: Claim, task: Task) -> None:
     """All gradients of the chunk to its staging buffer, or beside it where they are added or widened; then they go.
 
-    Sharded, what leaves is the shard that was left of them.
+    Sharded, what leaves is the shard that was left of them.  Those of all micro-batches together go to the former.
     """
     chunk = chunk_of(claim, task)
-    gradients = claim.gradients.get((chunk.id, task.micro_batch), [])
+    gradients = claim.gradients.get((chunk.id, _made_in(claim, task)), [])
     if chunk.id in claim.looked_up:
         gradients = [b for b in gradients if b.section is not OuterSection.PROLOGUE]
     if claim.plan.parallel is ParallelMode.SHARDED:
         gradients = _left_of(claim, task, chunk.id)
-    is_beside = task.micro_batch > 0 or claim.plan.widens_on_host
+    is_beside = _made_in(claim, task) > 0 or claim.plan.widens_on_host
     content = Content.ARRIVING_GRADIENTS if is_beside else Content.GRADIENTS
     compare_buffers(task, task.reads, gradients, "reads")
     compare_buffers(task, task.frees, gradients, "frees")
@@ -109,6 +117,11 @@ def _check_offload(claim: Claim, task: Task) -> None:
     compare_buffers(task, task.writes, [arrives], "writes")
     compare_buffers(task, task.allocates, [] if arrives.is_static else [arrives], "allocates")
     check_amounts(task, moved_bytes=claim.held[chunk.id].gradient_bytes)
+
+
+def _made_in(claim: Claim, task: Task) -> int:
+    """The micro-batch whose backwards have made the buffers of the gradients that ``task`` takes or changes."""
+    return 0 if task.chunk in claim.added_on_device else task.micro_batch
 
 
 # -- gradients of rows -----------------------------------------------------------------------------------------------
@@ -283,7 +296,7 @@ def _check_stepped(claim: Claim, task: Task, stepped: list[Stepped], *, is_wide:
 
 
 def reductions(claim: Claim) -> Iterator[Meeting]:
-    """Gradients that leave are added up in every micro-batch, those that stay in the last, parts of the norm once.
+    """Gradients are added up in every micro-batch in which they leave, those that stay in the last, norms' parts once.
 
     Where several groups of ranks have parts of their own, what is left of gradients that leave is added up over the
     groups in every micro-batch too, and parts that stay in the last.
@@ -297,7 +310,7 @@ def reductions(claim: Claim) -> Iterator[Meeting]:
     is_sharded = plan.parallel is ParallelMode.SHARDED
     leaving = TaskKind.REDUCE_SCATTER if is_sharded else TaskKind.ALL_REDUCE
     for chunk_id in claim.updated + (claim.scattered if is_sharded else []):
-        yield from ((leaving, chunk_id, None, micro_batch) for micro_batch in range(plan.micro_batches))
+        yield from ((leaving, chunk_id, None, micro_batch) for micro_batch in claim.leaving_in(chunk_id))
     if is_sharded and groups_of(plan) > 1:
         for chunk_id in claim.updated:
             yield from ((TaskKind.ALL_REDUCE, chunk_id, None, micro_batch) for micro_batch in range(last + 1))
@@ -356,8 +369,7 @@ def _check_all_reduce(claim: Claim, task: Task) -> None:
         if claim.plan.parallel is ParallelMode.SHARDED and chunk.id not in claim.persistent:
             gradients, size_bytes = _left_of(claim, task, chunk.id), claim.held[chunk.id].gradient_bytes
         else:
-            micro_batch = 0 if chunk.id in claim.persistent else task.micro_batch
-            gradients = claim.gradients.get((chunk.id, micro_batch), [])
+            gradients = claim.gradients.get((chunk.id, _made_in(claim, task)), [])
             size_bytes = chunk.gradient_bytes
     else:
         gradients, size_bytes = [], _NORM_BYTES

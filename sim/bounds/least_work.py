@@ -45,8 +45,8 @@ class LeastWork:
             """(C,) the same, of chunks that something steps."""
             return np.where(facts.is_trainable, alone_s(kind, work), 0.0)
 
-        # What the host steps comes once at least; gradients leave in every micro-batch.
-        sums_s = (micro_batches - 1) * stepped_s(TaskKind.GRADIENT_ACCUMULATE, facts.accumulate_work)
+        # What the host steps comes once at least; gradients leave in every micro-batch, or when they are added up.
+        sums_s = (facts.num_offloads - 1) * stepped_s(TaskKind.GRADIENT_ACCUMULATE, facts.accumulate_work)
         if step.widens:
             sums_s += stepped_s(TaskKind.GRADIENT_ACCUMULATE, facts.widen_work)
         cpu_s = stepped_s(TaskKind.CPU_ADAM, facts.cpu_adam_work) + sums_s
@@ -54,7 +54,7 @@ class LeastWork:
         self._once_s = self._once_s + sum_of(projected_s, *STEPPED_BY_HOST)
         lanes = [
             sum_of(alone_s(TaskKind.GATHER, facts.gather_work), *STEPPED_BY_HOST),
-            micro_batches * sum_of(stepped_s(TaskKind.GRADIENT_OFFLOAD, facts.offload_work), *STEPPED_BY_HOST),
+            sum_of(facts.num_offloads * stepped_s(TaskKind.GRADIENT_OFFLOAD, facts.offload_work), *STEPPED_BY_HOST),
             sum_of(cpu_s, *STEPPED_BY_HOST) + table.norm_s,
         ]
         if step.num_ranks * compute.workload.num_stages > 1:
@@ -122,13 +122,13 @@ def _together_s(table: ChunkTable, compute: ComputeTable) -> FloatArray:
     if step.is_sharded:
         leaving_s = stepped_s(TaskKind.REDUCE_SCATTER, facts.scatter_work)
         brought_s = alone_s(TaskKind.ALL_GATHER, facts.all_gather_work)
-    leaving = (ChunkResidency.SHARDED, *STEPPED_BY_HOST)
     replicated_s = np.zeros_like(summed_s)
     if step.shard_ranks is not None:
         replicated_s = stepped_s(TaskKind.ALL_REDUCE, facts.replica_work)
-    # Over shard groups, what leaves is added up in every micro-batch, and what stays once.
+    # What leaves is added up as often as it does, parts of it over shard groups too; what stays, once.
     return (
-        sum_of(step.micro_batches * leaving_s, *leaving)
+        sum_of(step.micro_batches * leaving_s, ChunkResidency.SHARDED)
+        + sum_of(facts.num_offloads * leaving_s, *STEPPED_BY_HOST)
         + sum_of(step.micro_batches * replicated_s, *STEPPED_BY_HOST)
         + sum_of(replicated_s, ChunkResidency.SHARDED)
         + sum_of(brought_s, *GATHERED)

@@ -1,8 +1,9 @@
 """Lower bounds of the guaranteed device peak, without compiling anything.
 
 While a section runs, the chunks whose stay it is part of are there, and so are the gradients of persistent chunks that
-earlier backwards have completed.  Stays are those of one micro-batch: of several, each keeps at least as much, since
-what the next one needs goes before what this one needs.
+earlier backwards have completed, and of those whose gradients are added up on the device before they leave.  Stays are
+those of one micro-batch: of several, each keeps at least as much, since what the next one needs goes before what this
+one needs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ...shared.layout.residencies import GATHERED, ChunkResidency
+from ...shared.layout.residencies import GATHERED, STEPPED_BY_HOST, ChunkResidency
 from ..space.chunk_table import ChunkTable
 from ..space.compute_table import ComputeTable
 from ..space.space import IntArray
@@ -58,11 +59,17 @@ class MemoryBounds:
         """
         table = self._table
         persistent = table.is_any_of(prefix, ChunkResidency.PERSISTENT)
+        once = table.is_any_of(prefix, *STEPPED_BY_HOST) & table.facts.leaves_once
         chunks, _, gradient_bytes = table.facts.gradients
-        staying = np.where(persistent[chunks], gradient_bytes, 0)
-        # In later micro-batches all gradients are there from the first position on.
-        gradients = (self._is_made @ staying, staying.sum())
-        level = np.stack([during[modes] + gradients[kind > 0] for kind, during in enumerate(self._during)]).max(axis=0)
+        staying, leaving = (np.where(of[chunks], gradient_bytes, 0) for of in (persistent, once))
+        # In later micro-batches all gradients are there from the first position on; in the last one, those that leave
+        # once, until the backward that completes them has ended.
+        first = self._is_made @ (staying + leaving)
+        last = staying.sum() + ~self._is_made @ leaving
+        middle = np.full_like(last, (staying + leaving).sum())
+        in_middle = set(self._levels.kind[1:-1].tolist())
+        of_kinds = (first if not kind else middle if kind in in_middle else last for kind in range(len(self._during)))
+        level = np.max([during[modes] + of for during, of in zip(self._during, of_kinds, strict=True)], axis=0)
         # Chunks come and go between steps alone.
         at_step = np.maximum.reduceat(level, self._step_begin, axis=1)
         held = self._held.least_bytes(table.is_any_of(prefix, *GATHERED), n_buffer)

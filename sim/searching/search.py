@@ -177,7 +177,7 @@ def _branches(request: SearchRequest) -> tuple[dict[Where, BranchAndBound], dict
             # Plans that keep every chunk count once, whatever the groups.
             is_first = (mode, group) == next(one for one in groupings if one[0] is mode)
             is_offloading = _is_offloading(mode, modes) if is_first else True
-            for place in _places(workload, micro_batches, mode):
+            for place in _places(workload, mode):
                 try:
                     step = request.step.spec(mode, micro_batches, group, place)
                     problem = search_problem(request, workload, step, is_offloading=is_offloading)
@@ -196,10 +196,10 @@ def _branches(request: SearchRequest) -> tuple[dict[Where, BranchAndBound], dict
     return branches, refusals
 
 
-def _places(workload: Workload, micro_batches: int, mode: ParallelMode) -> tuple[ProjectionPlace, ...]:
-    """Where gradients that leave may be projected: on the device if one micro-batch alone leaves any."""
+def _places(workload: Workload, mode: ParallelMode) -> tuple[ProjectionPlace, ...]:
+    """Where gradients that leave may be projected."""
     none_leave = mode in (ParallelMode.DDP, ParallelMode.SHARDED)
-    if workload.method is not TrainingMethod.OSFT or micro_batches > 1 or none_leave:
+    if workload.method is not TrainingMethod.OSFT or none_leave:
         return (ProjectionPlace.HOST,)
     return tuple(ProjectionPlace)
 

@@ -107,8 +107,9 @@ class ChunkTable:
     def _pinned_bytes(self) -> IntArray:
         """(P,) pinned host memory."""
         facts, part = self.facts, self.facts.part
-        # Of what nobody leaves but lookups of rows, none arrives whole.
-        arrival_bytes = np.where(facts.left_by == NOT_THERE, 0, part("arrival_bytes")) if self.step.has_arrivals else 0
+        # Of what nobody leaves but lookups of rows, none arrives whole; what leaves once arrives where it stays.
+        arrives = (facts.left_by != NOT_THERE) & ~facts.leaves_once & self.step.has_arrivals
+        arrival_bytes = np.where(arrives, part("arrival_bytes"), 0)
         rows_bytes = facts.of_rows("forward_bytes") + facts.of_rows("gradient_bytes")
         buffer_bytes = self._trained(part("staging_bytes") + arrival_bytes) + rows_bytes
         return self.places.sum_of(part("parameter_bytes") + buffer_bytes, *STEPPED_BY_HOST)

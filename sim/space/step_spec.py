@@ -13,6 +13,7 @@ from ...shared.schema.plan import (
     MOST_RANKS,
     ParallelMode,
     ProjectionPlace,
+    why_not_held,
     why_not_parallel,
     why_not_shard_ranks,
     widens_on_host,
@@ -89,6 +90,9 @@ class StepSpec:
         if (reason := why_not_shard_ranks(self.shard_ranks, self.num_ranks, self.parallel)) is not None:
             raise PlanError(f"{reason}.")
 
+        is_on_device = self.projects_gradients_on is ProjectionPlace.DEVICE
+        if is_on_device and (reason := why_not_held(self.host_gradients, self.micro_batches)) is not None:
+            raise PlanError(f"{reason}.")
         if self.shard_ranks == self.num_ranks:
             object.__setattr__(self, "shard_ranks", None)
 

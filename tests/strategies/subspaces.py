@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from protwin.shared.layout.layout import Layout, layout_of, why_not_on_device
-from protwin.shared.schema.plan import ParallelMode, Plan, ProjectionPlace, TrainingMethod
+from protwin.shared.schema.plan import ParallelMode, Plan, ProjectionPlace, TrainingMethod, why_not_held
 from protwin.shared.schema.workload import Parameter, Subspace, SubspaceAxis, Workload
 from tests.strategies.plans import (
     PlannedWorkload,
@@ -117,7 +117,8 @@ def plans_of_subspaces(draw: DrawFn, workload: Workload, **chosen: SearchStrateg
         "n_disk": draw(st.integers(0, n_disk_state)),
         "n_staging": draw(st.integers(1, 3)) if n_disk_state else 0,
     }
-    if drawn.micro_batches == 1 and why_not_on_device(layout) is None:
+    is_held = why_not_held(drawn.host_gradients, drawn.micro_batches) is None
+    if is_held and why_not_on_device(layout) is None:
         knobs["projects_gradients_on"] = draw(st.sampled_from(ProjectionPlace))
     plan = drawn.model_copy(update=knobs)
     return Plan(**plan.model_dump()), layout

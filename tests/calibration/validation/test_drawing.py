@@ -55,11 +55,12 @@ def test_every_plan_of_projections_can_be_carried_out(workload: Workload, seed: 
 def test_every_kind_of_projection_comes() -> None:
     workload = factorised()
     kinds = {kind for kind in TaskKind if "projection" in kind}
-    drawn = draw_plans(workload, Draw(has_disk=True), number=30)
+    drawn = draw_plans(workload, Draw(has_disk=True), number=60)
     for plans in (drawn, bootstrap_plans(workload)):
         assert kinds <= {task.kind for plan in plans for task in compile_schedule(plan, workload).tasks}
         assert {plan.projects_gradients_on for plan in plans} == set(ProjectionPlace)
     assert any(plan.n_disk and plan.projects_gradients_on is ProjectionPlace.HOST for plan in drawn)
+    assert any(plan.micro_batches > 1 and plan.projects_gradients_on is ProjectionPlace.DEVICE for plan in drawn)
 
 
 def test_every_kind_of_plan_comes() -> None:

@@ -20,7 +20,7 @@ from protwin.runtime.ranks.world import _make_default
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import layout_of
 from protwin.shared.layout.residencies import ChunkResidency, residencies
-from protwin.shared.schema.plan import ParallelMode, Plan
+from protwin.shared.schema.plan import ParallelMode, Plan, ProjectionPlace
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from tests.runtime.families import family_cases
@@ -285,14 +285,15 @@ def share_buffers(model: nn.Module) -> None:
 
 
 def leaving_names(case: Case, plan: Plan) -> frozenset[str]:
-    """The parameters whose gradients leave the device."""
+    """The parameters whose gradients leave the device in every micro-batch."""
     workload = case.workload
     layout = layout_of(workload, plan.chunk_bytes)
     found = residencies(plan, layout)
+    stay = plan.projects_gradients_on is ProjectionPlace.DEVICE
     return frozenset(
         workload.parameters[placed.index].name
         for chunk in layout.chunks
-        if found[chunk.id] is not ChunkResidency.PERSISTENT
+        if found[chunk.id] is not ChunkResidency.PERSISTENT and not (stay and chunk.subspaces)
         for placed in chunk.parameters
     )
 

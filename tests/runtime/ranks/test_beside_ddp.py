@@ -80,8 +80,6 @@ def test_two_ranks_project_the_means_of_their_gradients(
     workload = all_cases(NUM_BATCHES)["gated, factorised"].workload
     for seed in (0, 3, 7):
         plan = plan_for(workload, parallel, seed)
-        if place is ProjectionPlace.DEVICE and plan.micro_batches > 1:
-            continue
         plan = plan.model_copy(update={"projects_gradients_on": place})
         for found in two_ranks.run(train, "gated, factorised", plan, NUM_BATCHES):
             assert found.losses == found.expected_losses, plan

@@ -14,6 +14,7 @@ from torch import nn
 from protwin.runtime import CpuDevice, carry_out, project_gradients
 from protwin.runtime.chunks.chunk_store import ChunkOnDisk
 from protwin.runtime.chunks.projections import Projections
+from protwin.shared.basics.errors import ScheduleError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import layout_of
 from protwin.shared.schema.plan import Plan, ProjectionPlace, TrainingMethod
@@ -109,6 +110,36 @@ def test_what_lies_on_the_disk_is_projected_in_its_places(limit: float | None) -
     if limit:
         with mock.patch.object(ChunkOnDisk, "read_to_project"):
             assert trained(case, plan).different
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"), [(QUICK[0], 0.05), pytest.param("llama in bfloat16", None, marks=pytest.mark.slow)]
+)
+def test_sums_of_micro_batches_are_projected_on_the_device_and_leave_once(name: str, limit: float | None) -> None:
+    """Gradients pass the link once per step, not thrice, to the same bits; left out, the projection is missed."""
+    case = orthogonal_cases()[name]
+    plan = halves(case.workload, ProjectionPlace.DEVICE, micro_batches=3, max_gradient_norm=limit)
+    check(case, plan)
+    on_host = trained(case, plan.model_copy(update={"projects_gradients_on": ProjectionPlace.HOST}), CpuDevice())
+    once = trained(case, plan, CpuDevice())
+    assert 0 < once.to_host_bytes < on_host.to_host_bytes
+    assert once.num_cpu_adam_steps == on_host.num_cpu_adam_steps
+    with mock.patch.object(Projections, "project_leaving_gradients"):
+        assert trained(case, plan, CpuDevice()).different
+
+
+def test_sums_between_micro_batches_are_watched() -> None:
+    """They stay on their parameters until the last backward: clearing them is noticed."""
+    case = orthogonal_cases()[QUICK[0]]
+    plan = halves(case.workload, ProjectionPlace.DEVICE, micro_batches=2, n_persist=0, n_buffer=99)
+    model = case.build()
+    with carry_out(model, plan, case.workload, optimizer=case.make_optimizer, device=CpuDevice()):
+        case.loss(model, case.batches[0]).backward()
+        held = [parameter for parameter in model.parameters() if parameter.grad is not None]
+        assert held
+        held[-1].grad = None
+        with pytest.raises(ScheduleError, match="gradient"):
+            case.loss(model, case.batches[1])
 
 
 STEPS_OF = {

@@ -16,8 +16,9 @@ from protwin.shared.basics.errors import PlanError, ScheduleError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import layout_of
 from protwin.shared.methods.full_training import FULL_TRAINING
+from protwin.shared.schema.optimizer import HostGradients
 from protwin.shared.schema.plan import ParallelMode, Plan, ProjectionPlace, TrainingMethod
-from protwin.shared.schema.schedule import OF_OWNERS, AllocationId, Lane, Schedule, Task, TaskKind
+from protwin.shared.schema.schedule import OF_OWNERS, AllocationId, Content, Lane, Schedule, Task, TaskKind
 from protwin.shared.schema.workload import DType, Parameter, Subspace, SubspaceAxis, Workload
 from protwin.shared.verify.verify import verify_schedule
 from tests.proof_size import examples, share
@@ -106,12 +107,12 @@ def first(schedule: Schedule, kind: TaskKind) -> Task:
     return next(task for task in schedule.tasks if task.kind is kind)
 
 
-@pytest.mark.parametrize("place", ProjectionPlace)
+@pytest.mark.parametrize(("place", "micro_batches"), [(HOST, 1), (DEVICE, 1), (DEVICE, 2)])
 @pytest.mark.parametrize("family", faults.DATA_FAULTS, ids=lambda family: family.__name__)
 def test_every_data_fault_of_the_example_is_rejected(
-    family: Callable[[Schedule], list[Fault]], place: ProjectionPlace
+    family: Callable[[Schedule], list[Fault]], place: ProjectionPlace, micro_batches: int
 ) -> None:
-    case = example(place, max_gradient_norm=1.0)
+    case = example(place, max_gradient_norm=1.0, micro_batches=micro_batches)
     schedule = compiled(case)
     verify_schedule(schedule, case.plan, case.workload, case.layout)
     found = share(family(schedule), one_in=7)
@@ -186,6 +187,54 @@ def test_gradients_are_projected_when_all_micro_batches_are_summed() -> None:
         for t in tasks
     ]
     rejected(case, faults.renumbered(schedule, tasks), "may run after|may start before")
+
+
+def test_sums_on_the_device_leave_once_and_nothing_is_added_on_the_host() -> None:
+    """Three micro-batches: one copy of projected gradients, from buffers that the first one's backwards have made."""
+    case = example(DEVICE, micro_batches=3)
+    schedule = compiled(case)
+    verify_schedule(schedule, case.plan, case.workload, case.layout)
+    leaving = [chunk for chunk in case.layout.chunks[1:] if chunk.is_trainable]
+    added = [chunk.id for chunk in leaving if chunk.subspaces]
+    others = [chunk.id for chunk in leaving if not chunk.subspaces]
+    assert added
+    assert others
+
+    def served(kind: TaskKind, found: Schedule = schedule) -> list[tuple[Any, ...]]:
+        return sorted((t.chunk, t.micro_batch) for t in found.tasks if t.kind is kind)
+
+    sent = [*((chunk, 2) for chunk in added), *((chunk, micro_batch) for chunk in others for micro_batch in range(3))]
+    assert served(TaskKind.GRADIENT_OFFLOAD) == sorted(sent)
+    assert served(TaskKind.GRADIENT_ACCUMULATE) == [(chunk, micro_batch) for chunk in others for micro_batch in (1, 2)]
+    offloads = [t for t in schedule.tasks if t.kind is TaskKind.GRADIENT_OFFLOAD and t.chunk in added]
+    assert {schedule.buffers[b].micro_batch for t in offloads for b in t.frees} == {0}
+    arrivals = [b.chunk for b in schedule.buffers if b.content is Content.ARRIVING_GRADIENTS]
+    assert arrivals == others
+    on_host = compiled(example(HOST, micro_batches=3))
+    assert len(served(TaskKind.GRADIENT_OFFLOAD, on_host)) == 3 * len(leaving)
+
+
+@pytest.mark.parametrize("kind", [TaskKind.GRADIENT_PROJECTION, TaskKind.GRADIENT_OFFLOAD])
+def test_sums_are_neither_projected_nor_sent_before_the_last_micro_batch(kind: TaskKind) -> None:
+    """It stands behind the first micro-batch's backward, or says so and stands where it was."""
+    case = example(DEVICE, micro_batches=2)
+    schedule = compiled(case)
+    task = next(t for t in schedule.tasks if t.kind is kind and t.chunk == 2)
+    (made,) = {schedule.buffers[b].section for b in task.reads if schedule.buffers[b].content is Content.GRADIENTS}
+    backward, last = (t for t in schedule.tasks if t.kind is TaskKind.BACKWARD and t.section == made)
+    assert last.id in task.after or kind is TaskKind.GRADIENT_OFFLOAD
+    tasks = [t for t in schedule.tasks if t is not task]
+    tasks.insert(tasks.index(backward) + 1, replace(task, after=(backward.id,)))
+    rejected(case, faults.renumbered(schedule, tasks), "may (run after|start before)|race|touched|freed|free|while")
+    named = faults.with_task(schedule, task.id, micro_batch=0)
+    rejected(case, named, "is not of micro-batch 1|serve .chunk, micro-batch.")
+
+
+def test_float32_sums_are_on_the_host() -> None:
+    with pytest.raises(ValueError, match=r"added up there, in the parameters' own type\. Name host, or leave"):
+        example(DEVICE, micro_batches=2, host_gradients=HostGradients.FLOAT32)
+    example(DEVICE, host_gradients=HostGradients.FLOAT32)
+    example(HOST, micro_batches=2, host_gradients=HostGradients.FLOAT32)
 
 
 def test_a_projection_needs_the_chunk_on_the_device() -> None:

@@ -13,7 +13,9 @@ from protwin.shared.basics.errors import PlanError
 from protwin.shared.compile.compile import OSFT as POLICIES
 from protwin.shared.layout.layout import layout_of, why_not_on_device
 from protwin.shared.methods.osft import OSFT
-from protwin.shared.schema.plan import ParallelMode, ProjectionPlace, TrainingMethod
+from protwin.shared.schema.optimizer import HostGradients
+from protwin.shared.schema.plan import ParallelMode, ProjectionPlace, TrainingMethod, why_not_held
+from protwin.shared.schema.workload import DType
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.bounds.replay import REPLAY_FRAC
 from protwin.sim.costs.contention import ContentionModel
@@ -33,6 +35,8 @@ from tests.sim.ranked_cases import nodes
 from tests.sim.searching.test_rank_batches import pair
 from tests.strategies.plans import PlannedWorkload
 from tests.strategies.subspaces import projected_plans, projected_workloads
+
+PARAMETERS, FLOAT32 = HostGradients.PARAMETERS, HostGradients.FLOAT32
 
 
 @st.composite
@@ -79,7 +83,8 @@ def test_bounds_hold_and_peaks_and_replays_are_exact(found: Case) -> None:
 def test_the_search_tries_both_places_and_finds_what_brute_force_finds(found: brute_force.Case, share: float) -> None:
     outcomes = list(found.outcomes)
     layouts = [layout_of(found.workload, size) for size in found.space.chunk_bytes or ()]
-    if found.step.micro_batches == 1 and all(why_not_on_device(layout) is None for layout in layouts):
+    is_held = why_not_held(found.step.host_gradients, found.step.micro_batches) is None
+    if is_held and all(why_not_on_device(layout) is None for layout in layouts):
         step = replace(found.step, projects_gradients_on=ProjectionPlace.DEVICE)
         knobs = found.workload, found.hardware, found.calibration, found.space, step
         outcomes += brute_force.brute_force(*knobs, OSFT)
@@ -115,11 +120,26 @@ def test_gradients_are_projected_where_it_is_faster() -> None:
         assert result.plan.method is TrainingMethod.OSFT
 
 
-def test_several_micro_batches_are_projected_on_the_host() -> None:
-    box = machine(gather_s=0.05, offload_s=0.07, cpu_adam_s=0.03)
+@pytest.mark.parametrize(("sort", "place"), [(PARAMETERS, ProjectionPlace.DEVICE), (FLOAT32, ProjectionPlace.HOST)])
+def test_gradients_of_several_micro_batches_leave_once_where_that_is_faster(
+    sort: HostGradients, place: ProjectionPlace
+) -> None:
+    """The way to the host is what takes time: it is gone once instead of thrice, unless sums are to be in float32."""
+    box = machine(gather_s=0.05, offload_s=700.0, cpu_adam_s=0.03)
+    fast = {"peak_flop_per_s": dict.fromkeys(("float32", "bfloat16"), 1e15), "vector_flop_per_s": 1e15}
+    box = box.model_copy(
+        update={
+            "host": box.host.model_copy(update={"matrix_flop_per_s": 1e15}),
+            "device": box.device.model_copy(update=fast),
+        }
+    )
     space = SearchSpace(chunk_bytes=600, n_persist=0, n_host_stepped=0, n_buffer=4, prefetch_depth=1, n_checkpoint=0)
-    result = search(fastest_request(workload=factorised(), hardware=box, space=space, step=Step(micro_batches=2)))
-    assert result.plan.projects_gradients_on is ProjectionPlace.HOST
+    step = Step(micro_batches=3, host_gradients=sort)
+    result = search(fastest_request(workload=factorised(dtype=DType.BFLOAT16), hardware=box, space=space, step=step))
+    assert result.plan.projects_gradients_on is place
+    assert result.plan.host_gradients is sort
+    with pytest.raises(PlanError, match="added up there, in the parameters' own type"):
+        StepSpec(3, host_gradients=FLOAT32, projects_gradients_on=ProjectionPlace.DEVICE)
 
 
 def test_ranks_that_share_chunks_have_none_with_subspaces_on_hosts() -> None:
