@@ -38,8 +38,9 @@ def random_model(
 ) -> nn.Module:
     """The model with random weights.
 
-    ``num_processes``, each with such a model, share this machine; ``cache`` has factorised weights,
-    and the ranks of ``group``, which all call this, decompose some of them each.  Raises WorkloadError if the machine cannot hold them with their optimizers.
+    ``num_processes``, each with such a model, share this machine; ``cache`` has factorised weights, and the ranks of
+    ``group``, which all call this, decompose some of them each.  Raises WorkloadError if the machine cannot hold them
+    with their optimizers.
     """
     leave_a_core_for_lanes(num_processes)
     chosen = training_dtype(configuration, dtype)
