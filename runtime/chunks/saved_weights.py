@@ -22,6 +22,9 @@ from ...shared.basics.errors import FileError, PlanError
 from ..model.pretrained import SAVED_DTYPES, first_line, some, weight_files
 from ..model.strides import contiguous_strides, copy_strided, in_memory_order
 from ..osft.saved_factors import FactorReader, SavedFactor, saved_factors
+from ..osft.spread_reader import SpreadReader
+from ..ranks.placing import hand_out
+from ..ranks.world import World
 from .meta_parameters import check_exchangeable
 from .parameter_values import ParameterValues, Wanted
 
@@ -110,7 +113,7 @@ class SavedWeights:
             return
         factor = self.factors.get(held.name)
         if factor is not None:
-            whole = self.reader.read(factor, like.dtype, lambda: self._dense(factor))
+            whole = self.reader.read(factor, like.dtype, lambda: self.dense(factor))
             place.copy_(in_memory_order(copy_strided(whole, like))[stretch])
             return
         with _opened(held.file) as opened:
@@ -123,7 +126,7 @@ class SavedWeights:
             rows = opened.get_slice(held.name)[first:last].reshape(-1)
             place.copy_(rows[stretch.start - first * row : stretch.stop - first * row])
 
-    def _dense(self, factor: SavedFactor) -> torch.Tensor:
+    def dense(self, factor: SavedFactor) -> torch.Tensor:
         """The weight that ``factor`` is of.  Raises FileError."""
         held = self._in_files[self._name_of(factor.weight)]
         with _opened(held.file) as opened:
@@ -231,10 +234,19 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 class SavedValues:
     """Fills chunks from files; what these lack, as ``others`` do."""
 
-    def __init__(self, saved: SavedWeights, model: nn.Module, others: ParameterValues, rank: int = 0) -> None:
+    def __init__(
+        self, saved: SavedWeights, model: nn.Module, others: ParameterValues, world: World | None = None
+    ) -> None:
+        """``world``: the ranks that fill theirs together, each from the same files; None: there is one."""
         found = names_of(model.named_parameters(remove_duplicate=False))
         self._held = {id(parameter): saved.find(names)[:1] for parameter, names in found}
-        self._saved, self._others, self._rank = saved, others, rank
+        self._saved, self._others, self._world = saved, others, world
+        self._spread: SpreadReader | None = None
+        held = [(saved.factors[one.name], parameter.dtype) for parameter, _ in found for one in self._factor(parameter)]
+        if world is not None and held:
+            self._spread = SpreadReader(
+                saved.reader, held, saved.dense, self.made, rank=world.rank, num_ranks=world.num_ranks
+            )
 
     def made(self, make: Callable[[], _T]) -> _T:
         """On all ranks."""
@@ -242,13 +254,32 @@ class SavedValues:
 
     def fill(self, wanted: Sequence[Wanted]) -> None:
         """Read what the files have; then the others give the rest.  Raises FileError."""
-        self.made(lambda: self._read(wanted))
-        self._others.fill([one for one in wanted if not self._held[id(one.parameter)]])
+        together = [] if self._spread is None else [one for one in wanted if self._factor(one.parameter)]
+        alone = [one for one in wanted if one not in together]
+        self.made(lambda: self._read(alone))
+        for one in together:
+            self._read_together(one)
+        self._others.fill([one for one in alone if not self._held[id(one.parameter)]])
+
+    def _factor(self, parameter: torch.Tensor) -> list[SavedTensor]:
+        """Itself, if it is a factor of a weight in the files."""
+        return [one for one in self._held[id(parameter)] if one.name in self._saved.factors]
 
     def _read(self, wanted: Sequence[Wanted]) -> None:
+        rank = 0 if self._world is None else self._world.rank
         for one in wanted:
             for held in self._held[id(one.parameter)]:
-                self._saved.read(held, one.parameter, one.own(self._rank), one.place)
+                self._saved.read(held, one.parameter, one.own(rank), one.place)
+
+    def _read_together(self, one: Wanted) -> None:
+        """The rank that has decomposed its weight gives every rank what it wants of a factor."""
+        assert self._spread is not None
+        assert self._world is not None
+        (held,) = self._factor(one.parameter)
+        giver, whole = self._spread.read(self._saved.factors[held.name])
+        hand_out(
+            self._world, one, None if whole is None else in_memory_order(copy_strided(whole, one.parameter)), giver
+        )
 
 
 def _misfit(held: SavedTensor, tensor: torch.Tensor, name: str) -> str | None:

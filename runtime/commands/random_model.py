@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from ...shared.basics.errors import WorkloadError
 from ...shared.basics.units import format_bytes
@@ -33,11 +34,13 @@ def random_model(
     *,
     num_processes: int = 1,
     cache: FactorCache | None = None,
+    group: ProcessGroup | None = None,
 ) -> nn.Module:
     """The model with random weights.
 
-    ``num_processes``, each with such a model, share this machine; ``cache`` has factorised weights.  Raises
-    WorkloadError if the machine cannot hold them with their optimizers.
+    ``num_processes``, each with such a model, share this machine; ``cache`` has factorised weights, and the ranks of
+    ``group``, which all call this, decompose some of them each.  Raises WorkloadError if the machine cannot hold them
+    with their optimizers.
     """
     leave_a_core_for_lanes(num_processes)
     chosen = training_dtype(configuration, dtype)
@@ -46,7 +49,7 @@ def random_model(
     check_host_memory(twin, name, remedy, optimizer, num_processes=num_processes)
     torch.manual_seed(seed)
     model: nn.Module = build_model(configuration, name, chosen, device="cpu")
-    apply_options(model, options, cache=cache)
+    apply_options(model, options, cache=cache, group=group)
     return model
 
 

@@ -26,6 +26,9 @@ from ..ranks.launch import Launch, check_num_ranks, launch_of
 
 _PATIENCE_S: Final = 5.0
 """Seconds until a store that does not answer is given up."""
+FACTORISING_TIMEOUT_S: Final = 7200.0
+"""Seconds that a rank waits for another one's decompositions: they are shared evenly, but by whole weights, each of
+which may take a core half an hour.  A rank that ends is noticed at once all the same."""
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 

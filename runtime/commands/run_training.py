@@ -26,7 +26,7 @@ from ..training.carry_out import carry_out
 from ..training.training import Training
 from .learning_rates import LearningRates
 from .run_checkpoints import RunCheckpoints
-from .run_ranks import ALONE, RunRank
+from .run_ranks import ALONE, FACTORISING_TIMEOUT_S, RunRank
 from .run_record import check_record, missing_for_record
 from .run_weights import BuiltModel
 
@@ -122,6 +122,9 @@ class RunTraining:
     def _begun(self, built: BuiltModel, device: TrainingDevice) -> Training:
         disk = self.disk
         chosen: dict[str, Any] = {} if disk is None else {"disk_folder": disk.folder, "stated_disk": disk.stated}
+        if self.workload.subspaces and built.weights is not None:
+            # Ranks decompose weights while they fill their chunks.
+            chosen |= {"rank_timeout_s": FACTORISING_TIMEOUT_S}
         if self.replan is not None:
             replanner = self.replan.replanner(self.workload, device.limit_bytes)
             chosen |= {"replan_after": self.replan.after, "replan": replanner}

@@ -51,16 +51,17 @@ class FactorReader:
         if saved.weight not in self._latest:
             self._latest.clear()
             self._read.clear()
-            weight = dense().to(dtype)
-            self._latest[saved.weight] = self._factors(saved, weight.t() if saved.is_transposed else weight)
+            self._latest[saved.weight] = self.make(saved, dtype, dense)
         found = self._latest[saved.weight].named()[saved.factor]
         self._read.add(saved.factor)
         if len(self._read) == saved.siblings:
             self._latest.clear()
         return found
 
-    def _factors(self, saved: SavedFactor, weight: torch.Tensor) -> Factors:
-        """Of ``weight`` (n, m)."""
+    def make(self, saved: SavedFactor, dtype: torch.dtype, dense: Callable[[], torch.Tensor]) -> Factors:
+        """All factors of the weight that ``saved`` is of, as of ``read``."""
+        read = dense().to(dtype)
+        weight = read.t() if saved.is_transposed else read
 
         def decompose() -> Factors:
             self.num_made += 1

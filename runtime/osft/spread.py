@@ -8,13 +8,14 @@ does not divide evenly.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 import torch
 from torch import distributed
 
-from ...shared.basics.errors import WorkloadError
+from ...shared.basics.errors import RanksError, WorkloadError
 from ...shared.factors.sizes import factor_shapes
 from .factorisation import Factors
 
@@ -53,7 +54,7 @@ class SpreadFactors:
         Of each weight ``sizes`` are outputs and inputs, and ``frozen`` directions are kept; ``names`` are for messages.
         ``decompose`` and ``empty`` give factors of a weight by its place, the latter uninitialised.  ``on_progress`` is
         told how many of this rank's are done.  Raises WorkloadError, the same on all ranks, if ranks have other
-        weights, or if one cannot be factorised.
+        weights, or if one cannot be factorised, and RanksError if a rank does not come.
         """
         self._group = group
         self._empty = empty
@@ -104,14 +105,16 @@ class SpreadFactors:
     def _broadcast(self, factor: torch.Tensor, source: int) -> None:
         sent = factor.detach().to(self._device).contiguous()
         # As bytes: gloo does not send every element type.
-        distributed.broadcast(sent.view(-1).view(torch.uint8), source, group=self._group)
+        with _telling_of_ended_ranks():
+            distributed.broadcast(sent.view(-1).view(torch.uint8), source, group=self._group)
         if sent.data_ptr() != factor.data_ptr():
             factor.copy_(sent)
 
     def _together(self, numbers: torch.Tensor, operation: distributed.ReduceOp.RedOpType) -> None:
         """Reduce ``numbers`` (n,) over all ranks, in place."""
         sent = numbers.to(self._device)
-        distributed.all_reduce(sent, op=operation, group=self._group)
+        with _telling_of_ended_ranks():
+            distributed.all_reduce(sent, op=operation, group=self._group)
         numbers.copy_(sent)
 
     @property
@@ -119,6 +122,18 @@ class SpreadFactors:
         """Where the group's collectives read and write."""
         is_nccl = distributed.get_backend(self._group) == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+
+
+@contextmanager
+def _telling_of_ended_ranks() -> Iterator[None]:
+    """Turn what a collective says of a rank that does not come into RanksError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RanksError(
+            f"another rank ended, or did not come in time, while weights were factorised: {error}. Its own message "
+            f"says why."
+        ) from error
 
 
 def _checksum(facts: Sequence[tuple[object, ...]]) -> int:

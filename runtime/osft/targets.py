@@ -48,6 +48,13 @@ def find_targets(model: nn.Module, targets: Sequence[str] = ()) -> list[Target]:
     if not targets:
         inside = tuple(f"{block.name}." for block in find_blocks(model))
         chosen = [path for path, module in modules.items() if path.startswith(inside) and _is_default(path, module)]
+        beside = next((path for path in adapted if path.startswith(inside)), None)
+        if not chosen and beside is not None:
+            raise WorkloadError(
+                f"all linear maps in the blocks of {type(model).__name__} that could be factorised have low-rank "
+                f"matrices beside them (LoRA), such as {beside.removesuffix('.')}; a map is trained by one of the two. "
+                f"Name fewer maps for LoRA, or leave out LoRA or the factors."
+            )
         if not chosen:
             raise WorkloadError(
                 f"the blocks of {type(model).__name__} have no linear maps that could be factorised. Name targets."
@@ -57,6 +64,12 @@ def find_targets(model: nn.Module, targets: Sequence[str] = ()) -> list[Target]:
             target: [p for p, m in modules.items() if is_named(p, target) and _is_matrix(m)] for target in targets
         }
         for target, paths in matched.items():
+            beside = next((path[:-1] for path in adapted if is_named(path[:-1], target)), None)
+            if not paths and beside is not None:
+                raise WorkloadError(
+                    f"{beside}, which {target!r} names, has low-rank matrices beside it (LoRA); a map is trained by "
+                    f"one of the two. Name other maps for LoRA, or for the factors."
+                )
             if not paths:
                 raise _no_match(model, modules, target)
         chosen = [path for path in modules if any(path in paths for paths in matched.values())]

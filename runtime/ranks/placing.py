@@ -67,23 +67,31 @@ class Rank0Values:
 
     def fill(self, wanted: Sequence[Wanted]) -> None:
         """Send and receive, one parameter after the other.  Raises RanksError if a rank does not come."""
-        rank = self._world.rank
         for one in wanted:
-            own = in_memory_order(one.parameter.detach()) if rank == 0 else None
-            if one.stretches is None:
-                if own is not None:
-                    one.place.copy_(own)
-                _broadcast(self._world, one.place)
-            elif own is None:
-                _receive(self._world, one.place)
-            else:
-                for other, stretch in enumerate(one.stretches[1:], 1):
-                    _send(self._world, own[stretch], other)
-                one.place.copy_(own[one.stretches[0]])
+            is_first = self._world.rank == 0
+            hand_out(self._world, one, in_memory_order(one.parameter.detach()) if is_first else None)
 
 
-def _broadcast(world: World, flat: torch.Tensor) -> None:
-    source = dist.get_global_rank(world.control_group, 0)
+def hand_out(world: World, one: Wanted, values: torch.Tensor | None, giver: int = 0) -> None:
+    """Let every rank have what it wants of ``values`` (n,), which ``giver`` has; to be called on all ranks.
+
+    They lie as the parameter does in memory; other ranks have None.  Raises RanksError if a rank does not come.
+    """
+    if one.stretches is None:
+        if values is not None:
+            one.place.copy_(values)
+        _broadcast(world, one.place, giver)
+    elif values is None:
+        _receive(world, one.place, giver)
+    else:
+        for other, stretch in enumerate(one.stretches):
+            if other != giver:
+                _send(world, values[stretch], other)
+        one.place.copy_(values[one.stretches[giver]])
+
+
+def _broadcast(world: World, flat: torch.Tensor, giver: int = 0) -> None:
+    source = dist.get_global_rank(world.control_group, giver)
     _in_pieces(flat, lambda piece: dist.broadcast(piece, src=source, group=world.control_group), writes=True)
 
 
@@ -92,9 +100,9 @@ def _send(world: World, flat: torch.Tensor, rank: int) -> None:
     _in_pieces(flat, lambda piece: dist.send(piece, dist.get_global_rank(group, rank), group=group), writes=False)
 
 
-def _receive(world: World, flat: torch.Tensor) -> None:
+def _receive(world: World, flat: torch.Tensor, giver: int) -> None:
     group = world.control_group
-    _in_pieces(flat, lambda piece: dist.recv(piece, dist.get_global_rank(group, 0), group=group), writes=True)
+    _in_pieces(flat, lambda piece: dist.recv(piece, dist.get_global_rank(group, giver), group=group), writes=True)
 
 
 def _in_pieces(flat: torch.Tensor, move: Callable[[torch.Tensor], object], *, writes: bool) -> None:

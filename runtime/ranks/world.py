@@ -268,6 +268,17 @@ def join_world(num_ranks: int | None, *, timeout_s: float) -> World | None:
     return world
 
 
+@contextmanager
+def met_group(num_ranks: int, *, timeout_s: float) -> Iterator[dist.ProcessGroup | None]:
+    """Within the block, all ranks' group for tensors of the host; None if there is one rank.  As of ``join_world``."""
+    world = join_world(num_ranks, timeout_s=timeout_s)
+    try:
+        yield None if world is None else world.control_group
+    finally:
+        if world is not None:
+            world.leave()
+
+
 def _met(launch: Launch | None, timeout_s: float, *, made_default: bool) -> World:
     if not made_default:
         _check_same_rank(launch)

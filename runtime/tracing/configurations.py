@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from ...shared.basics.errors import ProtwinError, WorkloadError
 from ...shared.basics.gc_pause import gc_paused
@@ -91,17 +92,22 @@ def apply_options(
     *,
     device: torch.device | None = None,
     cache: FactorCache | None = None,
+    group: ProcessGroup | None = None,
 ) -> None:
     """Add what ``options`` add to ``model``, factorise what they factorise and freeze what they freeze, in place.
 
     What is added lies beside the model's own parameters, or on ``device``; ``cache`` has factorisations that were made
-    before.  Raises WorkloadError.
+    before, and the ranks of ``group`` decompose some weights each.  Raises WorkloadError.
     """
     if options.lora is not None:
         add_lora(model, rank=options.lora.rank, targets=options.lora.targets, device=device)
     if options.osft is not None:
         make_orthogonal(
-            model, unfreeze_rank_ratio=options.osft.unfreeze_rank_ratio, targets=options.osft.targets, cache=cache
+            model,
+            unfreeze_rank_ratio=options.osft.unfreeze_rank_ratio,
+            targets=options.osft.targets,
+            cache=cache,
+            group=group,
         )
     freeze(model, options.frozen)
 

@@ -46,7 +46,7 @@ def check_values(model: nn.Module, saved: SavedWeights | None, world: World | No
 def values_for(model: nn.Module, saved: SavedWeights | None, world: World | None) -> ParameterValues:
     """Where chunks get the values of parameters from."""
     values: ParameterValues = OwnValues() if world is None else Rank0Values(world)
-    return values if saved is None else SavedValues(saved, model, values, 0 if world is None else world.rank)
+    return values if saved is None else SavedValues(saved, model, values, world)
 
 
 def fill_buffers(model: nn.Module, saved: SavedWeights | None, world: World | None) -> Callable[[], None]:

@@ -13,6 +13,7 @@ from .optimizer import Optimizer
 from .plan import Plan
 from .plan_kind import PlanKind
 from .question import Question
+from .record import Factorisation
 from .schedule import Lane
 from .search_result import Goal
 from .training_run import TrainingRun
@@ -46,6 +47,8 @@ class MachineAdvice(FrozenModel):
     """None without a price."""
     run: TrainingRun | None = None
     """Time, energy and cost of the number of tokens that was asked about, if one was."""
+    factorisation: Factorisation | None = None
+    """What comes before the first step, if the plan trains weights in factors: ``run`` has no part of it."""
     guaranteed_peak_device_bytes: PositiveInt | None = None
     is_certified: bool = False
     """Whether the search proved its plan the best within its tolerance; false where there is no plan, and where it

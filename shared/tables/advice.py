@@ -14,6 +14,7 @@ from .table import Parts, Row, Table
 
 _PRICES: Final = (">USD per\nhour", ">USD per\nM tokens")
 _RUN: Final = (">time", ">USD\nin all")
+_BEFORE: Final = ">before\nstep 1"
 _PEAK: Final = ">device\npeak"
 _EXPECTED: Final = "expected"
 _MICRO_BATCH: Final = ">micro-\nbatch"
@@ -55,6 +56,7 @@ def machine_table(title: str, deals: Sequence[MachineAdvice]) -> Table:
         _MICRO_BATCH,
         "plan",
         _EXPECTED,
+        _BEFORE,
         *_RUN,
         *_PRICES,
     )
@@ -65,6 +67,8 @@ def machine_table(title: str, deals: Sequence[MachineAdvice]) -> Table:
         columns, rows = _without(columns, rows, _RUN)
     if not any(one.longest_sequence for one in deals):
         columns, rows = _without(columns, rows, (_LONGEST,))
+    if not any(one.factorisation for one in deals):
+        columns, rows = _without(columns, rows, (_BEFORE,))
     expendable = tuple(name for name in (_EXPECTED, _PRICES[0], _PEAK, _MICRO_BATCH, ">iteration") if name in columns)
     return Table(title=title, columns=columns, rows=rows, always=3, expendable=expendable)
 
@@ -91,6 +95,12 @@ def meaning_sentence(advice: Advice) -> str:
     if not advice.deals:
         return ""
     proven = "No plan is faster than the one of its row by more than what stands under best within."
+    counts = {one.factorisation.num_weights for one in advice.deals if one.factorisation is not None}
+    if counts:
+        proven += (
+            f" Before step 1, the host takes {max(counts):,} singular value decomposition"
+            f"{'s' if max(counts) > 1 else ''}, once; iterations, and costs, leave them out."
+        )
     if advice.ranks or all(one.num_devices == 1 for one in advice.machines):
         return proven
     return f"{proven} Machines are rented whole: devices that cannot share the batch idle, and are paid for."
@@ -123,6 +133,7 @@ def _cells(one: MachineAdvice) -> Row:
         f"{one.micro_batch_size} x {one.plan.micro_batches}",
         NO_VALUE if one.plan_kind is None else f"{one.plan_kind}{'' if one.survives is not False else ', tight'}",
         format_interval_s(one.iteration_interval_s) or NO_VALUE,
+        NO_VALUE if one.factorisation is None else format_seconds(one.factorisation.host_s),
         *_run_cells(one),
         NO_VALUE if price is None else f"{price:.2f}",
         NO_VALUE if cost is None else f"{cost:.3f}",

@@ -363,6 +363,7 @@ def search_machine(request: AdviceRequest, offer: Offer, *, cache: Path | None =
         "plan_kind": found.result.plan_kind,
         "survives": found.result.survives,
         "run": None if request.num_tokens is None else prediction.for_tokens(request.num_tokens).run,
+        "factorisation": prediction.factorisation,
         "micro_batch_size": found.micro_batch_size,
         "iteration_s": prediction.iteration_s,
         "iteration_interval_s": prediction.iteration_interval_s,

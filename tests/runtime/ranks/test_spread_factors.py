@@ -12,10 +12,14 @@ import torch.distributed as dist
 from torch import nn
 
 from protwin.runtime import make_orthogonal
+from protwin.runtime.commands.random_model import random_model
 from protwin.runtime.osft import orthogonal_model
 from protwin.runtime.osft.factorisation import factorise
 from protwin.runtime.osft.spread import givers_of
+from protwin.runtime.ranks.world import met_group
 from protwin.shared.basics.errors import WorkloadError
+from protwin.shared.schema.training_options import OsftOptions, TrainingOptions
+from tests.runtime.models import llama
 from tests.runtime.ranks.beside_ddp import in_default_group
 from tests.runtime.ranks.processes import Ranks
 
@@ -105,3 +109,22 @@ def _busiest(work: list[int], num_ranks: int) -> int:
     for amount in work:
         load[load.index(min(load))] += amount
     return max(load)
+
+
+def random_weights(rank: int, num_ranks: int) -> tuple[str, int]:
+    """What a model of ``protwin run`` is without a folder of weights, and how many this rank has decomposed."""
+    configuration = llama(num_layers=1, vocab_size=32).config.to_dict()
+    options = TrainingOptions(osft=OsftOptions(unfreeze_rank_ratio=0.4))
+    with (
+        mock.patch.object(orthogonal_model, "factorise", side_effect=factorise) as counted,
+        met_group(num_ranks, timeout_s=60) as group,
+    ):
+        made = random_model(configuration, "llama", "float32", 3, options, group=group)
+    return digest(made), counted.call_count
+
+
+def test_ranks_of_a_run_share_the_decompositions_of_random_weights(three_ranks: Ranks) -> None:
+    found = three_ranks.run(random_weights, 3)
+    assert len({made for made, _ in found}) == 1
+    assert sum(count for _, count in found) == 7
+    assert min(count for _, count in found) >= 1
