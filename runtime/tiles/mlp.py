@@ -36,7 +36,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ...shared.basics.errors import ScheduleError
 from .mlp_values import Layout, Values, laid_out
-from .recorded_outputs import check_hooks, recording, tell_hooks
+from .recorded_outputs import Recorded, check_hooks, recording, tell_hooks
 
 Forward = Callable[..., Any]
 
@@ -53,23 +53,27 @@ class TiledModule:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """What ``forward`` gives.  Raises ScheduleError if it is given or gives what has no place for tokens."""
+        result, recorded = self.run_recorded(args, kwargs)
+        tell_hooks(recorded)
+        return result
+
+    def run_recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Recorded]:
+        """``run``, with what parts that have hooks gave over all tokens."""
         if torch.is_grad_enabled():
             check_hooks(self.module, self.name)
-        values = Values.of((args, kwargs), self.name)
+        values, inputs = Values.of((args, kwargs), self.name)
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         run = _Run(self, values)
-        if not torch.is_grad_enabled() or not (trained or any(t.requires_grad for t in values.by_token)):
-            outputs: Sequence[torch.Tensor | None] = run.forward(values.by_token)
+        if not torch.is_grad_enabled() or not (trained or any(t.requires_grad for t in inputs)):
+            outputs: Sequence[torch.Tensor | None] = run.forward(inputs)
         else:
-            inputs = values.by_token
             if any(tensor.requires_grad for tensor in inputs):
                 # Ahead of the tiles, and so ahead of all their work: [Note: Tiles within a checkpoint].
                 inputs = _Keep.apply(run, *inputs)  # type: ignore[no-untyped-call]
             outputs = _Tiles.apply(run, len(inputs), *inputs, *trained)  # type: ignore[no-untyped-call]
         assert run.layout is not None
         result, recorded = run.layout.restored(outputs)
-        tell_hooks(recorded)
-        return result
+        return result, recorded
 
 
 @dataclass(eq=False)
@@ -82,12 +86,14 @@ class _Run:
     """Of the outputs; known when the first tile has run."""
     keeper: Any = None
     """The node that saved the inputs; None: the tiles' own did."""
+    device_type: str = "cpu"
     random: tuple[torch.Tensor, list[int], list[torch.Tensor]] | None = None
     """Random states of the CPU and of devices, before the first tile."""
     autocast: list[dict[str, Any]] = field(default_factory=list)
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The outputs over all tokens, made tile by tile without a graph."""
+        self.device_type = inputs[0].device.type
         self.random = (torch.get_rng_state(), *get_device_states(*inputs))
         self.autocast = _autocast_of(inputs)
         outputs: list[torch.Tensor] = []
@@ -138,8 +144,8 @@ class _Run:
         """Random numbers as in forward; afterwards their state is as it was found."""
         assert self.random is not None
         cpu, devices, states = self.random
-        kind = self.values.by_token[0].device.type if devices else "cuda"
-        with torch.random.fork_rng(devices=devices, enabled=True, device_type=kind):
+        kind = self.device_type if devices else "cuda"
+        with torch.random.fork_rng(devices=devices, device_type=kind):
             torch.set_rng_state(cpu)
             set_device_states(devices, states, device_type=kind)
             yield
@@ -162,7 +168,7 @@ class _Keep(torch.autograd.Function):
 
 
 class _Tiles(torch.autograd.Function):
-    """[Note: Tiles of a module]"""
+    """The autograd function of [Note: Tiles of a module]."""
 
     @staticmethod
     def forward(ctx: Any, run: _Run, num_inputs: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -289,4 +295,3 @@ def _autocast_of(inputs: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
         for kind in kinds
         if torch.amp.is_autocast_available(kind)
     ]
-

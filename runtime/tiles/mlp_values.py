@@ -21,6 +21,7 @@ class Values:
     """
 
     leaves: tuple[Any, ...]
+    """None in the place of a tensor by token: whoever holds a call for its backward holds no tensor that way."""
     structure: Any
     places: tuple[int, ...]
     """Where tensors that are laid out by token stand among ``leaves``."""
@@ -28,8 +29,11 @@ class Values:
     """L"""
 
     @classmethod
-    def of(cls, arguments: tuple[tuple[Any, ...], dict[str, Any]], name: str) -> Self:
-        """Raises ScheduleError if there is no tensor by token, or one that has another place for tokens."""
+    def of(cls, arguments: tuple[tuple[Any, ...], dict[str, Any]], name: str) -> tuple[Self, tuple[torch.Tensor, ...]]:
+        """The arguments without the tensors that are laid out by token, of shape (*L, *R), and these.
+
+        Raises ScheduleError if there is no tensor by token, or one that has another place for tokens.
+        """
         leaves, structure = pytree.tree_flatten(arguments)
         tensors = [(place, leaf) for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         first = next((tensor for _, tensor in tensors if tensor.dim() >= 2), None)
@@ -43,16 +47,13 @@ class Values:
                     f"{name} is given a tensor of shape {list(tensor.shape)} beside one of shape {list(first.shape)}: "
                     f"which part of it belongs to which token is not known. Train with mlp_tiles = 1."
                 )
-        return cls(tuple(leaves), structure, places, lead)
-
-    @property
-    def by_token(self) -> tuple[torch.Tensor, ...]:
-        """The tensors of shape (*L, *R)."""
-        return tuple(self.leaves[place] for place in self.places)
+        by_token = tuple(leaves[place] for place in places)
+        others = tuple(None if place in places else leaf for place, leaf in enumerate(leaves))
+        return cls(others, structure, places, lead), by_token
 
     @property
     def num_tokens(self) -> int:
-        """T"""
+        """T."""
         return prod(self.lead)
 
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Outputs of parts of a module that somebody records by hooks, such as the logits of a router.
 
-Models of transformers collect them so, for auxiliary losses.  A hook that ran in every tile would see as many outputs as
-there are tiles, without a graph, and those of recomputed tiles besides.  So parts run without their hooks in a tile;
+Models of transformers collect them so, for auxiliary losses.  A hook that ran in every tile would see as many outputs
+as there are tiles, without a graph, and those of recomputed tiles besides.  So parts run without their hooks in a tile;
 what they give is an output of the tiles, and the hooks see it once, whole.
 """
 
