@@ -2,7 +2,8 @@
 
 [Note: Values in little memory]
 A module may have weights that are on no device, or billions of them.  It is tried with others: every weight is a view
-of one short random vector whose strides overlap, so that all rows differ and the whole takes next to no memory.
+of one short random vector whose strides overlap, so that all rows differ and the whole takes little memory: next to none
+for a matrix, and as much as one of them for many matrices.
 
 Many of the tokens are equal.  A mixture of experts sends these to the same experts, so that one whose experts have room
 for some tokens of all leaves some out, and others where a tile has fewer.
@@ -11,6 +12,7 @@ for some tokens of all leaves some out, and others where a tile has fewer.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
@@ -78,10 +80,13 @@ class _Trial:
         """Values as [Note: Values in little memory] has them."""
         if not like.is_floating_point():
             return torch.zeros(like.shape, dtype=like.dtype)
-        strides = [2 * place + 1 for place in range(like.dim())]
+        # Kernels for groups of matrices insist on dense ones, each of which begins at a round address.
+        matrix = [1, 3] if like.dim() < 3 else [like.shape[-1], 1]
+        strides = [*([16] * (like.dim() - 2)), *matrix[-like.dim() :]] if like.dim() else []
         length = 1 + sum(stride * max(0, size - 1) for stride, size in zip(strides, like.shape, strict=True))
         values = torch.randn(length, generator=self._generator)
-        made = (values / max(1, min(like.shape[-2:], default=1)) ** 0.5).as_strided(like.shape, strides)
+        fan_in: int = max(1, min(like.shape[-2:], default=1))
+        made = (values / math.sqrt(fan_in)).as_strided(like.shape, strides)
         # A gain of a normalization is about 1, as it is in a model.
         return made if like.dim() > 1 else made.contiguous() + 1
 
