@@ -121,7 +121,13 @@ def trace_command(
         if sequence_length is None:
             raise ProtwinError("--sequence-length is missing, and --real runs on text. State it.")
         workload = _timed_workload(
-            described, batch_size, sequence_length, dtype=chosen.dtype, seed=seed, options=options, tiles=(mlp_tiles, mlp_modules)
+            described,
+            batch_size,
+            sequence_length,
+            dtype=chosen.dtype,
+            seed=seed,
+            options=options,
+            tiles=(mlp_tiles, mlp_modules),
         )
     else:
         from ..devices.time_limit import time_limit
