@@ -2,8 +2,8 @@
 
 [Note: Values in little memory]
 A module may have weights that are on no device, or billions of them.  It is tried with others: every weight is a view
-of one short random vector whose strides overlap, so that all rows differ and the whole takes little memory: next to none
-for a matrix, and as much as one of them for many matrices.
+of one short random vector whose strides overlap, so that all rows differ and the whole takes little memory: next to
+none for a matrix, and as much as one of them for many matrices.
 
 Many of the tokens are equal.  A mixture of experts sends these to the same experts, so that one whose experts have room
 for some tokens of all leaves some out, and others where a tile has fewer.

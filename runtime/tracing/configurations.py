@@ -49,7 +49,8 @@ def workload_of_configuration(
 
     ``dtype`` overrides the configuration's; without either, float32.  Batches are unpadded; models of images have no
     ``sequence_length``.  ``device_kind`` is what it is to train on; ``mlp_tiles`` and ``mlp_modules`` as of ``trace``.
-    Raises WorkloadError if transformers is missing, refuses the configuration, or the shape makes no sense for the model.
+    Raises WorkloadError if transformers is missing, refuses the configuration, or the shape makes no sense for the
+    model.
     """
     if batch_size < 1 or (sequence_length or 1) < 1 or batch_size * (sequence_length or 1) > MAX_TOKENS:
         raise WorkloadError(
