@@ -34,6 +34,8 @@ _TOLERANCE: Final = 1e-3
 """Relative to the largest output.  Kernels add in another order for another number of tokens, in float32."""
 _ERRORS: Final = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError, NotImplementedError)
 
+_Given = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]
+
 
 def why_not_token_wise(module: nn.Module, name: str) -> str | None:
     """Why ``module`` cannot run in tiles of tokens; None if it can.  Nothing of it is changed."""
@@ -59,12 +61,12 @@ class _Trial:
         given = self._given()
         if isinstance(given, str):
             return given
-        before = [tensor.clone() for tensor in (*given, *self._buffers.values())]
+        tensors = pytree.tree_leaves((given, self._buffers))
+        before = [tensor.clone() for tensor in tensors]
         try:
             for training in (True, False):
                 whole, tiled = self._whole(given, training), self._tiled(given, training)
-                after = (*given, *self._buffers.values())
-                if any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)):
+                if any(not torch.equal(a, b) for a, b in zip(before, tensors, strict=True)):
                     return "it changes its input or a buffer of its own whenever it runs"
                 if _are_close(whole, tiled):
                     return None
@@ -90,14 +92,15 @@ class _Trial:
         # A gain of a normalization is about 1, as it is in a model.
         return made if like.dim() > 1 else made.contiguous() + 1
 
-    def _given(self) -> tuple[torch.Tensor, ...] | str:
+    def _given(self) -> _Given | str:
         """Arguments that the module accepts: of how many features, the shapes of its weights suggest."""
-        num_given = _num_required(self._module.forward)
+        num_given, names = _required(self._module.forward)
         error: BaseException | None = None
         sizes = dict.fromkeys(size for value in self._values.values() for size in reversed(value.shape) if size > 1)
         for lead in ((1, _EQUAL + _OTHERS), (_EQUAL + _OTHERS,)):
             for size in sizes:
-                given = tuple(self._tokens(lead, size) for _ in range(num_given))
+                args = tuple(self._tokens(lead, size) for _ in range(num_given))
+                given = args, {name: self._tokens(lead, size) for name in names}
                 try:
                     self._whole(given, training=False)
                 except _ERRORS as raised:
@@ -110,14 +113,14 @@ class _Trial:
         tokens = torch.randn(1 + _OTHERS, size, generator=self._generator)
         return torch.cat([tokens[:1].expand(_EQUAL, size), tokens[1:]]).reshape(*lead, size)
 
-    def _whole(self, given: tuple[torch.Tensor, ...], training: bool, seed: int = 0) -> Any:
+    def _whole(self, given: _Given, training: bool, seed: int = 0) -> Any:
         with self._as_tried(training, seed), recording(self._module) as recorded:
-            return self._forward(*given), [output for _, output in recorded]
+            return self._forward(*given[0], **given[1]), [output for _, output in recorded]
 
-    def _tiled(self, given: tuple[torch.Tensor, ...], training: bool) -> Any:
+    def _tiled(self, given: _Given, training: bool) -> Any:
         tiled = TiledModule(self._name, self._module, self._forward, _TILES)
         with self._as_tried(training, 0):
-            result, recorded = tiled.run_recorded(given, {})
+            result, recorded = tiled.run_recorded(*given)
             return result, [output for _, output in recorded]
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,11 +144,12 @@ class _Trial:
                     part.training = before
 
 
-def _num_required(forward: Callable[..., Any]) -> int:
-    """Arguments that a forward insists on."""
-    given = inspect.signature(forward).parameters.values()
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return max(1, sum(p.default is p.empty and p.kind in positional for p in given))
+def _required(forward: Callable[..., Any]) -> tuple[int, list[str]]:
+    """How many arguments a forward insists on by place, and which by name."""
+    asked = [p for p in inspect.signature(forward).parameters.values() if p.default is p.empty]
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [p.name for p in asked if p.kind is p.KEYWORD_ONLY]
+    return max(1, sum(p.kind in by_place for p in asked)), names
 
 
 def _are_close(whole: Any, tiled: Any) -> bool:

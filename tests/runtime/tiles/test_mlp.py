@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from protwin.runtime.tiles import mlp
 from protwin.runtime.tiles.mlp import TiledModule
 from protwin.shared.basics.errors import ScheduleError
-from tests.runtime.tiles.tiled import HIDDEN, Gated, Residual, Routed, made, results, tile, worst
+from tests.runtime.tiles.tiled import HIDDEN, Gated, Noisy, Residual, Routed, made, results, tile, worst
 
 TOLERANCE = 2e-6
 """Of float32: products over fewer tokens add in another order, over some hundred terms."""
@@ -111,17 +111,6 @@ def test_hooks_fire_once_per_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "detach", lambda tensor: own.get(tensor.data_ptr(), tensor.data))
     results(module, inputs((3, 5), needs_grad=True))
     assert max(counts.values()) > 1
-
-
-class Noisy(nn.Module):
-    """Dropout on the way, of which forward and backward have to agree."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.drop = Gated(), nn.Dropout(0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(self.drop(x)) + self.drop(x)
 
 
 def noisy_by_hand(x: torch.Tensor, num_tiles: int) -> dict[str, torch.Tensor | None]:

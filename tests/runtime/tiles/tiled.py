@@ -56,6 +56,17 @@ class Residual(nn.Module):
         return residual * self.inner(x)
 
 
+class Noisy(nn.Module):
+    """Dropout on the way, of which forward and backward have to agree."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.drop = Gated(), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.drop(x)) + self.drop(x)
+
+
 def made(kind: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(3)
     return kind()
