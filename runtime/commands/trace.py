@@ -51,11 +51,29 @@ MachineToTrainOn = Annotated[
     ),
 ]
 
+MlpTiles = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--mlp-tiles",
+        metavar="N",
+        help="Tiles of tokens that the MLPs of blocks may run in, besides whole; may be given more than once.",
+    ),
+]
+MlpModules = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--mlp-module",
+        metavar="PATTERN",
+        help="Dotted path of the MLPs that --mlp-tiles is about, with wildcards; may be given more than once.",
+    ),
+]
+
 
 @trace.command(
     epilog=examples(
         "protwin trace --model llama-3-8b --batch-size 1 --sequence-length 2048 --output workload.json",
         "protwin trace --model config.json --batch-size 4 --sequence-length 128 --real --output workload.json",
+        "protwin trace --model llama-3-8b --batch-size 1 --sequence-length 131072 --mlp-tiles 8 --output workload.json",
     )
 )
 def trace_command(
@@ -75,6 +93,8 @@ def trace_command(
         bool, typer.Option("--real", help="Build the model with random weights and time it on this machine.")
     ] = False,
     seed: Seed = 0,
+    mlp_tiles: MlpTiles = None,
+    mlp_modules: MlpModules = None,
     time_limit_s: Annotated[
         float, typer.Option("--time-limit", metavar="SECONDS", min=1, help="Give up a trace that takes longer.")
     ] = 300,
@@ -93,13 +113,21 @@ def trace_command(
         raise ProtwinError(f"--method {method} trains a student, which a search traces with its teacher. Leave it out.")
     osft = osft_of(method, unfreeze_rank_ratio, osft_targets)
     options = options_of(lora_rank, lora_targets, frozen, autocast, osft)
+    if mlp_modules and not mlp_tiles:
+        raise ProtwinError("--mlp-module names what runs in tiles. Say in how many: --mlp-tiles 4.")
     if is_real and options.autocast is not None:
         raise ProtwinError("--real computes in the dtype of the parameters. Leave out --autocast, or trace without it.")
     if is_real:
         if sequence_length is None:
             raise ProtwinError("--sequence-length is missing, and --real runs on text. State it.")
         workload = _timed_workload(
-            described, batch_size, sequence_length, dtype=chosen.dtype, seed=seed, options=options
+            described,
+            batch_size,
+            sequence_length,
+            dtype=chosen.dtype,
+            seed=seed,
+            options=options,
+            tiles=(mlp_tiles, mlp_modules),
         )
     else:
         from ..devices.time_limit import time_limit
@@ -114,6 +142,8 @@ def trace_command(
                 dtype=chosen.dtype,
                 options=options,
                 device_kind=DeviceKind.CUDA if device is None else device.kind,
+                mlp_tiles=mlp_tiles or (),
+                mlp_modules=mlp_modules,
                 on_progress=on_progress,
             )
     from ...shared.tables.workloads import workload_tables
@@ -130,8 +160,9 @@ def _timed_workload(
     dtype: str | None,
     seed: int,
     options: TrainingOptions,
+    tiles: tuple[list[int] | None, list[str] | None],
 ) -> Workload:
-    """The workload of the model with random weights, on text, timed on this machine."""
+    """The workload of the model with random weights, on text, timed on this machine; ``tiles`` of which modules."""
     from ..data.byte_text import head_batches, read_text
     from ..tracing.tracing import trace as trace_model
     from .random_model import random_model
@@ -141,4 +172,11 @@ def _timed_workload(
         model, read_text(None), batch_size=batch_size, sequence_length=sequence_length, num_batches=1, seed=seed
     )
     with progress_bar("tracing") as report:
-        return trace_model(model, next(batches), name=described.name, on_progress=report)
+        return trace_model(
+            model,
+            next(batches),
+            name=described.name,
+            mlp_tiles=tiles[0] or (),
+            mlp_modules=tiles[1],
+            on_progress=report,
+        )

@@ -7,8 +7,8 @@ timed without the ledger; fake tensors (a model on the meta device) have no time
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -24,6 +24,7 @@ from ...shared.schema.plan import ActivationMode
 from ...shared.schema.schedule import OuterSection, TaskKind
 from ...shared.schema.workload import BlockId, DType, Workload
 from ...shared.workloads.assembly import TracedModel, TracedShape, assemble
+from ...shared.workloads.tilings import checked_tiles, with_tilings
 from ..devices.device import device_description
 from ..hooks.row_reads import agreed
 from ..model.batches import Batch, Loss, batch_shapes, batch_tensors, count_samples_and_tokens
@@ -40,6 +41,7 @@ from ..osft.subspaces import described_subspaces
 from ..routing.forced_choices import ForcedChoices
 from ..routing.tried import with_other_values
 from ..routing.value_dependence import ValueWatch, joined
+from ..tiles.mlp_modules import Mlps, find_mlps, in_tiles, modules_of, names_of
 from .block_inputs import shared_inputs
 from .block_order import blocks_as_run
 from .cuda_autocast import autocast_as_on_cuda
@@ -63,6 +65,8 @@ def trace(
     repeats: int = 5,
     name: str | None = None,
     device_kind: DeviceKind = DeviceKind.CUDA,
+    mlp_tiles: int | Sequence[int] = (),
+    mlp_modules: str | Sequence[str] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Workload:
     """Trace one training iteration of ``model`` on ``batch``.
@@ -73,33 +77,23 @@ def trace(
     no memory, no times.
     ``loss`` gives the scalar loss from (output, batch) where the model does not; ``blocks`` names the blocks where
     they are not found; ``device_kind`` is what a model on the meta device is to train on, where that decides which
-    kernels run (``fake_kernels.py``) and what autocast casts (``cuda_autocast.py``).  Raises WorkloadError if the model
-    cannot be traced.
+    kernels run (``fake_kernels.py``) and what autocast casts (``cuda_autocast.py``).  ``mlp_tiles``: numbers of tiles
+    of tokens that MLPs of blocks may run in, each traced once more; ``mlp_modules``: patterns of their paths
+    (``"*.mlp"``) where they are not found (``find_mlps``).  Raises WorkloadError if the model cannot be traced.
     """
     _check_model(model)
-    count_samples_and_tokens(batch)
+    _, num_tokens = count_samples_and_tokens(batch)
     check_untaken(model)
+    counts = checked_tiles(mlp_tiles, num_tokens)
 
     def traced(names: str | Sequence[str] | None) -> Workload:
         named = find_blocks(model, names)
-        traced_as = partial(traced_model, model, named, name=name)
-        if any(parameter.is_meta for parameter in model.parameters()):
-            subject = FakeSubject(model, names, device_kind=device_kind)
-            shape = subject.at(batch, loss, on_progress)
-            return assemble(traced_as(subject.uses, traced_with="fake", row_lookups=subject.row_lookups), shape)
-        seen, seconds = _observe_real(model, batch, loss, named, repeats, on_progress)
-        described = traced_as(
-            _uses_of(seen, named, range(len(named))),
-            traced_with="real",
-            row_lookups=agreed({iterations.row_lookups for iterations in seen.values()}),
-        )
-        found = assemble(
-            described,
-            _traced_shape(model, batch, seen, range(len(named))),
-            seconds=seconds,
-            measured_on=device_description(next(model.parameters()).device) if repeats > 0 else None,
-        )
-        return _with_other_values(found, described, seen, model, batch, loss, named)
+        mlps = find_mlps(named, mlp_modules) if counts else ()
+        once = partial(_traced_once, model, batch, loss, names, repeats, name, device_kind, on_progress)
+        whole = once()
+        if not counts:
+            return whole
+        return with_tilings(whole, {n: once(mlps=mlps, mlp_tiles=n) for n in counts}, names_of(named, mlps))
 
     try:
         return traced(blocks)
@@ -113,6 +107,43 @@ def trace(
         if order is None:
             raise
     return traced(order)
+
+
+def _traced_once(
+    model: nn.Module,
+    batch: Batch,
+    loss: Loss | None,
+    names: str | Sequence[str] | None,
+    repeats: int,
+    name: str | None,
+    device_kind: DeviceKind,
+    on_progress: Callable[[int, int], None] | None,
+    *,
+    mlps: Mlps = (),
+    mlp_tiles: int = 1,
+) -> Workload:
+    """The workload of a model, or of one whose MLPs run in so many tiles."""
+    named = find_blocks(model, names)
+    traced_as = partial(traced_model, model, named, name=name)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        subject = FakeSubject(model, names, device_kind=device_kind)
+        with subject.in_tiles(mlps, mlp_tiles):
+            shape = subject.at(batch, loss, on_progress)
+        return assemble(traced_as(subject.uses, traced_with="fake", row_lookups=subject.row_lookups), shape)
+    with in_tiles(modules_of(named, mlps), mlp_tiles):
+        seen, seconds = _observe_real(model, batch, loss, named, repeats, on_progress)
+        described = traced_as(
+            _uses_of(seen, named, range(len(named))),
+            traced_with="real",
+            row_lookups=agreed({iterations.row_lookups for iterations in seen.values()}),
+        )
+        found = assemble(
+            described,
+            _traced_shape(model, batch, seen, range(len(named))),
+            seconds=seconds,
+            measured_on=device_description(next(model.parameters()).device) if repeats > 0 else None,
+        )
+        return _with_other_values(found, described, seen, model, batch, loss, named)
 
 
 def traced_model(
@@ -167,6 +198,19 @@ class FakeSubject:
     def row_lookups(self) -> tuple[str, ...]:
         """``TracedModel.row_lookups``, if all that was traced so far agrees."""
         return agreed(self._lookups)
+
+    @contextmanager
+    def in_tiles(self, mlps: Mlps, mlp_tiles: int) -> Iterator[None]:
+        """Within the block, MLPs of the model (``find_mlps``) run in so many tiles.
+
+        Raises WorkloadError if of two blocks, one of which is observed for both, not the same parts are MLPs.
+        """
+        observed = dict(zip(self.stands_for, mlps, strict=True)) if mlps else {}
+        if any(observed[of] != paths for of, paths in zip(self.stands_for, mlps, strict=False)):
+            raise WorkloadError("mlp_modules: equal blocks have other MLPs each. Name the same parts of all of them.")
+        modules = modules_of(self._blocks, tuple(observed[place] for place in range(len(observed))))
+        with in_tiles(modules, mlp_tiles):
+            yield
 
     @property
     def uses(self) -> TracedUses:

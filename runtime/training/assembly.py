@@ -54,6 +54,7 @@ from ..recording.ledger_metering import LedgerMetering
 from ..recording.metering import Metering
 from ..recording.recorder import Recorder
 from ..recording.replanning import Replanning
+from ..tiles.mlp_modules import as_planned as in_tiles_of
 from .compute_lane import ComputeLane
 from .consensus import check_ranks_on, facts_of_optimizer, facts_of_pipeline, facts_of_plan
 from .evaluation import EvaluatedModel, Evaluation, whole_model
@@ -329,6 +330,7 @@ class Assembly:
         # What is entered or called back on the stack is undone in the opposite order: hooks go before lanes, lanes
         # before chunks, and the model has an owner until its parameters are ordinary again.
         held = self._hold(undo, layout, schedule, prepared.policy)
+        undo.enter_context(in_tiles_of(model, plan, workload))
         swapping = swapped_blocks(model, blocks, schedule, device)
         world = self.settings.world
         collectives = None if world is None else of_lane(world, device.pace_collective)

@@ -151,6 +151,8 @@ def why_not_bypass(plan: Plan) -> str | None:
                 f"{name}: {getattr(plan, name)} with method {plan.method}; a student block's backward follows its "
                 f"forward at once, so that nothing saved has to go. Set it to 0"
             )
+    if plan.mlp_tiles > 1:
+        return f"mlp_tiles: {plan.mlp_tiles} with method {plan.method}, whose blocks run whole. Set it to 1"
     if plan.looks_up_rows:
         return f"looks_up_rows with method {plan.method}; embeddings of a teacher are gathered whole. Leave it out"
     if plan.max_gradient_norm is not None and plan.parallel is ParallelMode.SHARDED:
@@ -235,6 +237,9 @@ class Plan(Document):
     """Blocks in mode CHECKPOINT, interleaved among the others (``place_activation_modes``)."""
     activation_modes: tuple[ActivationMode, ...] | None = Field(default=None)
     """One mode per block, instead of ``n_swap``, ``n_checkpoint`` and their placement rule."""
+    mlp_tiles: PositiveInt = 1
+    """Tiles of tokens that the MLPs of blocks run in, forward and backward (``Workload.tilings``); 1: whole.  A file
+    has the field where it is not 1."""
     micro_batches: PositiveInt = 1
     """Forwards and backwards per step, each on a batch of the workload's shape; their gradients add up."""
     max_gradient_norm: PositiveFloat | None = None
@@ -344,6 +349,8 @@ class Plan(Document):
             fields.pop("method", None)
         if not self.looks_up_rows:
             fields.pop("looks_up_rows", None)
+        if self.mlp_tiles == 1:
+            fields.pop("mlp_tiles", None)
         if self.shard_ranks is None:
             fields.pop("shard_ranks", None)
         if self.projects_gradients_on is ProjectionPlace.HOST:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from enum import StrEnum
 from functools import cached_property
-from math import inf, prod
 from typing import Any, ClassVar, Final, NewType, Self
 
 from pydantic import (
@@ -33,22 +31,21 @@ from ..phases.operations import DTypeOrigin as DTypeOrigin
 from ..phases.operations import Operation as Operation
 from ..phases.operations import OperationClass as OperationClass
 from ..phases.operations import SignedBytes as SignedBytes
+from ..phases.parameters import OuterSection as OuterSection
+from ..phases.parameters import Parameter as Parameter
+from ..phases.parameters import Uses as Uses
+from ..phases.parameters import in_forward_order as in_forward_order
 from ..phases.phase import Phase as Phase
 from ..phases.seen_memory import SeenMemory
 from ..phases.subspaces import Subspace as Subspace
 from ..phases.subspaces import SubspaceAxis as SubspaceAxis
 from ..phases.subspaces import why_no_subspaces
+from ..phases.tiling import Tiling as Tiling
+from ..phases.tiling import why_no_mlp_tiles, why_no_tilings
 from .plan import ActivationMode, Plan, TrainingMethod
 from .shared_inputs import SharedInput
 
 BlockId = NewType("BlockId", int)
-
-
-class OuterSection(StrEnum):
-    """The parts of the model outside its blocks."""
-
-    PROLOGUE = "prologue"
-    EPILOGUE = "epilogue"
 
 
 Section = BlockId | OuterSection
@@ -119,62 +116,6 @@ class BlockProfile(FrozenModel):
         return self.checkpoint_backward if mode is ActivationMode.CHECKPOINT else self.backward
 
 
-class Uses(FrozenModel):
-    """The sections that use a parameter, in the order of forward.
-
-    A section begins where the model announces it and ends where the next one does: what the model does between two
-    blocks belongs to the first of them.
-    """
-
-    forward: tuple[NonNegativeInt | OuterSection, ...] = Field(min_length=1)
-    """Those whose forward reads it; of a parameter that nobody was seen to read, the one beside which it stands."""
-    backward: tuple[NonNegativeInt | OuterSection, ...]
-    """Those whose backward reads it, recomputation included.  The lookup of an embedding needs no weights there."""
-    gradient: NonNegativeInt | OuterSection
-    """The one whose backward is the last that adds to its gradient, or that reads it: from its end on it may be
-    stepped."""
-
-    @model_validator(mode="after")
-    def _is_stepped_last(self) -> Self:
-        first = min((in_forward_order(section) for section in self.backward), default=inf)
-        if in_forward_order(self.gradient) > first:
-            raise ValueError(f"its gradient is final in {self.gradient}, but a backward after that one reads it")
-        return self
-
-
-def in_forward_order(section: int | OuterSection) -> float:
-    """A key that sorts sections in the order of forward."""
-    if isinstance(section, OuterSection):
-        return -1 if section is OuterSection.PROLOGUE else inf
-    return section
-
-
-class Parameter(FrozenModel):
-    """One parameter tensor; tied names are listed once."""
-
-    name: str
-    shape: tuple[NonNegativeInt, ...]
-    dtype: DType
-    trainable: bool = True
-    block: NonNegativeInt | None = None
-    """Index of the block that alone uses it; None for all others."""
-    uses: Uses | None = None
-    """Who uses a parameter without a block; None if nobody knows: then both parts outside the blocks are taken to read
-    it, in forward and backward, and the first of them to add to its gradient."""
-    aliases: tuple[str, ...] = ()
-    """Other names of the same tensor."""
-
-    @cached_property
-    def num_elements(self) -> int:
-        """Number of scalars."""
-        return prod(self.shape)
-
-    @cached_property
-    def size_bytes(self) -> int:
-        """Bytes of the tensor, without alignment."""
-        return self.num_elements * self.dtype.item_bytes
-
-
 class Block(FrozenModel):
     """One transformer layer, in execution order."""
 
@@ -240,6 +181,8 @@ class Workload(Document):
     set."""
     subspaces: tuple[Subspace, ...] = ()
     """Trained matrices that are kept orthogonal to frozen ones (OSFT).  A file has the field where there are any."""
+    tilings: tuple[Tiling[BlockProfile], ...] = ()
+    """What blocks do where their MLPs run in tiles (``Plan.mlp_tiles``).  A file has the field where there are any."""
     row_lookups: RowLookups | None = None
     """Embeddings whose rows the prologue may look up on the host; None where there are none, or nobody knows."""
     resident_bytes: Bytes = 0
@@ -296,9 +239,20 @@ class Workload(Document):
             raise ValueError("subspaces: bypass distillation trains whole weights")
         return self
 
+    @model_validator(mode="after")
+    def _knows_tilings(self) -> Self:
+        reason = why_no_tilings(self.tilings, len(self.blocks))
+        if self.tilings and self.distillation is not None:
+            reason = "blocks of bypass distillation run whole"
+        if reason is not None:
+            raise ValueError(f"tilings: {reason}")
+        return self
+
     @model_serializer(mode="wrap")
     def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = handler(self)
+        if not self.tilings:
+            fields.pop("tilings", None)
         if self.distillation is None:
             fields.pop("distillation", None)
         if not self.subspaces:
@@ -378,6 +332,10 @@ class Workload(Document):
         if all(profile.seen is None for profile in self.profiles):
             return self
         update: dict[str, Any] = {"profiles": tuple(profile.as_seen for profile in self.profiles)}
+        update["tilings"] = tuple(
+            tiling.model_copy(update={"profiles": tuple(profile.as_seen for profile in tiling.profiles)})
+            for tiling in self.tilings
+        )
         if self.distillation is not None:
             pairs = zip(self.profiles, self.distillation.losses, strict=True)
             losses = [
@@ -386,6 +344,35 @@ class Workload(Document):
             update["distillation"] = self.distillation.model_copy(update={"losses": tuple(losses)})
         # Made anew: a copy would take along what is cached here.
         return Workload(**{name: getattr(self, name) for name in Workload.model_fields} | update)
+
+    def tiling(self, mlp_tiles: int) -> Tiling[BlockProfile]:
+        """What blocks do in so many tiles.  Raises PlanError if nobody knows."""
+        if (reason := why_no_mlp_tiles(mlp_tiles, self.tilings, self.model_name)) is not None or mlp_tiles == 1:
+            raise PlanError(f"{reason or 'mlp_tiles: 1 is no tiling'}.")
+        return next(tiling for tiling in self.tilings if tiling.mlp_tiles == mlp_tiles)
+
+    def tiled(self, mlp_tiles: int) -> Workload:
+        """The same workload, of the same identity, whose blocks run their MLPs in so many tiles; 1: itself.
+
+        It is the same again where they run in as many already.  Raises PlanError as ``tiling``.
+        """
+        if mlp_tiles == 1:
+            return self
+        if mlp_tiles not in self._tiled:
+            chosen = self.tiling(mlp_tiles)
+            blocks = zip(self.blocks, chosen.profile_of, strict=True)
+            update: dict[str, Any] = {
+                "profiles": chosen.profiles,
+                "blocks": tuple(block.model_copy(update={"profile": profile}) for block, profile in blocks),
+                "tilings": (chosen,),
+            }
+            # Made anew: a copy would take along what is cached here.
+            self._tiled[mlp_tiles] = Workload(**{name: getattr(self, name) for name in Workload.model_fields} | update)
+        return self._tiled[mlp_tiles]
+
+    @cached_property
+    def _tiled(self) -> dict[int, Workload]:
+        return {}
 
     @cached_property
     def num_parameters(self) -> int:
@@ -456,6 +443,8 @@ def check_plan(plan: Plan, workload: Workload) -> None:
             f"({workload.model_name}, {shapes}, {workload.compute_dtype}). Search a plan for this one, or name the "
             f"element type that the plan was made for (--dtype)."
         )
+    if (reason := why_no_mlp_tiles(plan.mlp_tiles, workload.tilings, workload.model_name)) is not None:
+        raise PlanError(f"{reason}.")
     if plan.n_disk_state and workload.num_stages > 1:
         raise PlanError(
             f"n_disk_state: {plan.n_disk_state} in a stage of a pipeline; one rank alone knows chunks on a disk. Set "

@@ -219,4 +219,6 @@ def short_plan(outcome: PlanOutcome) -> str:
         shown.append(f"n_checkpoint {plan.n_checkpoint}")
     if plan.n_swap:
         shown.append(f"n_swap {plan.n_swap}")
+    if plan.mlp_tiles > 1:
+        shown.append(f"mlp_tiles {plan.mlp_tiles}")
     return ", ".join(shown)

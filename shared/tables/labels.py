@@ -214,6 +214,8 @@ def knobs(plan: Plan, *, num_blocks: int | None = None) -> tuple[Knob, ...]:
         shown.append(
             Knob("n_swap", f"{plan.n_swap}{of_blocks}", "blocks whose activations travel to the host and back")
         )
+    if plan.mlp_tiles > 1:
+        shown.append(Knob("mlp_tiles", str(plan.mlp_tiles), "tiles of tokens that MLPs of blocks run in"))
     if plan.micro_batches > 1:
         shown.append(Knob("micro_batches", str(plan.micro_batches), "forwards and backwards per step"))
     if plan.max_gradient_norm is not None:

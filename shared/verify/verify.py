@@ -68,7 +68,7 @@ def verify_schedule(
         layout = layout_of(workload, plan.chunk_bytes)
     check_layout(layout, plan, workload)
     check_looked_up(plan, workload, layout)
-    claim = Claim(schedule, plan, workload, layout)
+    claim = Claim(schedule, plan, workload.tiled(plan.mlp_tiles), layout)
     rules = rules or RULES[plan.method]
     for rule in rules.in_order(*COMMON, Rule(Stage.FORM, rules.check_kinds)):
         rule.check(claim)

@@ -101,6 +101,7 @@ def _workload(teacher: Workload, students: Sequence[Workload], made: _Pairs, dis
         "prologue_backward": _NOTHING,
         "shared_inputs": (),
         "row_lookups": None,
+        "tilings": (),
         "distillation": distillation,
         "resident_bytes": max(0, resident_bytes) + SCALAR_BYTES * teacher.num_blocks,
         "measured_on": None,

@@ -77,6 +77,7 @@ def remedies(
         workload_at: Other batches; None leaves the batch as it is.
     """
     plan = record.plan
+    workload = workload.tiled(plan.mlp_tiles)
     if schedule is None:
         schedule = memory_schedule(plan, workload)
     found = [
@@ -211,7 +212,7 @@ def _larger_batches(
     """Larger batches that could help: compute alone leaves them the time for it, however little a plan waits."""
     for times in _LARGER:
         try:
-            larger = workload_at(times * workload.num_samples)
+            larger = _in_tiles(workload_at(times * workload.num_samples), record.plan.mlp_tiles)
         except WorkloadError:
             return  # a batch that nobody has asked for may be too large for the model
         if larger is None:
@@ -219,6 +220,12 @@ def _larger_batches(
         least_s = least_compute_s(larger, costs)
         if larger.num_tokens * record.plan.num_ranks >= _LEAST_SPEEDUP * record.tokens_per_s * least_s:
             yield larger
+
+
+def _in_tiles(workload: Workload | None, mlp_tiles: int) -> Workload | None:
+    """``workload`` with its MLPs in so many tiles; None if nobody traced it so."""
+    known = workload is not None and (mlp_tiles == 1 or any(of.mlp_tiles == mlp_tiles for of in workload.tilings))
+    return workload.tiled(mlp_tiles) if workload is not None and known else None
 
 
 def least_compute_s(workload: Workload, costs: CostModel) -> float:

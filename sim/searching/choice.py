@@ -47,6 +47,8 @@ class Where(NamedTuple):
     kind: PlanKind
     place: ProjectionPlace = ProjectionPlace.HOST
     """Where gradients that leave are projected."""
+    mlp_tiles: int = 1
+    """Tiles of tokens that the MLPs of blocks run in."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -350,11 +352,12 @@ def _high_end_s(branch: BranchAndBound, plan: Simulated | Replayed) -> float:
     return np.inf if interval is None else interval.high
 
 
-def _simplest(where: Where) -> tuple[int, int, float, int, bool]:
+def _simplest(where: Where) -> tuple[int, int, float, int, bool, int]:
     """Orders by kind, mode, larger shard groups, fewer micro-batches, and projections on the host."""
     mode, group = where.mode, np.inf if where.shard_ranks is None else where.shard_ranks
     is_on_device = where.place is ProjectionPlace.DEVICE
-    return where.kind.complexity, (SEVERAL.index(mode) if mode in SEVERAL else 0), -group, -where.size, is_on_device
+    of_mode = SEVERAL.index(mode) if mode in SEVERAL else 0
+    return where.kind.complexity, of_mode, -group, -where.size, is_on_device, where.mlp_tiles
 
 
 def _dominates(one: Simulated | Replayed, other: Simulated) -> bool:

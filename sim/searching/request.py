@@ -123,6 +123,7 @@ class Step:
         micro_batches: int | None = None,
         shard_ranks: int | None = None,
         place: ProjectionPlace = ProjectionPlace.HOST,
+        mlp_tiles: int = 1,
     ) -> StepSpec:
         """The step in one mode, with the step's own micro-batches if None.  Raises PlanError if it is out of range."""
         return StepSpec(
@@ -134,6 +135,7 @@ class Step:
             self.host_gradients,
             shard_ranks,
             place,
+            mlp_tiles,
         )
 
 

@@ -25,8 +25,10 @@ SHARDED has a space for every size of its shard groups (``Step.shard_groups``).
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 from ...shared.basics.errors import InfeasibleError, PlanError
+from ...shared.phases.tiling import why_no_mlp_tiles
 from ...shared.schema.plan import ParallelMode, ProjectionPlace, TrainingMethod
 from ...shared.schema.plan_kind import PlanKind
 from ...shared.schema.search_result import BatchSearchResult, Risk
@@ -116,11 +118,12 @@ def _search(request: SearchRequest, *, on_progress: OnProgress | None, keep_inte
         raise _nothing_fits(request, branches)
     if request.risk is Risk.HIGH:
         choice = chooser.least_high_end(choice)
-    size, mode, shard_ranks, _, place = choice.chosen.where
+    size, mode, shard_ranks, _, place, _ = choice.chosen.where
     result = search_result(request, choice, tuple(branches.values()), is_interrupted=interrupted)
     if request.baselines is not None:
-        asked = (mode, shard_ranks, place)
-        alike = {w: b.problem for w, b in branches.items() if (*w[1:3], w.place) == asked}
+        # Other systems run MLPs whole.
+        asked = (mode, shard_ranks, place, 1)
+        alike = {w: b.problem for w, b in branches.items() if (*w[1:3], w.place, w.mlp_tiles) == asked}
         problems = {where.size: problem for where, problem in alike.items()}
         found = baselines(problems, SegmentRoom.of(request), result.plan, own=request.baselines)
         result = result.model_copy(update={"baselines": found})
@@ -177,9 +180,9 @@ def _branches(request: SearchRequest) -> tuple[dict[Where, BranchAndBound], dict
             # Plans that keep every chunk count once, whatever the groups.
             is_first = (mode, group) == next(one for one in groupings if one[0] is mode)
             is_offloading = _is_offloading(mode, modes) if is_first else True
-            for place in _places(workload, mode):
+            for place, mlp_tiles in product(_places(workload, mode), _tile_counts(request, workload)):
                 try:
-                    step = request.step.spec(mode, micro_batches, group, place)
+                    step = request.step.spec(mode, micro_batches, group, place, mlp_tiles)
                     problem = search_problem(request, workload, step, is_offloading=is_offloading)
                 except PlanError as error:
                     if place is ProjectionPlace.HOST:
@@ -190,7 +193,7 @@ def _branches(request: SearchRequest) -> tuple[dict[Where, BranchAndBound], dict
                         continue
                     branch = BranchAndBound(problem, kind, tolerance_frac=request.effort.tolerance_frac, spent=spent)
                     if branch.num_candidates:
-                        branches[Where(size, mode, group, kind, place)] = branch
+                        branches[Where(size, mode, group, kind, place, mlp_tiles)] = branch
         if len(refusals) == len(groupings):
             raise refusals[groupings[0]]
     return branches, refusals
@@ -202,6 +205,20 @@ def _places(workload: Workload, mode: ParallelMode) -> tuple[ProjectionPlace, ..
     if workload.method is not TrainingMethod.OSFT or none_leave:
         return (ProjectionPlace.HOST,)
     return tuple(ProjectionPlace)
+
+
+def _tile_counts(request: SearchRequest, workload: Workload) -> tuple[int, ...]:
+    """The numbers of tiles that MLPs may run in: all that the workload knows, or those that the space allows.
+
+    Raises PlanError if the workload knows none of these.
+    """
+    known = (1, *(tiling.mlp_tiles for tiling in workload.tilings))
+    allowed = request.space.mlp_tiles
+    found = tuple(number for number in known if allowed is None or number in allowed)
+    if not found:
+        assert allowed is not None
+        raise PlanError(f"{why_no_mlp_tiles(allowed[0], workload.tilings, workload.model_name)}.")
+    return found
 
 
 def _is_offloading(mode: ParallelMode, modes: tuple[ParallelMode, ...]) -> bool | None:

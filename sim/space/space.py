@@ -73,6 +73,8 @@ class SearchSpace(FrozenModel):
     prefetch_depth: _Positive = (1, 2, 3)
     n_checkpoint: _NonNegative | None = None
     n_swap: _NonNegative | None = (0,)
+    mlp_tiles: _Positive | None = None
+    """Tiles of tokens that MLPs run in; None for whole and all numbers that the workload knows."""
 
     @field_validator("n_swap", "n_host_stepped", mode="before")
     @classmethod
@@ -214,6 +216,7 @@ class LayoutGrid:
             prefetch_depth=int(self.prefetch_depth[depth]),
             n_swap=int(self.modes.n_swap[mode]),
             n_checkpoint=int(self.modes.n_checkpoint[mode]),
+            mlp_tiles=self.step.mlp_tiles,
             micro_batches=self.step.micro_batches,
             max_gradient_norm=self.step.max_gradient_norm,
             optimizer=self.step.optimizer,

@@ -75,6 +75,8 @@ class StepSpec:
     """Ranks of a shard group; None where all are one."""
     projects_gradients_on: ProjectionPlace = ProjectionPlace.HOST
     """Where gradients of chunks that the host steps are projected, in orthogonal subspace fine-tuning."""
+    mlp_tiles: int = 1
+    """Tiles of tokens that the MLPs of blocks run in (``Plan.mlp_tiles``)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.micro_batches <= MOST_MICRO_BATCHES:

@@ -1,0 +1,60 @@
+"""A workload, and what its blocks do where their MLPs run in tiles, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from ..basics.errors import WorkloadError
+from ..phases.tiling import MOST_TILES
+from ..schema.workload import BlockProfile, Phase, Tiling, Workload
+
+_OUTSIDE: Final = ("prologue_forward", "epilogue_forward", "epilogue_backward", "prologue_backward")
+
+
+def checked_tiles(mlp_tiles: int | Sequence[int], num_tokens: int) -> tuple[int, ...]:
+    """The numbers of tiles beside 1, in order.  Raises WorkloadError if one is none, or exceeds the tokens."""
+    asked = (mlp_tiles,) if isinstance(mlp_tiles, int) else tuple(mlp_tiles)
+    most = min(num_tokens, MOST_TILES)
+    for number in asked:
+        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most:
+            raise WorkloadError(
+                f"mlp_tiles is {number!r}, but the batch has {num_tokens:,} tokens, of which every tile has at least "
+                f"one. Name numbers from 1 to {most:,}."
+            )
+    return tuple(sorted(set(asked) - {1}))
+
+
+def with_tilings(workload: Workload, tiled: Mapping[int, Workload], modules: Sequence[str]) -> Workload:
+    """``workload`` with the blocks of the others, by the number of tiles that ``modules`` ran in there.
+
+    Raises WorkloadError if tiles change what the model takes outside of its blocks.
+    """
+    for mlp_tiles, other in tiled.items():
+        _check_outside(workload, other, mlp_tiles)
+    tilings = tuple(
+        Tiling[BlockProfile](
+            mlp_tiles=mlp_tiles,
+            modules=tuple(modules),
+            profiles=other.profiles,
+            profile_of=tuple(block.profile for block in other.blocks),
+        )
+        for mlp_tiles, other in sorted(tiled.items())
+    )
+    fields = {name: getattr(workload, name) for name in Workload.model_fields}
+    return Workload(**fields | {"tilings": tilings})
+
+
+def _check_outside(workload: Workload, other: Workload, mlp_tiles: int) -> None:
+    changed = [name for name in _OUTSIDE if _memory(getattr(workload, name)) != _memory(getattr(other, name))]
+    changed += ["shared_inputs"] if workload.shared_inputs != other.shared_inputs else []
+    changed += ["resident_bytes"] if workload.resident_bytes < other.resident_bytes else []
+    if changed:
+        raise WorkloadError(
+            f"with mlp_tiles = {mlp_tiles} {workload.model_name} takes other memory outside of its blocks "
+            f"({', '.join(changed)}). Leave mlp_tiles out, or name other modules (mlp_modules)."
+        )
+
+
+def _memory(phase: Phase) -> tuple[int, int, int]:
+    return phase.net_bytes, phase.peak_bytes, phase.stated_gradient_bytes
