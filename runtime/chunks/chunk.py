@@ -73,8 +73,6 @@ _NEXT: Final = {
 class HostStepping:
     """What the host does with a chunk that it steps."""
 
-    leaves_once: bool = False
-    """Whether gradients of several micro-batches are added up on the device, and leave when all are."""
     has_arrivals: bool = False
     """Whether later micro-batches have gradients to add."""
     widens: bool = False
@@ -117,8 +115,6 @@ class DeviceChunk:
         self._device = device
         self._specs = tuple(specs)
         self._optimizer = stepping.optimizer
-        self.leaves_once = stepping.leaves_once
-        """Whether gradients stay on their parameters from one micro-batch to the next."""
         self.widens = stepping.widens
         """Whether gradients of every micro-batch arrive beside float32 sums."""
         self.trainable = tuple(p for p, s in zip(parameters, specs, strict=True) if s.trainable)

@@ -46,10 +46,8 @@ class ChunkMaker:
         specs = [self.workload.parameters[placed.index] for placed in chunk.parameters]
         own = [self.parameters[spec.name] for spec in specs]
         residency = ChunkResidency[self._residencies[chunk.id].name]
-        leaves_once = self._leaves_once(chunk)
         stepping = HostStepping(
-            leaves_once=leaves_once,
-            has_arrivals=plan.micro_batches > 1 and not leaves_once,
+            has_arrivals=plan.micro_batches > 1 and not self.leaves_once(chunk),
             widens=plan.widens_on_host,
             optimizer=plan.optimizer,
             disk=None if self.store is None else self.store.chunks.get(chunk.id),
@@ -61,7 +59,7 @@ class ChunkMaker:
             return ShardedChunk(chunk, specs, own, self.device, shards=shards, **given)
         return DeviceChunk(chunk, specs, own, self.device, **given)
 
-    def _leaves_once(self, chunk: Chunk) -> bool:
+    def leaves_once(self, chunk: Chunk) -> bool:
         """Whether gradients of ``chunk`` are added up on the device, and leave when they have been projected there."""
         leaves = self._residencies[chunk.id] in STEPPED_BY_HOST and bool(chunk.subspaces)
         on_device = self.plan.projects_gradients_on is ProjectionPlace.DEVICE

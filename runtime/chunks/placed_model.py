@@ -113,6 +113,8 @@ class PlacedModel:
         with torch.no_grad():
             self._move_in(maker)
         self.clipping.add(self.chunks)
+        self._added_up = [p for chunk in self.chunks if maker.leaves_once(chunk.chunk) for p in chunk.trainable]
+        """The trainable parameters of chunks whose gradients are added up on the device before they leave."""
         self.projections = Projections(self.chunks, self.optimizers.masters)
         """What keeps trained factors orthogonal to frozen ones; it does nothing where there are none."""
         parted = [c for c in self.chunks if isinstance(c, ShardedChunk) and c.is_on_device and c.chunk.subspaces]
@@ -416,8 +418,7 @@ class PlacedModel:
         """Note the gradients that stay for the next micro-batch, if those of other chunks leave."""
         if self.optimizers.host:
             stepped = [parameter for step in self.optimizers.device for parameter in step.parameters]
-            added_up = [p for chunk in self.chunks if chunk.leaves_once for p in chunk.trainable]
-            self._watch.begin([*stepped, *added_up])
+            self._watch.begin([*stepped, *self._added_up])
 
     def hand_over(self, norms: Callable[[], Norms] | None) -> None:
         """All gradients of the step are final: from here on nobody else may read or change them.
