@@ -87,8 +87,6 @@ class PlacedModel:
         self._received: dict[nn.Parameter, torch.Tensor] = {}
         """Gradients that stay, of parameters for which other ranks have one: from the lane of collectives to the norm
         (cpu_optim) and to the step on the device (compute thread), which come after it."""
-        self._added_up: list[nn.Parameter] = []
-        """The trainable parameters of chunks whose gradients are added up on the device before they leave."""
         self._staying: dict[Section, list[nn.Parameter]] = {}
         """The trainable parameters that stay on the device, by the section that completes their gradients."""
         self._labels = {id(p): policy.options.label_of(p) for p in model.parameters()}
@@ -116,6 +114,7 @@ class PlacedModel:
             self._move_in(maker)
         self.clipping.add(self.chunks)
         self._added_up = [p for chunk in self.chunks if maker.leaves_once(chunk.chunk) for p in chunk.trainable]
+        """The trainable parameters of chunks whose gradients are added up on the device before they leave."""
         self.projections = Projections(self.chunks, self.optimizers.masters)
         """What keeps trained factors orthogonal to frozen ones; it does nothing where there are none."""
         parted = [c for c in self.chunks if isinstance(c, ShardedChunk) and c.is_on_device and c.chunk.subspaces]

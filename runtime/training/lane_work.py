@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -54,8 +54,6 @@ class LaneWork:
         """Gradients on their way, by iteration, micro-batch and chunk: from ``send`` (compute thread) to ``_offload``
         (d2h).  They are off their parameters before the copy begins: otherwise autograd would add the next
         micro-batch's to what is being copied."""
-        self._first_leaving = _first_leaving(schedule)
-        """The micro-batch whose gradients of a chunk leave first: the last one, where they are added up before."""
         self._present: dict[tuple[int, int], list[bool]] = {}
         """For which parameters of a chunk there is a staged gradient, by iteration and chunk: from the first
         ``_offload`` (d2h) by way of ``_accumulate`` and ``_norm`` to ``_cpu_adam`` (cpu_optim).  Beside
@@ -96,6 +94,18 @@ class LaneWork:
             if task.kind is TaskKind.CPU_ADAM and task.chunk is not None and self.limited:
                 of_chunk = self._placed.clipping.section_of(self._placed.chunks[task.chunk])
                 found[of_chunk].append(task.chunk)
+        return found
+
+    @cached_property
+    def _first_leaving(self) -> dict[int, int]:
+        """By chunk, the first micro-batch in which gradients of it leave the device, those of rows aside.
+
+        The last one, where they are added up before.
+        """
+        found: dict[int, int] = {}
+        for task in self._schedule.tasks:
+            if task.kind is TaskKind.GRADIENT_OFFLOAD and task.section is None and task.chunk is not None:
+                found.setdefault(task.chunk, task.micro_batch)
         return found
 
     # -- what the compute thread hands over --------------------------------------------------------------------------
@@ -338,12 +348,3 @@ def _labelled(name: str, work: Callable[[], None]) -> None:
     """Do the work under a name that PyTorch's profiler shows."""
     with torch.profiler.record_function(name):
         work()
-
-
-def _first_leaving(schedule: Schedule) -> dict[int, int]:
-    """By chunk, the first micro-batch in which gradients of it leave the device, those of rows aside."""
-    found: dict[int, int] = {}
-    for task in schedule.tasks:
-        if task.kind is TaskKind.GRADIENT_OFFLOAD and task.section is None and task.chunk is not None:
-            found.setdefault(task.chunk, task.micro_batch)
-    return found

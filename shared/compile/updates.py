@@ -65,8 +65,7 @@ class Updates:
         steps = self._final_steps(chunks) if kind in _FINAL else self.last_steps(chunks)
         position = self.sections.end_position[steps[micro_batches]]
         micro_batch = self.sections.micro_batch[micro_batches]
-        is_last = micro_batch == self.family.step.micro_batches - 1
-        here = np.flatnonzero(is_last | ~self.family.leaves_once[chunks])
+        here = np.flatnonzero((micro_batch == self.sections.micro_batch[-1]) | ~self.family.leaves_once[chunks])
         shape = position.shape
         group = TaskGroup(
             kind,
@@ -342,8 +341,7 @@ class Updates:
         taken_by = np.full((len(sections.micro_batch), len(facts.size_bytes)), self.device_adam[0])
         taken_by[:, self.parted] = self.parting
         taken_by[:, self.sent] = self.reducing if family.step.is_sharded else self.offloads
-        once = self.sent[family.leaves_once[self.sent]]
-        taken_by[:, once] = taken_by[-1, once]
+        taken_by[:, family.leaves_once] = taken_by[-1, family.leaves_once]
         # Of gradients among others of their chunk: those of the last section first.
         places = np.lexsort((-completing, chunks)).argsort()
         # What later backwards add to stays from the first micro-batch on.
@@ -364,8 +362,7 @@ class Updates:
         self.gradients: IntArray = np.full(is_made.shape, NOT_THERE)
         """(M, E) the buffers of (chunk, section) pairs; of persistent chunks in the first micro-batch alone."""
         self.gradients[is_made] = self.draft.buffers(group)
-        is_added = family.leaves_once[chunks]
-        self.gradients[:, is_added] = self.gradients[0, is_added]
+        self.gradients[:, family.leaves_once[chunks]] = self.gradients[0, family.leaves_once[chunks]]
         self.gradient_places = places
         self.reduced = self._add_reduced()
         """(M, U) each rank's part of gradients that leave; none unless ranks share chunks."""
@@ -405,10 +402,10 @@ class Updates:
 
     def wire(self, homes: Homes) -> None:
         """Add what tasks read and write in the family's one plan, and the phase of device Adam."""
+        draft = self.draft
         self._wire_device(homes)
         self._wire_hosts(homes)
         self.rows.wire(homes)
-        draft = self.draft
         _, staying, places = self.gradients_of(np.flatnonzero(self.family.is_persistent))
         whole = staying[0][np.argsort(places)]
         parts = homes.gradients[np.sort(self.parted)]

@@ -250,8 +250,8 @@ class Plan(Document):
     host_gradients: HostGradients = HostGradients.PARAMETERS
     """In which element type the host adds up gradients; those that stay on the device are of the parameters' type."""
     projects_gradients_on: ProjectionPlace = ProjectionPlace.HOST
-    """Where gradients of chunks that the host steps are projected, in orthogonal subspace fine-tuning.  Those of several
-    micro-batches are added up there too.  A file has the field where it is not ``host``."""
+    """Where gradients of chunks that the host steps are projected, in orthogonal subspace fine-tuning; those of
+    several micro-batches are added up there too.  A file has the field where it is not ``host``."""
     parallel: ParallelMode = ParallelMode.SINGLE
     """What the ranks do together."""
     num_ranks: PositiveInt = 1
