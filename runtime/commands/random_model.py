@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from ...shared.basics.errors import WorkloadError
 from ...shared.basics.units import format_bytes
@@ -17,7 +17,6 @@ from ...shared.schema.workload import DType
 from ..devices.machine import host_memory_bytes
 from ..devices.process_settings import leave_a_core_for_lanes
 from ..model.configurations import build_model, training_dtype
-from ..osft.cache import FactorCache
 from ..tracing.configurations import apply_options, configured_model
 
 _WIDENED_BYTES: Final = 4
@@ -33,14 +32,12 @@ def random_model(
     optimizer: Optimizer = Optimizer.ADAMW,
     *,
     num_processes: int = 1,
-    cache: FactorCache | None = None,
-    group: ProcessGroup | None = None,
+    adapt: Callable[[nn.Module, TrainingOptions], None] = apply_options,
 ) -> nn.Module:
     """The model with random weights.
 
-    ``num_processes``, each with such a model, share this machine; ``cache`` has factorised weights, and the ranks of
-    ``group``, which all call this, decompose some of them each.  Raises WorkloadError if the machine cannot hold them
-    with their optimizers.
+    ``num_processes``, each with such a model, share this machine; ``adapt`` adds what ``options`` add.  Raises
+    WorkloadError if the machine cannot hold them with their optimizers.
     """
     leave_a_core_for_lanes(num_processes)
     chosen = training_dtype(configuration, dtype)
@@ -49,7 +46,7 @@ def random_model(
     check_host_memory(twin, name, remedy, optimizer, num_processes=num_processes)
     torch.manual_seed(seed)
     model: nn.Module = build_model(configuration, name, chosen, device="cpu")
-    apply_options(model, options, cache=cache, group=group)
+    adapt(model, options)
     return model
 
 

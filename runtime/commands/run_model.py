@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +20,11 @@ from ..devices.process_settings import leave_a_core_for_lanes
 from ..model.configurations import training_dtype
 from ..model.parameters import describe_parameters
 from ..osft.cache import FactorCache
-from ..ranks.world import met_group
-from ..tracing.configurations import configured_model
+from ..tracing.configurations import apply_options, configured_model
 from .random_model import check_host_memory, random_model
 from .run_budget import check_host
-from .run_ranks import ALONE, FACTORISING_TIMEOUT_S, RunRank
-from .run_weights import BuiltModel, FolderModel
+from .run_ranks import ALONE, RunRank
+from .run_weights import BuiltModel, FolderModel, sharing_decompositions
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +76,7 @@ class RunModel:
         name, num_local = self.described.name, self.rank.num_local
         configuration, dtype = self.described.config, str(workload.compute_dtype)
         if self.weights is None:
-            num_ranks = 1 if self.options.osft is None else self.rank.num_ranks
-            # Decompositions are many ranks' work, and there is no training yet in which they know each other.
-            with met_group(num_ranks, timeout_s=FACTORISING_TIMEOUT_S) if num_ranks > 1 else nullcontext() as group:
+            with sharing_decompositions(self.options, self.rank.num_ranks) as group:
                 return BuiltModel(
                     random_model(
                         configuration,
@@ -89,8 +86,7 @@ class RunModel:
                         self.options,
                         plan.optimizer,
                         num_processes=num_local,
-                        cache=self.cache,
-                        group=group,
+                        adapt=partial(apply_options, cache=self.cache, group=group),
                     )
                 )
         leave_a_core_for_lanes(num_local)
@@ -103,6 +99,7 @@ class RunModel:
             seed=self.seed,
             is_converting=self.dtype is not None,
             cache=self.cache,
+            num_ranks=self.rank.num_ranks,
         )
         built = folder.build(
             lambda: check_host_memory(

@@ -7,12 +7,14 @@ by transformers itself, before it moves into its chunks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from ...shared.schema.training_options import TrainingOptions
 from ..chunks.meta_parameters import parameters_on_meta
@@ -23,7 +25,9 @@ from ..model.pretrained import check_dtypes, load_generation, load_pretrained
 from ..osft.cache import FactorCache
 from ..osft.orthogonal_model import orthogonal_maps
 from ..osft.saved_factors import FactorReader
+from ..ranks.world import met_group
 from ..tracing.configurations import apply_options
+from .run_ranks import FACTORISING_TIMEOUT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,8 @@ class FolderModel:
     """Whether weights of another element type are converted."""
     cache: FactorCache | None = None
     """Of factorised weights."""
+    num_ranks: int = 1
+    """Ranks that build it together."""
 
     def build(self, before_loading: Callable[[], None]) -> BuiltModel:
         """The model in training mode, without the memory of its weights wherever the files can fill it.
@@ -72,13 +78,24 @@ class FolderModel:
         model = load_pretrained(
             self.folder, self.configuration, self.name, self.dtype, is_converting=self.is_converting
         )
-        self._adapt(model)
+        with sharing_decompositions(self.options, self.num_ranks) as group:
+            self._adapt(model, group)
         return BuiltModel(model)
 
-    def _adapt(self, model: nn.Module) -> None:
+    def _adapt(self, model: nn.Module, group: ProcessGroup | None = None) -> None:
         torch.manual_seed(self.seed)
         # No file has low-rank matrices: they have values, whatever they lie beside.
-        apply_options(model, self.options, device=torch.device("cpu"), cache=self.cache)
+        apply_options(model, self.options, device=torch.device("cpu"), cache=self.cache, group=group)
+
+
+def sharing_decompositions(options: TrainingOptions, num_ranks: int) -> AbstractContextManager[ProcessGroup | None]:
+    """Within the block, the ranks that decompose weights which all of them have; None if it takes no others.
+
+    There is no training yet in which they know each other.
+    """
+    if options.osft is None or num_ranks == 1:
+        return nullcontext()
+    return met_group(num_ranks, timeout_s=FACTORISING_TIMEOUT_S)
 
 
 def _renamed(model: Any, saved: Mapping[str, object]) -> dict[str, str]:

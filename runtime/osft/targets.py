@@ -43,6 +43,8 @@ def find_targets(model: nn.Module, targets: Sequence[str] = ()) -> list[Target]:
     experts, no maps of a single direction, and none that have low-rank matrices beside them.  Raises WorkloadError if
     a target matches nothing, or something that cannot be factorised.
     """
+    if isinstance(targets, str):
+        raise WorkloadError(f"targets is {targets!r}; it must be a sequence of names. Write [{targets!r}].")
     adapted = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, LowRankLinear))
     modules = {path: module for path, module in model.named_modules() if path and not path.startswith(adapted)}
     if not targets:

@@ -30,7 +30,7 @@ from ..tables.labels import (
     num_blocks,
 )
 from ..tables.question import question_table
-from ..tables.record import alive_table, beyond_table, plan_table, ranks_table, traffic_table
+from ..tables.record import alive_table, beyond_table, factorisation_sentence, plan_table, ranks_table, traffic_table
 from .alive import alive_chart
 from .expected import expected_chart
 from .losses import agreement, losses_chart
@@ -98,7 +98,7 @@ def report(title: str, facts: Facts) -> Report:
     knobs = PageTable(replace(plan_table(predicted.plan, num_blocks=num_blocks(predicted)), title="Knobs"), "knobs")
     sections = [
         Section("Plan", ((knobs, PageTable(traffic_table(records))),)),
-        Section("Where the time goes", _phases(records, facts.search)),
+        Section("Where the time goes", (*_phases(records, facts.search), *_before(predicted))),
         Section("Ranks", _ranks(records)),
         Section("Timeline", _timeline(facts)),
         Section("Device memory", _memory_figures(facts, held_against)),
@@ -168,6 +168,11 @@ def _phases(records: Sequence[Record], search: SearchResult | BatchSearchResult 
     """How sure the times are, and what compute does and waits for in each phase."""
     charts = (expected_chart(records, None if search is None else plain_result(search)), phase_chart(records))
     return tuple(chart for chart in charts if chart is not None)
+
+
+def _before(predicted: Record) -> tuple[Part, ...]:
+    """What comes before the first step, where something does."""
+    return () if predicted.factorisation is None else (quiet(factorisation_sentence(predicted.factorisation)),)
 
 
 def _memory_figures(facts: Facts, held_against: Sequence[Limit]) -> tuple[Figure, ...]:

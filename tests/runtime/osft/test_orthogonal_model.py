@@ -189,6 +189,12 @@ def hooked() -> nn.Module:
     return model
 
 
+def adapted() -> nn.Module:
+    model = llama(num_layers=1)
+    add_lora(model, rank=2)
+    return model
+
+
 def factorised() -> nn.Module:
     model = llama(num_layers=1)
     make_orthogonal(model, unfreeze_rank_ratio=RATIO)
@@ -209,11 +215,14 @@ def factorised() -> nn.Module:
         (packed, ["up_proj"], r"mlp\.up_proj is uint8"),
         (own_class, [], r"mlp\.up_proj is a OwnLinear"),
         (hooked, [], r"mlp\.up_proj has hooks"),
+        (adapted, [], r"all linear maps .* have low-rank matrices beside them \(LoRA\).*q_proj"),
+        (adapted, ["up_proj"], r"mlp\.up_proj, which 'up_proj' names, has low-rank matrices"),
+        (llama, "up_proj", r"targets is 'up_proj'.*\['up_proj'\]"),
         (factorised, ["up_proj"], r"up_proj is factorised already.*make_dense"),
     ],
 )
 def test_what_cannot_be_factorised_is_refused_by_name(
-    build: Callable[[], nn.Module], targets: list[str], message: str
+    build: Callable[[], nn.Module], targets: list[str] | str, message: str
 ) -> None:
     """And nothing has changed."""
     model = build()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from itertools import permutations
 from unittest import mock
 
@@ -17,6 +18,7 @@ from protwin.runtime.osft import orthogonal_model
 from protwin.runtime.osft.factorisation import factorise
 from protwin.runtime.osft.spread import givers_of
 from protwin.runtime.ranks.world import met_group
+from protwin.runtime.tracing.configurations import apply_options
 from protwin.shared.basics.errors import WorkloadError
 from protwin.shared.schema.training_options import OsftOptions, TrainingOptions
 from tests.runtime.models import llama
@@ -119,7 +121,8 @@ def random_weights(rank: int, num_ranks: int) -> tuple[str, int]:
         mock.patch.object(orthogonal_model, "factorise", side_effect=factorise) as counted,
         met_group(num_ranks, timeout_s=60) as group,
     ):
-        made = random_model(configuration, "llama", "float32", 3, options, group=group)
+        adapt = partial(apply_options, group=group)
+        made = random_model(configuration, "llama", "float32", 3, options, adapt=adapt)
     return digest(made), counted.call_count
 
 

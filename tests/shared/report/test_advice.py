@@ -10,6 +10,9 @@ from protwin.shared.report.advice import advice_report, cost_chart, cost_front, 
 from protwin.shared.report.svg import PLOT_PX
 from protwin.shared.schema.advice import Advice, MachineAdvice
 from protwin.shared.schema.search_result import Goal
+from protwin.shared.schema.record import Factorisation
+from protwin.shared.tables.advice import advice_tables
+from protwin.shared.tables.terminal import as_text
 from tests.shared.report_pages import HOSTILE, check_self_contained, parse, row_bars
 
 PLAN = {"workload_id": "w", "chunk_bytes": 2**26, "n_persist": 3, "n_buffer": 2}
@@ -112,3 +115,14 @@ def test_where_nothing_fits_the_reasons_are_all_there_is() -> None:
     check_self_contained(parse(page))
     assert "too small" in page
     assert "0 of 1" in page
+
+
+def test_decompositions_before_the_first_step_have_a_column_where_there_are_any() -> None:
+    plain, factorised = ranked("a", 1.0), ranked("b", 2.0)
+    before = Factorisation(num_weights=7, flops=10**9, host_s=123.0, working_bytes=2**20)
+    factorised = factorised.model_copy(update={"factorisation": before})
+    assert "before" not in as_text(advice_tables(advice(plain)))
+    for text in (as_text(advice_tables(advice(plain, factorised))), advice_report(advice(plain, factorised)).html):
+        assert "step 1" in text
+        assert "123" in text
+        assert "7 singular value decompositions, once" in text

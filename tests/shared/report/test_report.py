@@ -15,9 +15,10 @@ from protwin.shared.records.period import folded
 from protwin.shared.records.waits import waits_of
 from protwin.shared.report.bars import KIND_COLOURS
 from protwin.shared.report.memory import CONTENT_COLOURS
-from protwin.shared.schema.record import TaskTiming
+from protwin.shared.schema.record import Factorisation, TaskTiming
 from protwin.shared.schema.schedule import Lane, TaskKind
 from protwin.shared.tables.labels import LANE_NAMES
+from protwin.shared.tables.record import factorisation_sentence
 from tests.shared.laid_out import LaidOut, laid_out
 from tests.shared.report_pages import (
     HOSTILE,
@@ -299,3 +300,11 @@ def test_the_check_notices_a_name_that_is_not_escaped(example: LaidOut, monkeypa
         patch.setattr(protwin.shared.report.page, "_template", lambda: bare)
         with pytest.raises(AssertionError):
             check_self_contained(parse(hostile_report(example)))
+
+
+def test_what_comes_before_the_first_step_is_told(example: LaidOut) -> None:
+    before = Factorisation(num_weights=7, flops=10**9, host_s=123.0, working_bytes=2**20)
+    factorised = example.predicted.model_copy(update={"factorisation": before})
+    assert "Before the first step" not in parse(html_report(title="t", predicted=example.predicted)).words
+    words = parse(html_report(title="t", predicted=factorised)).words
+    assert factorisation_sentence(before) in words
