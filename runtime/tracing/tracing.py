@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -85,15 +85,23 @@ def trace(
     _, num_tokens = count_samples_and_tokens(batch)
     check_untaken(model)
     counts = checked_tiles(mlp_tiles, num_tokens)
+    asked = _Asked(
+        model=model,
+        batch=batch,
+        loss=loss,
+        repeats=repeats,
+        name=name,
+        device_kind=device_kind,
+        on_progress=on_progress,
+    )
 
     def traced(names: str | Sequence[str] | None) -> Workload:
         named = find_blocks(model, names)
         mlps = find_mlps(named, mlp_modules) if counts else ()
-        once = partial(_traced_once, model, batch, loss, names, repeats, name, device_kind, on_progress)
-        whole = once()
+        whole = asked.traced(names)
         if not counts:
             return whole
-        return with_tilings(whole, {n: once(mlps=mlps, mlp_tiles=n) for n in counts}, names_of(named, mlps))
+        return with_tilings(whole, {n: asked.traced(names, mlps, n) for n in counts}, names_of(named, mlps))
 
     try:
         return traced(blocks)
@@ -109,41 +117,42 @@ def trace(
     return traced(order)
 
 
-def _traced_once(
-    model: nn.Module,
-    batch: Batch,
-    loss: Loss | None,
-    names: str | Sequence[str] | None,
-    repeats: int,
-    name: str | None,
-    device_kind: DeviceKind,
-    on_progress: Callable[[int, int], None] | None,
-    *,
-    mlps: Mlps = (),
-    mlp_tiles: int = 1,
-) -> Workload:
-    """The workload of a model, or of one whose MLPs run in so many tiles."""
-    named = find_blocks(model, names)
-    traced_as = partial(traced_model, model, named, name=name)
-    if any(parameter.is_meta for parameter in model.parameters()):
-        subject = FakeSubject(model, names, device_kind=device_kind)
-        with subject.in_tiles(mlps, mlp_tiles):
-            shape = subject.at(batch, loss, on_progress)
-        return assemble(traced_as(subject.uses, traced_with="fake", row_lookups=subject.row_lookups), shape)
-    with in_tiles(modules_of(named, mlps), mlp_tiles):
-        seen, seconds = _observe_real(model, batch, loss, named, repeats, on_progress)
-        described = traced_as(
-            _uses_of(seen, named, range(len(named))),
-            traced_with="real",
-            row_lookups=agreed({iterations.row_lookups for iterations in seen.values()}),
-        )
-        found = assemble(
-            described,
-            _traced_shape(model, batch, seen, range(len(named))),
-            seconds=seconds,
-            measured_on=device_description(next(model.parameters()).device) if repeats > 0 else None,
-        )
-        return _with_other_values(found, described, seen, model, batch, loss, named)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    """What ``trace`` was asked for."""
+
+    model: nn.Module
+    batch: Batch
+    loss: Loss | None
+    repeats: int
+    name: str | None
+    device_kind: DeviceKind
+    on_progress: Callable[[int, int], None] | None
+
+    def traced(self, names: str | Sequence[str] | None, mlps: Mlps = (), mlp_tiles: int = 1) -> Workload:
+        """The workload of the model, or of one whose MLPs run in so many tiles; ``names``: of its blocks."""
+        model, batch, loss = self.model, self.batch, self.loss
+        named = find_blocks(model, names)
+        traced_as = partial(traced_model, model, named, name=self.name)
+        if any(parameter.is_meta for parameter in model.parameters()):
+            subject = FakeSubject(model, names, device_kind=self.device_kind)
+            with subject.in_tiles(mlps, mlp_tiles):
+                shape = subject.at(batch, loss, self.on_progress)
+            return assemble(traced_as(subject.uses, traced_with="fake", row_lookups=subject.row_lookups), shape)
+        with in_tiles(modules_of(named, mlps), mlp_tiles):
+            seen, seconds = _observe_real(model, batch, loss, named, self.repeats, self.on_progress)
+            described = traced_as(
+                _uses_of(seen, named, range(len(named))),
+                traced_with="real",
+                row_lookups=agreed({iterations.row_lookups for iterations in seen.values()}),
+            )
+            found = assemble(
+                described,
+                _traced_shape(model, batch, seen, range(len(named))),
+                seconds=seconds,
+                measured_on=device_description(next(model.parameters()).device) if self.repeats > 0 else None,
+            )
+            return _with_other_values(found, described, seen, model, batch, loss, named)
 
 
 def traced_model(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Final, Generic, TypeVar
+from typing import Annotated, Final
 
 from pydantic import Field, NonNegativeInt
 
@@ -11,23 +11,20 @@ from ..basics.documents import FrozenModel, Name
 
 MOST_TILES: Final = 2**20
 """More tiles than any sequence is cut into."""
-_P = TypeVar("_P", bound=FrozenModel)
 
 
-class Tiling(FrozenModel, Generic[_P]):
-    """The blocks of a workload whose MLPs run in ``mlp_tiles`` tiles of tokens, forward and backward."""
+class Tiles(FrozenModel):
+    """Which modules run in how many tiles of tokens, forward and backward."""
 
     mlp_tiles: Annotated[int, Field(ge=2, le=MOST_TILES)]
     """Of equal length but for one token; as many as there are tokens where these are fewer."""
     modules: tuple[Name, ...] = Field(min_length=1)
     """Dotted paths of the modules that run in tiles."""
-    profiles: tuple[_P, ...]
-    """What blocks do then, in either activation mode."""
     profile_of: tuple[NonNegativeInt, ...]
-    """By block: index into ``profiles``."""
+    """By block: index into ``Tiling.profiles``."""
 
 
-def why_no_tilings(tilings: Sequence[Tiling[_P]], num_blocks: int) -> str | None:
+def why_no_tilings(tilings: Sequence[Tiles], num_blocks: int) -> str | None:
     """Why a workload of so many blocks cannot have ``tilings``; None if it can."""
     counts = [tiling.mlp_tiles for tiling in tilings]
     if len(set(counts)) < len(counts):
@@ -35,12 +32,10 @@ def why_no_tilings(tilings: Sequence[Tiling[_P]], num_blocks: int) -> str | None
     for tiling in tilings:
         if len(tiling.profile_of) != num_blocks:
             return f"mlp_tiles {tiling.mlp_tiles} has profiles of {len(tiling.profile_of)} blocks of {num_blocks}"
-        if max(tiling.profile_of, default=0) >= len(tiling.profiles):
-            return f"mlp_tiles {tiling.mlp_tiles} names profile {max(tiling.profile_of)} of {len(tiling.profiles)}"
     return None
 
 
-def why_no_mlp_tiles(mlp_tiles: int, tilings: Sequence[Tiling[_P]], model_name: str) -> str | None:
+def why_no_mlp_tiles(mlp_tiles: int, tilings: Sequence[Tiles], model_name: str) -> str | None:
     """Why blocks of ``model_name`` cannot run in so many tiles, with what to do; None if they can."""
     known = [tiling.mlp_tiles for tiling in tilings]
     if mlp_tiles == 1 or mlp_tiles in known:

@@ -40,8 +40,7 @@ from ..phases.seen_memory import SeenMemory
 from ..phases.subspaces import Subspace as Subspace
 from ..phases.subspaces import SubspaceAxis as SubspaceAxis
 from ..phases.subspaces import why_no_subspaces
-from ..phases.tiling import Tiling as Tiling
-from ..phases.tiling import why_no_mlp_tiles, why_no_tilings
+from ..phases.tiling import Tiles, why_no_mlp_tiles, why_no_tilings
 from .plan import ActivationMode, Plan, TrainingMethod
 from .shared_inputs import SharedInput
 
@@ -116,6 +115,18 @@ class BlockProfile(FrozenModel):
         return self.checkpoint_backward if mode is ActivationMode.CHECKPOINT else self.backward
 
 
+class Tiling(Tiles):
+    """What the blocks of a workload do where their MLPs run in tiles."""
+
+    profiles: tuple[BlockProfile, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _has_profiles(self) -> Self:
+        if max(self.profile_of, default=0) >= len(self.profiles):
+            raise ValueError(f"a block names profile {max(self.profile_of)} of {len(self.profiles)}")
+        return self
+
+
 class Block(FrozenModel):
     """One transformer layer, in execution order."""
 
@@ -181,7 +192,7 @@ class Workload(Document):
     set."""
     subspaces: tuple[Subspace, ...] = ()
     """Trained matrices that are kept orthogonal to frozen ones (OSFT).  A file has the field where there are any."""
-    tilings: tuple[Tiling[BlockProfile], ...] = ()
+    tilings: tuple[Tiling, ...] = ()
     """What blocks do where their MLPs run in tiles (``Plan.mlp_tiles``).  A file has the field where there are any."""
     row_lookups: RowLookups | None = None
     """Embeddings whose rows the prologue may look up on the host; None where there are none, or nobody knows."""
@@ -345,7 +356,7 @@ class Workload(Document):
         # Made anew: a copy would take along what is cached here.
         return Workload(**{name: getattr(self, name) for name in Workload.model_fields} | update)
 
-    def tiling(self, mlp_tiles: int) -> Tiling[BlockProfile]:
+    def tiling(self, mlp_tiles: int) -> Tiling:
         """What blocks do in so many tiles.  Raises PlanError if nobody knows."""
         if (reason := why_no_mlp_tiles(mlp_tiles, self.tilings, self.model_name)) is not None or mlp_tiles == 1:
             raise PlanError(f"{reason or 'mlp_tiles: 1 is no tiling'}.")

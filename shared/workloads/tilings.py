@@ -7,7 +7,7 @@ from typing import Final
 
 from ..basics.errors import WorkloadError
 from ..phases.tiling import MOST_TILES
-from ..schema.workload import BlockProfile, Phase, Tiling, Workload
+from ..schema.workload import Phase, Tiling, Workload
 
 _OUTSIDE: Final = ("prologue_forward", "epilogue_forward", "epilogue_backward", "prologue_backward")
 
@@ -33,7 +33,7 @@ def with_tilings(workload: Workload, tiled: Mapping[int, Workload], modules: Seq
     for mlp_tiles, other in tiled.items():
         _check_outside(workload, other, mlp_tiles)
     tilings = tuple(
-        Tiling[BlockProfile](
+        Tiling(
             mlp_tiles=mlp_tiles,
             modules=tuple(modules),
             profiles=other.profiles,

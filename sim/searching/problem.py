@@ -303,9 +303,8 @@ def search_problem(
         num_stages=num_stages,
     )
     method = request.method_of(workload)
-    tiled = workload.tiled(step.mlp_tiles)
-    grids = _grids(request, tiled, step, costs, is_offloading=is_offloading)
-    planned = _planned(tiled, grids[0])
+    grids = _grids(request, workload.tiled(step.mlp_tiles), step, costs, is_offloading=is_offloading)
+    planned = _planned(workload.tiled(step.mlp_tiles), grids[0])
     has_disk = any(grid.places.uses_disk for grid in grids)
     contention = ContentionModel.of(
         together, calibration, num_ranks=num_ranks, optimizer=step.optimizer, has_disk=has_disk

@@ -49,6 +49,7 @@ def test_the_identity_of_a_workload_covers_what_is_learnt_and_by_which_loss() ->
         ({"n_swap": 1}, "n_swap: 1 with method bypass"),
         ({"activation_modes": (ActivationMode.CHECKPOINT,), "n_checkpoint": 1}, "n_checkpoint: 1 with method bypass"),
         ({"looks_up_rows": True}, "looks_up_rows with method bypass"),
+        ({"mlp_tiles": 2}, "mlp_tiles: 2 with method bypass"),
         (
             {"max_gradient_norm": 1.0, "parallel": ParallelMode.SHARDED, "num_ranks": 2},
             "max_gradient_norm: 1 with method bypass and parallel sharded",
