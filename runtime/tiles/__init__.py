@@ -1,0 +1,1 @@
+"""Parts of a model that run tile by tile over tokens."""
