@@ -18,8 +18,6 @@ import torch
 
 from ...shared.basics.errors import ScheduleError
 
-MOST_LOSS_TILES: Final = 2**20
-"""More tiles than any batch has tokens worth a product each."""
 _SCALED_AT_ONCE: Final = 2**24
 """Elements of a gradient that are widened at once."""
 TileFunction = Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]], torch.Tensor]
@@ -121,6 +119,7 @@ class _Tiled(torch.autograd.Function):
                     "backward of a loss by tiles runs for the second time, but the gradients that forward formed have "
                     "been given away. Add the losses up and call backward() once."
                 )
+            # Held by nobody else from here on, so that a parameter takes its gradient as it is.
             grads = formed.scaled(upstream)
         else:
             grads = _recomputed(ctx, upstream)

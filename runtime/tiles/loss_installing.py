@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ...shared.basics.errors import PlanError, ScheduleError
-from .loss_function import MOST_LOSS_TILES
+from ...shared.phases.tilings import MOST_TILES
 from .loss_logits import DeferredLogits, TiledHead, head_function, refused
 
 _BY_TOKEN: Final = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity, nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh)
@@ -28,7 +28,7 @@ def tiled_loss(model: nn.Module, loss_tiles: int) -> Iterator[None]:
     which is refused (ScheduleError).  Modules, parameters and hooks stay as they are.  Raises PlanError if the model
     has no head that treats each token by itself, or ``loss_tiles`` is no number of tiles.
     """
-    check_loss_tiles(loss_tiles)
+    check_tiled_loss(model, loss_tiles)
     if loss_tiles == 1:
         yield
         return
@@ -40,8 +40,28 @@ def tiled_loss(model: nn.Module, loss_tiles: int) -> Iterator[None]:
 
 def check_loss_tiles(loss_tiles: int) -> None:
     """Raise PlanError unless it is a number of tiles."""
-    if not isinstance(loss_tiles, int) or not 1 <= loss_tiles <= MOST_LOSS_TILES:
-        raise PlanError(f"loss_tiles is {loss_tiles}; it must be a whole number from 1 to {MOST_LOSS_TILES:,}.")
+    if not isinstance(loss_tiles, int) or not 1 <= loss_tiles <= MOST_TILES:
+        raise PlanError(f"loss_tiles is {loss_tiles}; it must be a whole number from 1 to {MOST_TILES:,}.")
+
+
+def check_tiled_loss(model: nn.Module, loss_tiles: int) -> None:
+    """Raise PlanError if ``model`` cannot compute its loss in so many tiles, as far as its modules tell."""
+    check_loss_tiles(loss_tiles)
+    if loss_tiles > 1:
+        head_of_tokens(model)
+
+
+def loss_tile_counts(counts: Sequence[int], loss: object | None) -> list[int]:
+    """Numbers of tiles to trace beside 1, ascending.  Raises PlanError if the loss is computed outside of the model."""
+    for count in counts:
+        check_loss_tiles(count)
+    found = sorted(set(counts) - {1})
+    if found and loss is not None:
+        raise PlanError(
+            "loss_tiles: the loss is a function of whole logits outside of the model (loss=...). Leave it out, and put "
+            "labels into the batch, or train with loss_tiles 1."
+        )
+    return found
 
 
 def head_of_tokens(model: nn.Module) -> nn.Module:

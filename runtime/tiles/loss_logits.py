@@ -90,7 +90,7 @@ class DeferredLogits:
         """Of the logits: that of no token's, which cost nothing."""
         none = self._hidden.detach().reshape(-1, self._hidden.shape[-1])[:0]
         with torch.no_grad():
-            return self._run(none, self._head.weights, self._noted.extras).dtype
+            return _logits(self._head, self._noted, none, (*self._head.weights, *self._noted.extras)).dtype
 
     @property
     def ndim(self) -> int:
@@ -225,14 +225,6 @@ class DeferredLogits:
 
     # -- what reduces each token to a number ---------------------------------------------------------------------------
 
-    def _run(
-        self, hidden: torch.Tensor, weights: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        logits = self._head.run(hidden, weights)
-        for step in self._noted.steps:
-            logits = step(logits, extras)
-        return logits
-
     def _tiled(
         self,
         reduce: Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor],
@@ -241,14 +233,13 @@ class DeferredLogits:
         adds_up: bool,
     ) -> torch.Tensor:
         """``reduce`` of the logits, (tokens, vocabulary), and tensors by token, by tiles."""
-        hidden, num_weights = self._hidden, len(self._head.weights)
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        weights = (*self._head.weights, *self._noted.extras)
+        # What backward keeps holds neither this stand-in nor its hidden states.
+        head, noted = self._head, replace(self._noted, extras=())
+        flat = self._hidden.reshape(-1, self._hidden.shape[-1])
+        weights = (*head.weights, *self._noted.extras)
 
-        def run(
-            part: torch.Tensor, given: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
-        ) -> torch.Tensor:
-            return reduce(self._run(part, values[:num_weights], values[num_weights:]), given)
+        def run(part: torch.Tensor, given: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> torch.Tensor:
+            return reduce(_logits(head, noted, part, values), given)
 
         is_half = torch.float16 in (flat.dtype, *(weight.dtype for weight in weights)) or (
             torch.is_autocast_enabled(flat.device.type)
@@ -318,6 +309,16 @@ class DeferredLogits:
         if getattr(function, "__name__", "") in _ELEMENTWISE and getattr(function, "__module__", None) != "torch.nn":
             return found._elementwise(function, args, named)
         raise refused(_name(function))
+
+
+def _logits(
+    head: TiledHead, noted: _Noted, hidden: torch.Tensor, values: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Of hidden states (tokens, hidden), with ``values`` of the head's parameters and of what is noted beside."""
+    logits = head.run(hidden, values[: len(head.weights)])
+    for step in noted.steps:
+        logits = step(logits, values[len(head.weights) :])
+    return logits
 
 
 _ITSELF: Final = object()

@@ -40,6 +40,8 @@ from ..osft.subspaces import described_subspaces
 from ..routing.forced_choices import ForcedChoices
 from ..routing.tried import with_other_values
 from ..routing.value_dependence import ValueWatch, joined
+from ..tiles.loss_installing import loss_tile_counts, tiled_loss
+from ..tiles.loss_tilings import with_loss_tilings
 from .block_inputs import shared_inputs
 from .block_order import blocks_as_run
 from .cuda_autocast import autocast_as_on_cuda
@@ -63,6 +65,7 @@ def trace(
     repeats: int = 5,
     name: str | None = None,
     device_kind: DeviceKind = DeviceKind.CUDA,
+    loss_tiles: Sequence[int] = (),
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Workload:
     """Trace one training iteration of ``model`` on ``batch``.
@@ -73,20 +76,58 @@ def trace(
     no memory, no times.
     ``loss`` gives the scalar loss from (output, batch) where the model does not; ``blocks`` names the blocks where
     they are not found; ``device_kind`` is what a model on the meta device is to train on, where that decides which
-    kernels run (``fake_kernels.py``) and what autocast casts (``cuda_autocast.py``).  Raises WorkloadError if the model
-    cannot be traced.
+    kernels run (``fake_kernels.py``) and what autocast casts (``cuda_autocast.py``).  ``loss_tiles`` are the numbers of
+    tiles that plans may run head and loss in (``Plan.loss_tiles``); each of them is traced as well.  Raises
+    WorkloadError if the model cannot be traced, PlanError if its loss cannot be computed by tiles.
     """
     _check_model(model)
     count_samples_and_tokens(batch)
     check_untaken(model)
+    counts = [1, *loss_tile_counts(loss_tiles, loss)]
+
+    def traced_in(tiles: int, names: str | Sequence[str] | None) -> Workload:
+        report = None if on_progress is None else _part_of(on_progress, counts.index(tiles), len(counts))
+        as_traced = partial(_traced, model, batch, loss, names, repeats, report)
+        return as_traced(name=name, device_kind=device_kind, loss_tiles=tiles)
 
     def traced(names: str | Sequence[str] | None) -> Workload:
-        named = find_blocks(model, names)
-        traced_as = partial(traced_model, model, named, name=name)
-        if any(parameter.is_meta for parameter in model.parameters()):
-            subject = FakeSubject(model, names, device_kind=device_kind)
-            shape = subject.at(batch, loss, on_progress)
-            return assemble(traced_as(subject.uses, traced_with="fake", row_lookups=subject.row_lookups), shape)
+        found = traced_in(1, names)
+        return with_loss_tilings(found, {tiles: traced_in(tiles, names) for tiles in counts[1:]})
+
+    try:
+        return traced(blocks)
+    except ScheduleError as refused:
+        if blocks is not None:
+            raise
+        try:
+            order = blocks_as_run(model, batch, loss, find_blocks(model))
+        except RuntimeError:
+            raise refused from None  # the model cannot be copied: the iteration left tensors of its own on it
+        if order is None:
+            raise
+    return traced(order)
+
+
+def _traced(
+    model: nn.Module,
+    batch: Batch,
+    loss: Loss | None,
+    names: str | Sequence[str] | None,
+    repeats: int,
+    on_progress: Callable[[int, int], None] | None,
+    *,
+    name: str | None,
+    device_kind: DeviceKind,
+    loss_tiles: int,
+) -> Workload:
+    """The workload of a model whose head and loss run in ``loss_tiles`` tiles."""
+    named = find_blocks(model, names)
+    traced_as = partial(traced_model, model, named, name=name)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        subject = FakeSubject(model, names, device_kind=device_kind, loss_tiles=loss_tiles)
+        shape = subject.at(batch, loss, on_progress)
+        return assemble(traced_as(subject.uses, traced_with="fake", row_lookups=subject.row_lookups), shape)
+    with tiled_loss(model, loss_tiles):
         seen, seconds = _observe_real(model, batch, loss, named, repeats, on_progress)
         described = traced_as(
             _uses_of(seen, named, range(len(named))),
@@ -101,18 +142,10 @@ def trace(
         )
         return _with_other_values(found, described, seen, model, batch, loss, named)
 
-    try:
-        return traced(blocks)
-    except ScheduleError as refused:
-        if blocks is not None:
-            raise
-        try:
-            order = blocks_as_run(model, batch, loss, find_blocks(model))
-        except RuntimeError:
-            raise refused from None  # the model cannot be copied: the iteration left tensors of its own on it
-        if order is None:
-            raise
-    return traced(order)
+
+def _part_of(report: Callable[[int, int], None], number: int, count: int) -> Callable[[int, int], None]:
+    """Progress of trace ``number`` of ``count`` that are alike."""
+    return lambda done, total: report(number * total + done, count * total)
 
 
 def traced_model(
@@ -149,8 +182,10 @@ class FakeSubject:
         names: str | Sequence[str] | None = None,
         *,
         device_kind: DeviceKind = DeviceKind.CUDA,
+        loss_tiles: int = 1,
     ) -> None:
         self._model = model
+        self._loss_tiles = loss_tiles
         self._device_kind = device_kind
         self._mode = FakeTensorMode()
         self._twin = fake_model(model, self._mode)
@@ -196,6 +231,7 @@ class FakeSubject:
             plain_batches(),
             left_as_found(self._twin),
             attributes_as_found(self._twin) as held,
+            tiled_loss(self._twin, self._loss_tiles),
         ):
             observe = partial(observe_sections, self._twin, given, loss, self._blocks, passes=1, held=held)
             seen = {mode: observe(mode, progress.advance) for mode in TRACED_MODES}

@@ -20,6 +20,7 @@ from pydantic import (
 
 from ..basics.documents import Document
 from ..basics.errors import PlanError
+from ..phases.tilings import MOST_TILES
 from .optimizer import HostGradients, Optimizer
 
 MOST_MICRO_BATCHES: Final = 4096
@@ -151,6 +152,8 @@ def why_not_bypass(plan: Plan) -> str | None:
                 f"{name}: {getattr(plan, name)} with method {plan.method}; a student block's backward follows its "
                 f"forward at once, so that nothing saved has to go. Set it to 0"
             )
+    if plan.loss_tiles > 1:
+        return f"loss_tiles: {plan.loss_tiles} with method {plan.method}, whose losses are of blocks. Leave it out"
     if plan.looks_up_rows:
         return f"looks_up_rows with method {plan.method}; embeddings of a teacher are gathered whole. Leave it out"
     if plan.max_gradient_norm is not None and plan.parallel is ParallelMode.SHARDED:
@@ -226,6 +229,9 @@ class Plan(Document):
     """One mode per block, instead of ``n_swap``, ``n_checkpoint`` and their placement rule."""
     micro_batches: PositiveInt = 1
     """Forwards and backwards per step, each on a batch of the workload's shape; their gradients add up."""
+    loss_tiles: int = Field(default=1, gt=0, le=MOST_TILES)
+    """Tiles of tokens in which head and loss run, so that logits never exist whole.  A file has the field where it is
+    not 1."""
     max_gradient_norm: PositiveFloat | None = None
     """Limit of the norm of all gradients together; None for no limit.  CPU Adam then waits for the last gradient.  In
     bypass distillation it limits the norm of each student block's gradients by itself, and CPU Adam waits for those."""
@@ -337,6 +343,8 @@ class Plan(Document):
             fields.pop("shard_ranks", None)
         if self.projects_gradients_on is ProjectionPlace.HOST:
             fields.pop("projects_gradients_on", None)
+        if self.loss_tiles == 1:
+            fields.pop("loss_tiles", None)
         return fields
 
     @property

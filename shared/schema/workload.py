@@ -38,6 +38,7 @@ from ..phases.seen_memory import SeenMemory
 from ..phases.subspaces import Subspace as Subspace
 from ..phases.subspaces import SubspaceAxis as SubspaceAxis
 from ..phases.subspaces import why_no_subspaces
+from ..phases.tilings import LossTiling as LossTiling
 from .plan import ActivationMode, Plan, TrainingMethod
 from .shared_inputs import SharedInput
 
@@ -240,6 +241,9 @@ class Workload(Document):
     set."""
     subspaces: tuple[Subspace, ...] = ()
     """Trained matrices that are kept orthogonal to frozen ones (OSFT).  A file has the field where there are any."""
+    loss_tilings: tuple[LossTiling, ...] = ()
+    """What the part after the last block does by tiles of tokens, for every number of tiles that was traced.  A file
+    has the field where there are any."""
     row_lookups: RowLookups | None = None
     """Embeddings whose rows the prologue may look up on the host; None where there are none, or nobody knows."""
     resident_bytes: Bytes = 0
@@ -296,6 +300,15 @@ class Workload(Document):
             raise ValueError("subspaces: bypass distillation trains whole weights")
         return self
 
+    @model_validator(mode="after")
+    def _knows_each_tiling_once(self) -> Self:
+        counts = [tiling.loss_tiles for tiling in self.loss_tilings]
+        if counts != sorted(set(counts)):
+            raise ValueError(f"loss_tilings: {counts} tiles; each number stands once, and they ascend")
+        if counts and self.distillation is not None:
+            raise ValueError("loss_tilings: bypass distillation has no loss after the last block")
+        return self
+
     @model_serializer(mode="wrap")
     def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = handler(self)
@@ -303,6 +316,8 @@ class Workload(Document):
             fields.pop("distillation", None)
         if not self.subspaces:
             fields.pop("subspaces", None)
+        if not self.loss_tilings:
+            fields.pop("loss_tilings", None)
         return fields
 
     def _check_uses(self, name: str, block: int | None, uses: Uses) -> None:
