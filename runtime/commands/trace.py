@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -32,6 +33,7 @@ from ...shared.cli.options import (
     osft_of,
 )
 from ...shared.cli.output import give
+from ...shared.phases.tilings import MOST_TILES
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import TrainingMethod
 from ...shared.schema.training_options import TrainingOptions
@@ -48,6 +50,16 @@ MachineToTrainOn = Annotated[
         "--hardware",
         metavar="NAME|FILE",
         help="The machine to train on: it decides the element type, as in a search, and which kernels run.",
+    ),
+]
+LossTiles = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--loss-tiles",
+        min=2,
+        max=MOST_TILES,
+        metavar="TILES",
+        help="Trace the loss in so many tiles of tokens too, for plans that say loss_tiles. May be given several times.",
     ),
 ]
 
@@ -71,6 +83,7 @@ def trace_command(
     osft_targets: OsftTargets = None,
     frozen: FrozenParts = None,
     autocast: AutocastName = None,
+    loss_tiles: LossTiles = None,
     is_real: Annotated[
         bool, typer.Option("--real", help="Build the model with random weights and time it on this machine.")
     ] = False,
@@ -99,7 +112,13 @@ def trace_command(
         if sequence_length is None:
             raise ProtwinError("--sequence-length is missing, and --real runs on text. State it.")
         workload = _timed_workload(
-            described, batch_size, sequence_length, dtype=chosen.dtype, seed=seed, options=options
+            described,
+            batch_size,
+            sequence_length,
+            dtype=chosen.dtype,
+            seed=seed,
+            options=options,
+            loss_tiles=loss_tiles or (),
         )
     else:
         from ..devices.time_limit import time_limit
@@ -114,6 +133,7 @@ def trace_command(
                 dtype=chosen.dtype,
                 options=options,
                 device_kind=DeviceKind.CUDA if device is None else device.kind,
+                loss_tiles=loss_tiles or (),
                 on_progress=on_progress,
             )
     from ...shared.tables.workloads import workload_tables
@@ -130,6 +150,7 @@ def _timed_workload(
     dtype: str | None,
     seed: int,
     options: TrainingOptions,
+    loss_tiles: Sequence[int],
 ) -> Workload:
     """The workload of the model with random weights, on text, timed on this machine."""
     from ..data.byte_text import head_batches, read_text
@@ -141,4 +162,4 @@ def _timed_workload(
         model, read_text(None), batch_size=batch_size, sequence_length=sequence_length, num_batches=1, seed=seed
     )
     with progress_bar("tracing") as report:
-        return trace_model(model, next(batches), name=described.name, on_progress=report)
+        return trace_model(model, next(batches), name=described.name, loss_tiles=loss_tiles, on_progress=report)

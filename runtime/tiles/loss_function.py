@@ -204,7 +204,9 @@ def _scale(gradient: torch.Tensor, factor: torch.Tensor) -> None:
     if gradient.dtype == factor.dtype:
         gradient.mul_(factor)
         return
-    for piece in gradient.flatten().split(_SCALED_AT_ONCE):
+    flat = gradient.view(-1)
+    for begin in range(0, len(flat), _SCALED_AT_ONCE):
+        piece = flat[begin : begin + _SCALED_AT_ONCE]
         piece.copy_(piece.to(factor.dtype) * factor)
 
 

@@ -171,7 +171,8 @@ def without_logits(output: Any) -> Any:
         return type(output)(**kept) if hasattr(output, "__dataclass_fields__") else {**output, **_gone(output)}
     if isinstance(output, tuple) and any(isinstance(value, DeferredLogits) for value in output):
         values = [None if isinstance(value, DeferredLogits) else value for value in output]
-        return type(output)(*values) if hasattr(output, "_fields") else tuple(values)
+        made: Any = type(output)
+        return made(*values) if hasattr(output, "_fields") else tuple(values)
     return output
 
 

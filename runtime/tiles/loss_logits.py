@@ -1,17 +1,18 @@
 """Logits that are not there: what a model does with them is noted, and done tile by tile once a loss asks.
 
 [Note: Logits that are not there]
-Between its head and its loss a model may scale logits, cap them, widen them, cut off padding of the vocabulary, or flatten
-tokens.  Each of these treats every token by itself, so that it commutes with cutting into tiles.  The head gives a
-stand-in, which is no tensor, so that nothing can take it for one: it notes such operations, and what reduces each token
-to one number (cross-entropy, logsumexp) runs head, operations and reduction by tiles.  Every other operation is refused
-by name, so that no loss is silently another one.
+Between its head and its loss a model may scale logits, cap them, widen them, cut off padding of the vocabulary, or
+flatten tokens.  Each of these treats every token by itself, so that it commutes with cutting into tiles.  The head
+gives a stand-in, which is no tensor, so that nothing can take it for one.  It notes such operations; what reduces each
+token to one number (cross-entropy, logsumexp) then runs head, operations and reduction by tiles.  Every other operation
+is refused by name, so that no loss is silently another one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from types import EllipsisType
 from typing import Any, Final
 
@@ -46,9 +47,9 @@ class WholeLogitsError(ScheduleError):
 def refused(what: str) -> WholeLogitsError:
     """For an operation that mixes tokens, or of which that is not known."""
     return WholeLogitsError(
-        f"loss_tiles: the model's loss needs whole logits: it uses {what} between head and loss. Known are cross-entropy "
-        f"of every token, logsumexp, and what treats each logit by itself (scaling, capping, casts). Train with "
-        f"loss_tiles 1."
+        f"loss_tiles: the model's loss needs whole logits: it uses {what} between head and loss. Known are "
+        f"cross-entropy of every token, logsumexp, and what treats each logit by itself (scaling, capping, casts). "
+        f"Train with loss_tiles 1."
     )
 
 
@@ -62,9 +63,9 @@ class _Noted:
 
 
 class DeferredLogits:
-    """Logits (..., vocabulary) of ``hidden`` (..., hidden) that are not computed (see [Note: Logits that are not there]).
+    """Logits (..., vocabulary) of ``hidden`` (..., hidden) that are not computed.
 
-    Raises WholeLogitsError for what cannot be done by tiles.
+    See [Note: Logits that are not there].  Raises WholeLogitsError for what cannot be done by tiles.
     """
 
     def __init__(
@@ -112,20 +113,14 @@ class DeferredLogits:
 
     def view(self, *shape: Any) -> DeferredLogits:
         """With other dims of tokens."""
-        asked = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        if len(asked) == 1 and isinstance(asked[0], torch.dtype) or not asked or asked[-1] not in (self._vocabulary, -1):
-            raise refused(f"a view of shape {list(asked)}, whose last dim is not the vocabulary ({self._vocabulary})")
-        if asked[-1] == -1 and self._leading(asked[:-1]) is None:
+        asked = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int | torch.dtype) else shape
+        is_of_words = asked[-1:] == (self._vocabulary,)
+        is_left_over = asked[-1:] == (-1,) and all(isinstance(size, int) and size >= 0 for size in asked[:-1])
+        if not is_of_words and not (is_left_over and prod(asked[:-1]) == self._hidden.shape[:-1].numel()):
             raise refused(f"a view of shape {list(asked)}, whose last dim is not the vocabulary ({self._vocabulary})")
         return self._with_hidden(self._hidden.reshape(*asked[:-1], self._hidden.shape[-1]))
 
     reshape = view
-
-    def _leading(self, shape: Sequence[int]) -> int | None:
-        count = 1
-        for size in shape:
-            count *= size
-        return count if count == self._hidden.shape[:-1].numel() else None
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> DeferredLogits:
         """With dims of tokens joined."""
@@ -242,8 +237,7 @@ class DeferredLogits:
             return reduce(_logits(head, noted, part, values), given)
 
         is_half = torch.float16 in (flat.dtype, *(weight.dtype for weight in weights)) or (
-            torch.is_autocast_enabled(flat.device.type)
-            and torch.get_autocast_dtype(flat.device.type) is torch.float16
+            torch.is_autocast_enabled(flat.device.type) and torch.get_autocast_dtype(flat.device.type) is torch.float16
         )
         work = TiledWork(run, self._head.num_tiles, adds_up, forms_gradients=adds_up and not is_half)
         self._head.on_loss()
@@ -303,17 +297,17 @@ class DeferredLogits:
             if not isinstance(logits, DeferredLogits):
                 raise refused("cross_entropy with logits in place of labels")
             return logits._cross_entropy(**bound)
-        found = next(value for value in (*args, *named.values()) if isinstance(value, DeferredLogits))
-        if function is torch.logsumexp and args and args[0] is found:
+        found = next((value for value in args if isinstance(value, DeferredLogits)), None)
+        if found is None:
+            raise refused(_name(function))
+        if function is torch.logsumexp and args[0] is found:
             return found._reduced("logsumexp", args[1:], named)
         if getattr(function, "__name__", "") in _ELEMENTWISE and getattr(function, "__module__", None) != "torch.nn":
             return found._elementwise(function, args, named)
         raise refused(_name(function))
 
 
-def _logits(
-    head: TiledHead, noted: _Noted, hidden: torch.Tensor, values: Sequence[torch.Tensor]
-) -> torch.Tensor:
+def _logits(head: TiledHead, noted: _Noted, hidden: torch.Tensor, values: Sequence[torch.Tensor]) -> torch.Tensor:
     """Of hidden states (tokens, hidden), with ``values`` of the head's parameters and of what is noted beside."""
     logits = head.run(hidden, values[: len(head.weights)])
     for step in noted.steps:

@@ -17,9 +17,7 @@ def with_loss_tilings(workload: Workload, traced: Mapping[int, Workload]) -> Wor
     if not traced:
         return workload
     tilings = tuple(
-        LossTiling(
-            loss_tiles=tiles, epilogue_forward=found.epilogue_forward, epilogue_backward=found.epilogue_backward
-        )
+        LossTiling(loss_tiles=tiles, epilogue_forward=found.epilogue_forward, epilogue_backward=found.epilogue_backward)
         for tiles, found in sorted(traced.items())
     )
     return Workload(**{name: getattr(workload, name) for name in Workload.model_fields} | {"loss_tilings": tilings})

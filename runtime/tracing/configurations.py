@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
@@ -41,13 +41,14 @@ def workload_of_configuration(
     dtype: str | None = None,
     options: TrainingOptions = FULL_TRAINING,
     device_kind: DeviceKind = DeviceKind.CUDA,
+    loss_tiles: Sequence[int] = (),
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Workload:
     """The workload of training the model that a Hugging Face ``config.json`` describes.
 
     ``dtype`` overrides the configuration's; without either, float32.  Batches are unpadded; models of images have no
-    ``sequence_length``.  ``device_kind`` is what it is to train on.  Raises WorkloadError if transformers is missing,
-    refuses the configuration, or the shape makes no sense for the model.
+    ``sequence_length``.  ``device_kind`` is what it is to train on; ``loss_tiles`` are as in ``trace``.  Raises
+    WorkloadError if transformers is missing, refuses the configuration, or the shape makes no sense for the model.
     """
     if batch_size < 1 or (sequence_length or 1) < 1 or batch_size * (sequence_length or 1) > MAX_TOKENS:
         raise WorkloadError(
@@ -64,7 +65,14 @@ def workload_of_configuration(
         for batch in ModelInputs(model).batches(given):
             try:
                 with quiet(), autocast_of(options), one_message(model, name):
-                    return trace(model, batch, name=name, device_kind=device_kind, on_progress=on_progress)
+                    return trace(
+                        model,
+                        batch,
+                        name=name,
+                        device_kind=device_kind,
+                        loss_tiles=loss_tiles,
+                        on_progress=on_progress,
+                    )
             except (BatchRefusedError, ModelFailedError) as error:
                 refused = refused or error
     assert refused is not None, "there is at least one batch"
