@@ -59,7 +59,7 @@ LossTiles = Annotated[
         min=2,
         max=MOST_TILES,
         metavar="TILES",
-        help="Trace the loss in so many tiles of tokens too, for plans that say loss_tiles. May be given several times.",
+        help="Trace the loss in so many tiles of tokens too, for plans with loss_tiles. May be given several times.",
     ),
 ]
 
