@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -32,6 +33,7 @@ from ...shared.cli.options import (
     osft_of,
 )
 from ...shared.cli.output import give
+from ...shared.phases.tiling import MOST_TILES
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import TrainingMethod
 from ...shared.schema.training_options import TrainingOptions
@@ -48,6 +50,16 @@ MachineToTrainOn = Annotated[
         "--hardware",
         metavar="NAME|FILE",
         help="The machine to train on: it decides the element type, as in a search, and which kernels run.",
+    ),
+]
+LossTiles = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--loss-tiles",
+        min=2,
+        max=MOST_TILES,
+        metavar="TILES",
+        help="Trace the loss in so many tiles of tokens too, for plans with loss_tiles. May be given several times.",
     ),
 ]
 
@@ -89,6 +101,7 @@ def trace_command(
     osft_targets: OsftTargets = None,
     frozen: FrozenParts = None,
     autocast: AutocastName = None,
+    loss_tiles: LossTiles = None,
     is_real: Annotated[
         bool, typer.Option("--real", help="Build the model with random weights and time it on this machine.")
     ] = False,
@@ -127,7 +140,7 @@ def trace_command(
             dtype=chosen.dtype,
             seed=seed,
             options=options,
-            tiles=(mlp_tiles, mlp_modules),
+            tiles=(mlp_tiles or (), mlp_modules, loss_tiles or ()),
         )
     else:
         from ..devices.time_limit import time_limit
@@ -144,6 +157,7 @@ def trace_command(
                 device_kind=DeviceKind.CUDA if device is None else device.kind,
                 mlp_tiles=mlp_tiles or (),
                 mlp_modules=mlp_modules,
+                loss_tiles=loss_tiles or (),
                 on_progress=on_progress,
             )
     from ...shared.tables.workloads import workload_tables
@@ -160,9 +174,12 @@ def _timed_workload(
     dtype: str | None,
     seed: int,
     options: TrainingOptions,
-    tiles: tuple[list[int] | None, list[str] | None],
+    tiles: tuple[Sequence[int], list[str] | None, Sequence[int]],
 ) -> Workload:
-    """The workload of the model with random weights, on text, timed on this machine; ``tiles`` of which modules."""
+    """The workload of the model with random weights, on text, timed on this machine.
+
+    ``tiles``: ``mlp_tiles``, ``mlp_modules`` and ``loss_tiles`` of ``trace``.
+    """
     from ..data.byte_text import head_batches, read_text
     from ..tracing.tracing import trace as trace_model
     from .random_model import random_model
@@ -176,7 +193,8 @@ def _timed_workload(
             model,
             next(batches),
             name=described.name,
-            mlp_tiles=tiles[0] or (),
+            mlp_tiles=tiles[0],
             mlp_modules=tiles[1],
+            loss_tiles=tiles[2],
             on_progress=report,
         )

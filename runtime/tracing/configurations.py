@@ -44,14 +44,15 @@ def workload_of_configuration(
     device_kind: DeviceKind = DeviceKind.CUDA,
     mlp_tiles: Sequence[int] = (),
     mlp_modules: Sequence[str] | None = None,
+    loss_tiles: Sequence[int] = (),
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Workload:
     """The workload of training the model that a Hugging Face ``config.json`` describes.
 
     ``dtype`` overrides the configuration's; without either, float32.  Batches are unpadded; models of images have no
-    ``sequence_length``.  ``device_kind`` is what it is to train on; ``mlp_tiles`` and ``mlp_modules`` as of ``trace``.
-    Raises WorkloadError if transformers is missing, refuses the configuration, or the shape makes no sense for the
-    model.
+    ``sequence_length``.  ``device_kind`` is what it is to train on; ``mlp_tiles``, ``mlp_modules`` and ``loss_tiles``
+    as of ``trace``.  Raises WorkloadError if transformers is missing, refuses the configuration, or the shape makes no
+    sense for the model.
     """
     if batch_size < 1 or (sequence_length or 1) < 1 or batch_size * (sequence_length or 1) > MAX_TOKENS:
         raise WorkloadError(
@@ -75,6 +76,7 @@ def workload_of_configuration(
                         device_kind=device_kind,
                         mlp_tiles=mlp_tiles,
                         mlp_modules=mlp_modules,
+                        loss_tiles=loss_tiles,
                         on_progress=on_progress,
                     )
             except (BatchRefusedError, ModelFailedError) as error:

@@ -17,6 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...shared.basics.errors import ScheduleError, WorkloadError
+from ...shared.basics.progress import OnProgress
 from ...shared.observed.observation import Observation
 from ...shared.observed.observed_inputs import PhaseKey
 from ...shared.schema.hardware import DeviceKind
@@ -41,6 +42,8 @@ from ..osft.subspaces import described_subspaces
 from ..routing.forced_choices import ForcedChoices
 from ..routing.tried import with_other_values
 from ..routing.value_dependence import ValueWatch, joined
+from ..tiles.loss_installing import loss_tile_counts, tiled_loss
+from ..tiles.loss_tilings import with_loss_tilings
 from ..tiles.mlp_modules import Mlps, find_mlps, in_tiles, modules_of, names_of
 from .block_inputs import shared_inputs
 from .block_order import blocks_as_run
@@ -67,6 +70,7 @@ def trace(
     device_kind: DeviceKind = DeviceKind.CUDA,
     mlp_tiles: int | Sequence[int] = (),
     mlp_modules: str | Sequence[str] | None = None,
+    loss_tiles: Sequence[int] = (),
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Workload:
     """Trace one training iteration of ``model`` on ``batch``.
@@ -79,12 +83,15 @@ def trace(
     they are not found; ``device_kind`` is what a model on the meta device is to train on, where that decides which
     kernels run (``fake_kernels.py``) and what autocast casts (``cuda_autocast.py``).  ``mlp_tiles``: numbers of tiles
     of tokens that MLPs of blocks may run in, each traced once more; ``mlp_modules``: patterns of their paths
-    (``"*.mlp"``) where they are not found (``find_mlps``).  Raises WorkloadError if the model cannot be traced.
+    (``"*.mlp"``) where they are not found (``find_mlps``); ``loss_tiles``: numbers of tiles that head and loss may run
+    in, each traced once more.  Raises WorkloadError if the model cannot be traced, PlanError if its loss cannot be
+    computed by tiles.
     """
     _check_model(model)
     _, num_tokens = count_samples_and_tokens(batch)
     check_untaken(model)
-    counts = checked_tiles(mlp_tiles, num_tokens)
+    mlp_counts, loss_counts = checked_tiles(mlp_tiles, num_tokens), loss_tile_counts(loss_tiles, loss)
+    reports = _parts_of(on_progress, 1 + len(mlp_counts) + len(loss_counts))
     asked = _Asked(
         model=model,
         batch=batch,
@@ -92,16 +99,16 @@ def trace(
         repeats=repeats,
         name=name,
         device_kind=device_kind,
-        on_progress=on_progress,
     )
 
     def traced(names: str | Sequence[str] | None) -> Workload:
-        named = find_blocks(model, names)
-        mlps = find_mlps(named, mlp_modules) if counts else ()
-        whole = asked.traced(names)
-        if not counts:
-            return whole
-        return with_tilings(whole, {n: asked.traced(names, mlps, n) for n in counts}, names_of(named, mlps))
+        named, report = find_blocks(model, names), iter(reports)
+        mlps = find_mlps(named, mlp_modules) if mlp_counts else ()
+        found = asked.traced(names, next(report))
+        if mlp_counts:
+            in_tiles = {n: asked.traced(names, next(report), mlps, mlp_tiles=n) for n in mlp_counts}
+            found = with_tilings(found, in_tiles, names_of(named, mlps))
+        return with_loss_tilings(found, {n: asked.traced(names, next(report), loss_tiles=n) for n in loss_counts})
 
     try:
         return traced(blocks)
@@ -117,6 +124,15 @@ def trace(
     return traced(order)
 
 
+def _parts_of(report: OnProgress | None, count: int) -> list[OnProgress | None]:
+    """Progress of each of ``count`` traces that are alike."""
+
+    def part(number: int) -> OnProgress | None:
+        return None if report is None else lambda done, total: report(number * total + done, count * total)
+
+    return [part(number) for number in range(count)]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Asked:
     """What ``trace`` was asked for."""
@@ -127,20 +143,30 @@ class _Asked:
     repeats: int
     name: str | None
     device_kind: DeviceKind
-    on_progress: Callable[[int, int], None] | None
 
-    def traced(self, names: str | Sequence[str] | None, mlps: Mlps = (), mlp_tiles: int = 1) -> Workload:
-        """The workload of the model, or of one whose MLPs run in so many tiles; ``names``: of its blocks."""
+    def traced(
+        self,
+        names: str | Sequence[str] | None,
+        on_progress: OnProgress | None,
+        mlps: Mlps = (),
+        *,
+        mlp_tiles: int = 1,
+        loss_tiles: int = 1,
+    ) -> Workload:
+        """The workload of the model, or of one whose MLPs, or whose head and loss, run in so many tiles.
+
+        ``names``: of its blocks.
+        """
         model, batch, loss = self.model, self.batch, self.loss
         named = find_blocks(model, names)
         traced_as = partial(traced_model, model, named, name=self.name)
         if any(parameter.is_meta for parameter in model.parameters()):
-            subject = FakeSubject(model, names, device_kind=self.device_kind)
+            subject = FakeSubject(model, names, device_kind=self.device_kind, loss_tiles=loss_tiles)
             with subject.in_tiles(mlps, mlp_tiles):
-                shape = subject.at(batch, loss, self.on_progress)
+                shape = subject.at(batch, loss, on_progress)
             return assemble(traced_as(subject.uses, traced_with="fake", row_lookups=subject.row_lookups), shape)
-        with in_tiles(modules_of(named, mlps), mlp_tiles):
-            seen, seconds = _observe_real(model, batch, loss, named, self.repeats, self.on_progress)
+        with in_tiles(modules_of(named, mlps), mlp_tiles), tiled_loss(model, loss_tiles):
+            seen, seconds = _observe_real(model, batch, loss, named, self.repeats, on_progress)
             described = traced_as(
                 _uses_of(seen, named, range(len(named))),
                 traced_with="real",
@@ -189,8 +215,10 @@ class FakeSubject:
         names: str | Sequence[str] | None = None,
         *,
         device_kind: DeviceKind = DeviceKind.CUDA,
+        loss_tiles: int = 1,
     ) -> None:
         self._model = model
+        self._loss_tiles = loss_tiles
         self._device_kind = device_kind
         self._mode = FakeTensorMode()
         self._twin = fake_model(model, self._mode)
@@ -249,6 +277,7 @@ class FakeSubject:
             plain_batches(),
             left_as_found(self._twin),
             attributes_as_found(self._twin) as held,
+            tiled_loss(self._twin, self._loss_tiles),
         ):
             observe = partial(observe_sections, self._twin, given, loss, self._blocks, passes=1, held=held)
             seen = {mode: observe(mode, progress.advance) for mode in TRACED_MODES}

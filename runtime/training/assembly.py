@@ -54,6 +54,7 @@ from ..recording.ledger_metering import LedgerMetering
 from ..recording.metering import Metering
 from ..recording.recorder import Recorder
 from ..recording.replanning import Replanning
+from ..tiles.loss_installing import check_tiled_loss, tiled_loss
 from ..tiles.mlp_modules import as_planned as in_tiles_of
 from .compute_lane import ComputeLane
 from .consensus import check_ranks_on, facts_of_optimizer, facts_of_pipeline, facts_of_plan
@@ -310,6 +311,7 @@ class Assembly:
     def _planned(self) -> Prepared:
         model, plan, workload = self.model, self.plan, self.workload
         self.settings.check(plan)
+        check_tiled_loss(model, plan.loss_tiles)
         check_disk_folder(plan, self.settings.disk_folder)
         scaler = self.kept.scaler if self.kept else scaler_for(self.settings.loss_scaling, plan, workload)
         layout = layout_of(workload, plan.chunk_bytes)
@@ -339,6 +341,7 @@ class Assembly:
         lanes = TransferLanes(schedule, held.placed, device, swapping, collectives, stage)
         undo.callback(lanes.close)
         compute = ComputeLane(schedule, held.placed, lanes, metering, device, swapping, self.progress)
+        undo.enter_context(tiled_loss(model, plan.loss_tiles))
         walker = self._follow(blocks, compute, swapping)
         undo.callback(walker.remove)
         for handle in self._hooks(held.placed, compute):

@@ -107,6 +107,7 @@ from typing import Final
 from ..layout.layout import Layout, check_layout, layout_of
 from ..layout.looked_up import as_planned
 from ..layout.shards import stepped_bytes
+from ..layout.tiling import tiled
 from ..schema.plan import Plan, TrainingMethod
 from ..schema.schedule import Schedule
 from ..schema.workload import Workload, check_plan
@@ -177,7 +178,7 @@ def compile_schedule(
     if layout is None:
         layout = layout_of(workload, plan.chunk_bytes)
     check_layout(layout, plan, workload)
-    workload, layout = as_planned(plan, workload, layout)
+    workload, layout = as_planned(plan, tiled(workload, plan), layout)
     family = family_of(plan, workload, layout)
     draft = drafted(family, policies or POLICIES[plan.method], with_operands=True)
     tasks, buffers = tasks_and_buffers(draft, family)

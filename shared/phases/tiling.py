@@ -1,4 +1,4 @@
-"""What blocks do where a part of them runs tile by tile over tokens."""
+"""Tilings: what a part of the model does where it runs tile by tile over tokens."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated, Final
 from pydantic import Field, NonNegativeInt
 
 from ..basics.documents import FrozenModel, Name
+from .phase import Phase
 
 MOST_TILES: Final = 2**20
 """More tiles than any sequence is cut into."""
@@ -22,6 +23,18 @@ class Tiles(FrozenModel):
     """Dotted paths of the modules that run in tiles."""
     profile_of: tuple[NonNegativeInt, ...]
     """By block: index into ``Tiling.profiles``."""
+
+
+class LossTiling(FrozenModel):
+    """What the part after the last block does where head and loss run in tiles (``Plan.loss_tiles``)."""
+
+    loss_tiles: int = Field(gt=1, le=MOST_TILES)
+    """Tiles of tokens."""
+    epilogue_forward: Phase
+    """In place of ``Workload.epilogue_forward``.  Gradients of the head may be formed in it: they count as saved until
+    backward hands them over."""
+    epilogue_backward: Phase
+    """In place of ``Workload.epilogue_backward``."""
 
 
 def why_no_tilings(tilings: Sequence[Tiles], num_blocks: int) -> str | None:

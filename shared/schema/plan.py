@@ -20,6 +20,7 @@ from pydantic import (
 
 from ..basics.documents import Document
 from ..basics.errors import PlanError
+from ..phases.tiling import MOST_TILES
 from .optimizer import HostGradients, Optimizer
 
 MOST_MICRO_BATCHES: Final = 4096
@@ -153,6 +154,8 @@ def why_not_bypass(plan: Plan) -> str | None:
             )
     if plan.mlp_tiles > 1:
         return f"mlp_tiles: {plan.mlp_tiles} with method {plan.method}, whose blocks run whole. Set it to 1"
+    if plan.loss_tiles > 1:
+        return f"loss_tiles: {plan.loss_tiles} with method {plan.method}, whose losses are of blocks. Leave it out"
     if plan.looks_up_rows:
         return f"looks_up_rows with method {plan.method}; embeddings of a teacher are gathered whole. Leave it out"
     if plan.max_gradient_norm is not None and plan.parallel is ParallelMode.SHARDED:
@@ -242,6 +245,9 @@ class Plan(Document):
     has the field where it is not 1."""
     micro_batches: PositiveInt = 1
     """Forwards and backwards per step, each on a batch of the workload's shape; their gradients add up."""
+    loss_tiles: int = Field(default=1, gt=0, le=MOST_TILES)
+    """Tiles of tokens in which head and loss run, so that logits never exist whole.  A file has the field where it is
+    not 1."""
     max_gradient_norm: PositiveFloat | None = None
     """Limit of the norm of all gradients together; None for no limit.  CPU Adam then waits for the last gradient.  In
     bypass distillation it limits the norm of each student block's gradients by itself, and CPU Adam waits for those."""
@@ -355,6 +361,8 @@ class Plan(Document):
             fields.pop("shard_ranks", None)
         if self.projects_gradients_on is ProjectionPlace.HOST:
             fields.pop("projects_gradients_on", None)
+        if self.loss_tiles == 1:
+            fields.pop("loss_tiles", None)
         return fields
 
     @property

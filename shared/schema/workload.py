@@ -194,6 +194,9 @@ class Workload(Document):
     """Trained matrices that are kept orthogonal to frozen ones (OSFT).  A file has the field where there are any."""
     tilings: tuple[Tiling, ...] = ()
     """What blocks do where their MLPs run in tiles (``Plan.mlp_tiles``).  A file has the field where there are any."""
+    loss_tilings: tuple[LossTiling, ...] = ()
+    """What the part after the last block does by tiles of tokens, for every number of tiles that was traced.  A file
+    has the field where there are any."""
     row_lookups: RowLookups | None = None
     """Embeddings whose rows the prologue may look up on the host; None where there are none, or nobody knows."""
     resident_bytes: Bytes = 0
@@ -259,6 +262,15 @@ class Workload(Document):
             raise ValueError(f"tilings: {reason}")
         return self
 
+    @model_validator(mode="after")
+    def _knows_each_tiling_once(self) -> Self:
+        counts = [tiling.loss_tiles for tiling in self.loss_tilings]
+        if counts != sorted(set(counts)):
+            raise ValueError(f"loss_tilings: {counts} tiles; each number stands once, and they ascend")
+        if counts and self.distillation is not None:
+            raise ValueError("loss_tilings: bypass distillation has no loss after the last block")
+        return self
+
     @model_serializer(mode="wrap")
     def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = handler(self)
@@ -268,6 +280,8 @@ class Workload(Document):
             fields.pop("distillation", None)
         if not self.subspaces:
             fields.pop("subspaces", None)
+        if not self.loss_tilings:
+            fields.pop("loss_tilings", None)
         return fields
 
     def _check_uses(self, name: str, block: int | None, uses: Uses) -> None:

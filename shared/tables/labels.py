@@ -226,6 +226,8 @@ def knobs(plan: Plan, *, num_blocks: int | None = None) -> tuple[Knob, ...]:
         shown.append(Knob("optimizer", plan.optimizer, "what steps the weights"))
     if plan.host_gradients is not HostGradients.PARAMETERS:
         shown.append(Knob("host_gradients", plan.host_gradients, "in which the host adds gradients up"))
+    if plan.loss_tiles > 1:
+        shown.append(Knob("loss_tiles", f"{plan.loss_tiles:,}", "tiles of tokens in which head and loss run"))
     if plan.projects_gradients_on is not ProjectionPlace.HOST:
         place = plan.projects_gradients_on
         shown.append(Knob("projects_gradients_on", place, "where gradients that leave are projected"))

@@ -74,6 +74,10 @@ def _phases(workload: Workload) -> Table:
             rows.append((f"{kind} {name.replace('_', ' ')}", *_cells(getattr(profile, name))))
     rows.append(("epilogue forward", *_cells(workload.epilogue_forward)))
     rows.append(("epilogue backward", *_cells(workload.epilogue_backward)))
+    for tiling in workload.loss_tilings:
+        tiles = f"in {tiling.loss_tiles:,} tiles"
+        rows.append((f"epilogue forward {tiles}", *_cells(tiling.epilogue_forward)))
+        rows.append((f"epilogue backward {tiles}", *_cells(tiling.epilogue_backward)))
     rows.append(("prologue backward", *_cells(workload.prologue_backward)))
     return Table(
         title="What each part does",

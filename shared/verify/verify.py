@@ -15,6 +15,7 @@ from ..basics.errors import ScheduleError
 from ..basics.units import format_bytes
 from ..layout.layout import Layout, check_layout, layout_of
 from ..layout.looked_up import check_looked_up
+from ..layout.tiling import tiled
 from ..order.happens_before import HappensBefore
 from ..schema.plan import Plan, TrainingMethod
 from ..schema.schedule import Memory, Schedule
@@ -68,7 +69,7 @@ def verify_schedule(
         layout = layout_of(workload, plan.chunk_bytes)
     check_layout(layout, plan, workload)
     check_looked_up(plan, workload, layout)
-    claim = Claim(schedule, plan, workload.tiled(plan.mlp_tiles), layout)
+    claim = Claim(schedule, plan, tiled(workload, plan), layout)
     rules = rules or RULES[plan.method]
     for rule in rules.in_order(*COMMON, Rule(Stage.FORM, rules.check_kinds)):
         rule.check(claim)

@@ -49,6 +49,8 @@ def _phases(workload: Workload) -> Iterator[Phase]:
         workload.epilogue_backward,
         workload.prologue_backward,
     )
+    for tiling in workload.loss_tilings:
+        yield from (tiling.epilogue_forward, tiling.epilogue_backward)
     for block in range(workload.num_blocks):
         yield from workload.profile_of(block).phases
 
