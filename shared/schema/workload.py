@@ -112,11 +112,11 @@ class BlockProfile(FrozenModel):
 
     def forward_in(self, mode: ActivationMode) -> Phase:
         """The forward phase of a block in ``mode``."""
-        return self.checkpoint_forward if mode is ActivationMode.CHECKPOINT else self.forward
+        return self.checkpoint_forward if mode.is_recomputed else self.forward
 
     def backward_in(self, mode: ActivationMode) -> Phase:
         """The backward phase of a block in ``mode``, without recomputation."""
-        return self.checkpoint_backward if mode is ActivationMode.CHECKPOINT else self.backward
+        return self.checkpoint_backward if mode.is_recomputed else self.backward
 
 
 class Uses(FrozenModel):
@@ -368,6 +368,10 @@ class Workload(Document):
     def profile_of(self, block: int) -> BlockProfile:
         """The profile of block ``block``."""
         return self.profiles[self.blocks[block].profile]
+
+    def input_bytes(self, block: int) -> int:
+        """What mode OFFLOAD_INPUT moves of ``block``: the output of the block before; nothing of the first one."""
+        return self.profile_of(block - 1).output_bytes if block else 0
 
     @cached_property
     def as_seen(self) -> Workload:

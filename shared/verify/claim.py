@@ -300,6 +300,17 @@ class Claim:
         sizes = {BlockId(b): self.workload.profile_of(b).swappable_bytes for b in range(self.workload.num_blocks)}
         return {b: size for b, size in sizes.items() if size and self.modes[b] is ActivationMode.SWAP}
 
+    @cached_property
+    def offloaded_inputs(self) -> dict[BlockId, int]:
+        """Blocks in mode OFFLOAD_INPUT that another block precedes, with the bytes of its output."""
+        inputs = {BlockId(b): self.workload.profile_of(b - 1).output_bytes for b in range(1, self.workload.num_blocks)}
+        return {b: size for b, size in inputs.items() if size and self.modes[b] is ActivationMode.OFFLOAD_INPUT}
+
+    @cached_property
+    def travelling(self) -> dict[BlockId, int]:
+        """Blocks of which something goes to the host and comes back, with its bytes."""
+        return self.swapping | self.offloaded_inputs
+
     def freed_by(self, kind: TaskKind) -> list[AllocationId]:
         """What the tasks of one kind free."""
         return [buffer for task in self.tasks_of(kind) for buffer in task.frees]
