@@ -23,6 +23,7 @@ from ...shared.schema.plan import (
     Plan,
     ProjectionPlace,
     TrainingMethod,
+    mode_counts,
     why_not_parallel,
 )
 from ...shared.schema.workload import Workload
@@ -37,8 +38,8 @@ _MIXTURES: Final[tuple[tuple[ActivationMode, ...], ...]] = (
     (ActivationMode.KEEP, ActivationMode.CHECKPOINT),
     (ActivationMode.KEEP, ActivationMode.SWAP),
     (ActivationMode.CHECKPOINT, ActivationMode.SWAP),
-    tuple(ActivationMode),
-    tuple(ActivationMode),
+    (ActivationMode.KEEP, ActivationMode.CHECKPOINT, ActivationMode.SWAP),
+    (ActivationMode.KEEP, ActivationMode.CHECKPOINT, ActivationMode.SWAP),
 )
 """Modes that blocks choose from."""
 _NORM: Final = 1.0
@@ -196,11 +197,7 @@ def _buffers(layout: Layout, num_kept: int, more: int) -> int:
 def _of_modes(modes: tuple[ActivationMode, ...] | None) -> Knobs:
     if modes is None:
         return {}
-    return {
-        "n_swap": modes.count(ActivationMode.SWAP),
-        "n_checkpoint": modes.count(ActivationMode.CHECKPOINT),
-        "activation_modes": modes,
-    }
+    return {**mode_counts(modes), "activation_modes": modes}
 
 
 def _smaller(knobs: Knobs) -> Iterator[Knobs]:

@@ -115,9 +115,7 @@ def activation_levels(
 class ActivationAccount:
     """What sections leave on the device for their backward.  Shapes: K choices of modes, n blocks."""
 
-    def __init__(
-        self, workload: Workload, is_checkpoint: BoolArray, is_swap: BoolArray, input_bytes: IntArray
-    ) -> None:
+    def __init__(self, workload: Workload, is_checkpoint: BoolArray, is_swap: BoolArray, input_bytes: IntArray) -> None:
         self.workload = workload
         self.is_checkpoint = is_checkpoint
         self.shared = SharedBytes.of(workload.shared_inputs, is_checkpoint)

@@ -138,9 +138,11 @@ def offloaded_chunks(workload: Workload, plan: Plan) -> list[Chunk]:
 
 
 def swapped_bytes(workload: Workload, plan: Plan) -> int:
-    """Bytes of saved activations that travel in every forward."""
+    """Bytes of saved activations and of blocks' inputs that travel in every forward."""
     modes = plan.modes(workload.num_blocks)
-    return sum(workload.profile_of(b).swappable_bytes for b, mode in enumerate(modes) if mode is ActivationMode.SWAP)
+    saved = sum(workload.profile_of(b).swappable_bytes for b, mode in enumerate(modes) if mode is ActivationMode.SWAP)
+    inputs = [b for b, mode in enumerate(modes) if b and mode is ActivationMode.OFFLOAD_INPUT]
+    return saved + sum(workload.profile_of(b - 1).output_bytes for b in inputs)
 
 
 def miscounted(case: Case, plan: Plan, outcome: Outcome) -> list[str]:

@@ -33,6 +33,7 @@ TORN: Value = ("torn",)
 class Violation(Exception):
     """Something that training would not survive, at the first moment at which it happens."""
 
+
 RECOMPUTED = (ActivationMode.CHECKPOINT, ActivationMode.OFFLOAD_INPUT)
 
 

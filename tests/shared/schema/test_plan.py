@@ -132,6 +132,7 @@ def test_the_identity_covers_every_knob() -> None:
         {"prefetch_depth": 2},
         {"n_checkpoint": 1},
         {"n_swap": 1},
+        {"n_checkpoint": 1, "n_offload_input": 1},
         {"activation_modes": (KEEP,)},
         {"micro_batches": 2},
         {"max_gradient_norm": 1.0},
