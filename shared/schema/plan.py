@@ -39,7 +39,8 @@ class ActivationMode(StrEnum):
     """What the block itself made and saved goes to the host and comes back; its input stays."""
     OFFLOAD_INPUT = "offload_input"
     """As CHECKPOINT, and what the block before handed on to it goes to the host and comes back for the recomputation.
-    The first block's input comes from no block: it stays."""
+    The first block's input comes from no block, nor does that of a decoder's first: they stay
+    (``Workload.input_bytes``)."""
 
     @property
     def is_recomputed(self) -> bool:

@@ -302,8 +302,10 @@ class Claim:
 
     @cached_property
     def offloaded_inputs(self) -> dict[BlockId, int]:
-        """Blocks in mode OFFLOAD_INPUT that another block precedes, with the bytes of its output."""
-        inputs = {BlockId(b): self.workload.profile_of(b - 1).output_bytes for b in range(1, self.workload.num_blocks)}
+        """Blocks in mode OFFLOAD_INPUT whose input another block of the same part makes, with its bytes."""
+        ending = {shared.let_go_by for shared in self.workload.shared_inputs}
+        before = [b for b in range(self.workload.num_blocks - 1) if b not in ending]
+        inputs = {BlockId(b + 1): self.workload.profile_of(b).output_bytes for b in before}
         return {b: size for b, size in inputs.items() if size and self.modes[b] is ActivationMode.OFFLOAD_INPUT}
 
     @cached_property

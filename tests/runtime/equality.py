@@ -141,8 +141,7 @@ def swapped_bytes(workload: Workload, plan: Plan) -> int:
     """Bytes of saved activations and of blocks' inputs that travel in every forward."""
     modes = plan.modes(workload.num_blocks)
     saved = sum(workload.profile_of(b).swappable_bytes for b, mode in enumerate(modes) if mode is ActivationMode.SWAP)
-    inputs = [b for b, mode in enumerate(modes) if b and mode is ActivationMode.OFFLOAD_INPUT]
-    return saved + sum(workload.profile_of(b - 1).output_bytes for b in inputs)
+    return saved + sum(workload.input_bytes(b) for b, mode in enumerate(modes) if mode is ActivationMode.OFFLOAD_INPUT)
 
 
 def miscounted(case: Case, plan: Plan, outcome: Outcome) -> list[str]:

@@ -289,6 +289,8 @@ class SymbolicValues:
             return []
         if self.modes[section] is not ActivationMode.OFFLOAD_INPUT:
             return []
+        if any(shared.let_go_by == section - 1 for shared in self.workload.shared_inputs):
+            return []
         return [("input", section, iteration, micro)] if self.workload.profile_of(section - 1).output_bytes else []
 
     def _travelling(self, section: Section | None, iteration: int, micro: int) -> list[Value]:
