@@ -302,7 +302,7 @@ class SwappedBlock:
         return sum(saved.size_bytes for saved in self._travelling)
 
     def arrive(self) -> None:
-        """The block's backward, or its recomputation, is about to begin: what has come back belongs to its operations now."""
+        """Backward, or recomputation before it, is about to begin: what has come back belongs to its operations now."""
         returned = [saved.returned for saved in self._travelling if saved.returned is not None]
         self._travelling.clear()
         back_bytes, self._back_bytes = self._back_bytes, 0

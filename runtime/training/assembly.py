@@ -32,8 +32,8 @@ from ..chunks.model_optimizers import StepPolicy
 from ..chunks.placed_model import PlacedModel
 from ..chunks.saved_weights import SavedWeights
 from ..devices.device import TrainingDevice
-from ..hooks.section_walker import SectionWalker
 from ..hooks.offloaded_inputs import OffloadedInput, offloaded_inputs
+from ..hooks.section_walker import SectionWalker
 from ..hooks.swapping import SwappedActivations, swapped_blocks
 from ..model.blocks import NamedBlock, find_blocks
 from ..model.kept_tensors import kept_tensors

@@ -125,7 +125,8 @@ class ActivationAccount:
         checkpointed_bytes = np.array([profile.checkpoint_forward.net_bytes for profile in profiles])
         swappable_bytes = np.array([profile.swappable_bytes for profile in profiles])
         self.swapped: IntArray = np.where(is_swap, swappable_bytes, 0)
-        self.travelling = self.swapped  # of inputs nothing, while it is found what is made between blocks
+        self.travelling: IntArray = self.swapped
+        """(K, n) what each block moves to the host and back; of inputs nothing, until ``outputs`` are known."""
         self.forward: IntArray = np.where(is_checkpoint, checkpointed_bytes, forward_bytes)
         self.forward += self.shared.let_go_later[:, :-1]
         left_bytes = np.maximum(self.forward - self.swapped, 0)
@@ -143,8 +144,7 @@ class ActivationAccount:
         between = self._between_blocks()
         self.outputs += between
         self.saved -= between
-        self.travelling: IntArray = self.swapped + input_bytes
-        """(K, n) what each block moves to the host and back."""
+        self.travelling = self.swapped + input_bytes
         self.outputs[:, :-1] = np.maximum(self.outputs[:, :-1] - input_bytes[:, 1:], 0)
 
     def micro_batches(self, micro_batches: int) -> tuple[list[_MicroBatch], IntArray]:

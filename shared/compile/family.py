@@ -11,6 +11,7 @@ import numpy as np
 
 from ..layout.layout import Layout
 from ..layout.residencies import GATHERED, STEPPED_BY_HOST, ChunkResidency, residencies
+from ..layout.travelling_inputs import input_bytes
 from ..schema.plan import ActivationMode, Plan, ProjectionPlace
 from ..schema.workload import Workload
 from .chunk_facts import ChunkFacts, StepKnobs
@@ -174,7 +175,7 @@ def is_among(residency: IntArray, some: Iterable[ChunkResidency]) -> BoolArray:
 def _trip_work(workload: Workload) -> Work:
     blocks = range(workload.num_blocks)
     moved = [workload.profile_of(block).swappable_bytes for block in blocks]
-    return Work(moved_bytes=np.array(moved + [workload.input_bytes(block) for block in blocks], dtype=np.int64))
+    return Work(moved_bytes=np.array(moved + input_bytes(workload), dtype=np.int64))
 
 
 def family_of(plan: Plan, workload: Workload, layout: Layout) -> Family:

@@ -232,8 +232,8 @@ class Residency:
         }
         self._trip_rows = self.family.trip_rows[self._trip_facts["section"] - 1]
         """(M * B,) of the work of copies."""
-        self._are_inputs = spread(self.family.offloads_input[self.travelling], steps.shape).astype(np.bool_)
-        """(M * B,) whether it is a block's input that travels."""
+        self._are_inputs = spread(self.family.offloads_input[self.travelling].astype(np.int64), steps.shape)
+        """(M * B,) 1 where it is a block's input that travels."""
         forwards = sections.step_end[steps].ravel()
         self.offloads = self.draft.tasks(
             TaskGroup(

@@ -40,7 +40,7 @@ class ActivationMode(StrEnum):
     OFFLOAD_INPUT = "offload_input"
     """As CHECKPOINT, and what the block before handed on to it goes to the host and comes back for the recomputation.
     The first block's input comes from no block, nor does that of a decoder's first: they stay
-    (``Workload.input_bytes``)."""
+    (``input_bytes`` in ``shared/layout/travelling_inputs.py``)."""
 
     @property
     def is_recomputed(self) -> bool:

@@ -369,19 +369,6 @@ class Workload(Document):
         """The profile of block ``block``."""
         return self.profiles[self.blocks[block].profile]
 
-    def input_bytes(self, block: int) -> int:
-        """What mode OFFLOAD_INPUT moves of ``block``: the output of the block before, where that is its input.
-
-        Nothing of the first block, and of one behind a block with whose forward a part of the model returns: that of a
-        decoder which follows an encoder.
-        """
-        return 0 if block == 0 or block - 1 in self._ends_of_parts else self.profile_of(block - 1).output_bytes
-
-    @cached_property
-    def _ends_of_parts(self) -> frozenset[int]:
-        """The last blocks of parts of the model: what such a part shared among its blocks is let go with them."""
-        return frozenset(shared.let_go_by for shared in self.shared_inputs if shared.let_go_by is not None)
-
     @cached_property
     def as_seen(self) -> Workload:
         """The workload with the memory that the traced batch took; itself where memory depends on no values.

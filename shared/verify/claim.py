@@ -10,6 +10,7 @@ from typing import Final, NoReturn
 
 from ..basics.errors import ScheduleError
 from ..layout.layout import Chunk, Layout
+from ..layout.travelling_inputs import input_bytes
 from ..order.happens_before import HappensBefore, Occurrence, OrderError
 from ..schema.plan import ActivationMode, Plan, TrainingMethod
 from ..schema.schedule import (
@@ -302,11 +303,9 @@ class Claim:
 
     @cached_property
     def offloaded_inputs(self) -> dict[BlockId, int]:
-        """Blocks in mode OFFLOAD_INPUT whose input another block of the same part makes, with its bytes."""
-        ending = {shared.let_go_by for shared in self.workload.shared_inputs}
-        before = [b for b in range(self.workload.num_blocks - 1) if b not in ending]
-        inputs = {BlockId(b + 1): self.workload.profile_of(b).output_bytes for b in before}
-        return {b: size for b, size in inputs.items() if size and self.modes[b] is ActivationMode.OFFLOAD_INPUT}
+        """Blocks in mode OFFLOAD_INPUT that have an input to move, with its bytes."""
+        sizes = {BlockId(block): size_bytes for block, size_bytes in enumerate(input_bytes(self.workload))}
+        return {b: size for b, size in sizes.items() if size and self.modes[b] is ActivationMode.OFFLOAD_INPUT}
 
     @cached_property
     def travelling(self) -> dict[BlockId, int]:

@@ -16,6 +16,7 @@ from hypothesis.strategies import SearchStrategy
 from protwin.runtime import CpuDevice, carry_out
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import Chunk, Layout, build_layout
+from protwin.shared.layout.travelling_inputs import input_bytes
 from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.plan import ActivationMode, Plan
 from protwin.shared.schema.workload import Workload
@@ -141,7 +142,8 @@ def swapped_bytes(workload: Workload, plan: Plan) -> int:
     """Bytes of saved activations and of blocks' inputs that travel in every forward."""
     modes = plan.modes(workload.num_blocks)
     saved = sum(workload.profile_of(b).swappable_bytes for b, mode in enumerate(modes) if mode is ActivationMode.SWAP)
-    return saved + sum(workload.input_bytes(b) for b, mode in enumerate(modes) if mode is ActivationMode.OFFLOAD_INPUT)
+    inputs = zip(input_bytes(workload), modes, strict=True)
+    return saved + sum(size for size, mode in inputs if mode is ActivationMode.OFFLOAD_INPUT)
 
 
 def miscounted(case: Case, plan: Plan, outcome: Outcome) -> list[str]:

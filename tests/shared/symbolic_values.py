@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from protwin.shared.layout.layout import Layout
+from protwin.shared.layout.travelling_inputs import input_bytes
 from protwin.shared.schema.optimizer import HostGradients
 from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan
 from protwin.shared.schema.schedule import (
@@ -289,9 +290,7 @@ class SymbolicValues:
             return []
         if self.modes[section] is not ActivationMode.OFFLOAD_INPUT:
             return []
-        if any(shared.let_go_by == section - 1 for shared in self.workload.shared_inputs):
-            return []
-        return [("input", section, iteration, micro)] if self.workload.profile_of(section - 1).output_bytes else []
+        return [("input", section, iteration, micro)] if input_bytes(self.workload)[section] else []
 
     def _travelling(self, section: Section | None, iteration: int, micro: int) -> list[Value]:
         assert section is not None
