@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -67,6 +68,11 @@ class Layer(nn.Module):
         return out
 
 
+@dataclass
+class Result:
+    loss: torch.Tensor
+
+
 class Stack(nn.Module):
     """Layers that share a mask; ``scales``: whether the model changes what it hands from one to the next."""
 
@@ -76,14 +82,14 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
         self.scales = scales
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """(rows, WIDTH); a number."""
+    def forward(self, rows: torch.Tensor) -> Result:
+        """(rows, WIDTH)."""
         hidden, mask = self.entry(rows), (rows.sum(1, keepdim=True) > 0).to(rows.dtype)
         for layer in self.layers:
             hidden = layer(hidden, mask)
             if self.scales:
                 hidden = hidden * 0.5
-        return hidden.square().mean()
+        return Result(hidden.square().mean())
 
 
 def stack_case(num_layers: int, *, scales: bool = False) -> Case:
@@ -92,7 +98,7 @@ def stack_case(num_layers: int, *, scales: bool = False) -> Case:
         return Stack(num_layers, scales=scales)
 
     torch.manual_seed(1)
-    return Case(build, [{"rows": torch.randn(ROWS, WIDTH)} for _ in range(2)], has_loss=False)
+    return Case(build, [{"rows": torch.randn(ROWS, WIDTH)} for _ in range(2)])
 
 
 def peak_bytes(num_layers: int, mode: ActivationMode) -> int:
@@ -168,5 +174,5 @@ def test_an_input_that_was_changed_in_place_is_refused_as_by_autograd() -> None:
 def test_a_traced_workload_knows_what_moves() -> None:
     """Blocks but the first move what the one before hands on: the hidden state, and no mask."""
     model = Stack(3)
-    workload = trace(model, {"rows": torch.randn(ROWS, WIDTH)})
+    workload = trace(model, {"rows": torch.randn(ROWS, WIDTH)}, repeats=0)
     assert input_bytes(workload) == [0, ROWS * WIDTH * 4, ROWS * WIDTH * 4]
