@@ -46,9 +46,7 @@ def peak_of_activations(num_blocks: int, depth: int, *, offloads: bool, micro_ba
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_peak_of_activations_does_not_grow_with_the_number_of_blocks(depth: int, micro_batches: int) -> None:
     """Beside a plan that checkpoints all blocks, of which one more holds one input more."""
-    few, more, most = (
-        peak_of_activations(n, depth, offloads=True, micro_batches=micro_batches) for n in (8, 16, 32)
-    )
+    few, more, most = (peak_of_activations(n, depth, offloads=True, micro_batches=micro_batches) for n in (8, 16, 32))
     assert few == more == most
     kept = [peak_of_activations(n, depth, offloads=False, micro_batches=micro_batches) for n in (8, 16, 32)]
     assert [kept[1] - kept[0], kept[2] - kept[1]] == [8 * OUTPUT_BYTES, 16 * OUTPUT_BYTES]
