@@ -39,7 +39,7 @@ _MIXTURES: Final[tuple[tuple[ActivationMode, ...], ...]] = (
     (ActivationMode.KEEP, ActivationMode.SWAP),
     (ActivationMode.CHECKPOINT, ActivationMode.SWAP),
     (ActivationMode.KEEP, ActivationMode.CHECKPOINT, ActivationMode.SWAP),
-    (ActivationMode.KEEP, ActivationMode.CHECKPOINT, ActivationMode.SWAP),
+    tuple(ActivationMode),
 )
 """Modes that blocks choose from."""
 _NORM: Final = 1.0
@@ -228,7 +228,8 @@ def _without_kept(modes: tuple[ActivationMode, ...], every: int) -> tuple[Activa
 def plan_words(plan: Plan, workload: Workload) -> str:
     """What tells a plan from others, in short: ``5/9 kept, 2 disk, 2K 1C 3S, ×2``.
 
-    Chunks that are kept on the device, of all; blocks that keep what they save, are checkpointed, swap.
+    Chunks that are kept on the device, of all; blocks that keep what they save, are checkpointed, swap, or
+    are recomputed from an input that travels (O).
     """
     num_chunks = len(layout_of(workload, plan.chunk_bytes).chunks)
     parts = [] if plan.parallel is ParallelMode.SINGLE else [str(plan.parallel)]
