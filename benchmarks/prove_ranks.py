@@ -259,7 +259,7 @@ def _prove_one_end(name: str, mode: ParallelMode, settings: Settings, pool: Pool
 
 def _other_plan(plan: Plan) -> Plan:
     """A plan with the same chunks at the same places, whose activations stay and whose gathers come early."""
-    knobs = {"n_swap": 0, "n_checkpoint": 0, "activation_modes": None}
+    knobs = {"n_swap": 0, "n_checkpoint": 0, "n_offload_input": 0, "activation_modes": None}
     return plan.model_copy(
         update=knobs | {"n_buffer": plan.n_buffer + 1, "prefetch_depth": 1 + plan.prefetch_depth % 3}
     )

@@ -25,7 +25,7 @@ from ...shared.schema.record import OF_RANKS, Origin, RankRecord, Record
 from ...shared.schema.schedule import Lane, Schedule, TaskKind
 from ...shared.schema.workload import Workload
 from ...sim.costs.contention import ContentionModel
-from ...sim.costs.task_costs import CostModel
+from ...sim.costs.task_costs import CostModel, swapping_sections
 from ...sim.engine.simulator import simulate_timing
 from ..estimation.linear import Estimate, FloatArray, expected
 from ..estimation.tasks import NOTHING_KNOWN, Coefficient, Priors, estimate_tasks
@@ -188,7 +188,7 @@ def _seen(
         timing = simulate_timing(schedule, current, ContentionModel.for_plan(plan, hardware, calibration))
         taken = timing.ends_s[timing.window] - timing.starts_s[timing.window]
         seconds = seconds_since_ready(pair.measured, schedule)
-        swapping = {task.section for task in schedule.tasks if task.kind is TaskKind.ACTIVATION_OFFLOAD}
+        swapping = swapping_sections(schedule)
         for task in schedule.tasks:
             slowdown = float(taken[task.id]) / current[task.id] if current[task.id] > 0 else 1.0
             of_kind = found.setdefault(task.kind, _Seen())

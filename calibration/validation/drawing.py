@@ -23,6 +23,7 @@ from ...shared.schema.plan import (
     Plan,
     ProjectionPlace,
     TrainingMethod,
+    mode_counts,
     why_not_parallel,
 )
 from ...shared.schema.workload import Workload
@@ -37,7 +38,7 @@ _MIXTURES: Final[tuple[tuple[ActivationMode, ...], ...]] = (
     (ActivationMode.KEEP, ActivationMode.CHECKPOINT),
     (ActivationMode.KEEP, ActivationMode.SWAP),
     (ActivationMode.CHECKPOINT, ActivationMode.SWAP),
-    tuple(ActivationMode),
+    (ActivationMode.KEEP, ActivationMode.CHECKPOINT, ActivationMode.SWAP),
     tuple(ActivationMode),
 )
 """Modes that blocks choose from."""
@@ -196,11 +197,7 @@ def _buffers(layout: Layout, num_kept: int, more: int) -> int:
 def _of_modes(modes: tuple[ActivationMode, ...] | None) -> Knobs:
     if modes is None:
         return {}
-    return {
-        "n_swap": modes.count(ActivationMode.SWAP),
-        "n_checkpoint": modes.count(ActivationMode.CHECKPOINT),
-        "activation_modes": modes,
-    }
+    return {**mode_counts(modes), "activation_modes": modes}
 
 
 def _smaller(knobs: Knobs) -> Iterator[Knobs]:
@@ -231,7 +228,8 @@ def _without_kept(modes: tuple[ActivationMode, ...], every: int) -> tuple[Activa
 def plan_words(plan: Plan, workload: Workload) -> str:
     """What tells a plan from others, in short: ``5/9 kept, 2 disk, 2K 1C 3S, ×2``.
 
-    Chunks that are kept on the device, of all; blocks that keep what they save, are checkpointed, swap.
+    Chunks that are kept on the device, of all; blocks that keep what they save, are checkpointed, swap, or
+    are recomputed from an input that travels (O).
     """
     num_chunks = len(layout_of(workload, plan.chunk_bytes).chunks)
     parts = [] if plan.parallel is ParallelMode.SINGLE else [str(plan.parallel)]

@@ -60,7 +60,7 @@ class BlockState:
                 size = format_bytes(buffer.numel() * buffer.element_size())
                 raise ScheduleError(
                     f"block {self._name} changes its buffer {name} ({size}) when it runs. Recomputation would change "
-                    f"it twice. Give this block another mode than CHECKPOINT (activation_modes, n_checkpoint)."
+                    f"it twice. Keep or swap this block (activation_modes, n_checkpoint)."
                 )
             self._buffers.append((module, name, kept))
         for module, before in attributes:

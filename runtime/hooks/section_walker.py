@@ -29,6 +29,7 @@ from ...shared.schema.schedule import OuterSection, Section, TaskKind
 from ...shared.schema.workload import BlockId
 from ..model.blocks import NamedBlock
 from ..model.nested_tensors import containers_as_they_are, tensors_in
+from .offloaded_inputs import HandedOn, OffloadedInput, as_given
 from .recomputation import BlockState, Recomputation
 from .refusals import (
     by_the_back_door,
@@ -63,7 +64,8 @@ class RunsForward(Protocol):
 class SectionWalker:
     """Hooks on one model; ``remove`` takes all of them off again.
 
-    ``swapping`` runs the forwards of blocks in mode SWAP.  ``is_training``: whether results matter, as in no trace.
+    ``swapping`` runs the forwards of blocks in mode SWAP, ``inputs`` keeps those of blocks in mode OFFLOAD_INPUT.
+    ``is_training``: whether results matter, as in no trace.
     """
 
     def __init__(
@@ -74,8 +76,12 @@ class SectionWalker:
         listener: SectionListener,
         swapping: Mapping[int, RunsForward] | None = None,
         *,
+        inputs: Mapping[int, OffloadedInput] | None = None,
         is_training: bool = False,
     ) -> None:
+        self._inputs = inputs or {}
+        self._handed_on = {index: HandedOn(model, blocks[index - 1].module) for index in self._inputs}
+        """By block whose input travels, what the block before hands on."""
         self._is_training = is_training
         self._listener = listener
         self._modes = tuple(modes)
@@ -94,7 +100,7 @@ class SectionWalker:
             enter, leave = self._enter_block(BlockId(index)), self._leave_block(BlockId(index))
             self._handles.append(block.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
             self._handles.append(block.module.register_forward_hook(leave))
-            if self._modes[index] is ActivationMode.CHECKPOINT:
+            if self._modes[index].is_recomputed:
                 self._checkpoint(block.module, BlockId(index))
             elif swapping is not None and index in swapping:
                 self._swap(block.module, swapping[index])
@@ -150,6 +156,8 @@ class SectionWalker:
                 raise other_block(self._names[block], expected)
             self._next_block += 1
             self._listener.begin(TaskKind.FORWARD, block)
+            if (handed_on := self._handed_on.get(block + 1)) is not None:
+                handed_on.enter((args, kwargs))
             if block == 0:
                 self._announce_at((args, kwargs), TaskKind.BACKWARD, OuterSection.PROLOGUE)
 
@@ -164,6 +172,8 @@ class SectionWalker:
                     f"block {self._names[block]} returns {type(output).__name__}, in which no tensor was found: its "
                     f"backward could not be followed. Name other blocks with blocks=..."
                 )
+            if (handed_on := self._handed_on.get(block + 1)) is not None:
+                handed_on.leave(output)
             self._has_backward[block] = self._announce_at(output, self._first_backward_kind(block), block)
             if block == len(self._names) - 1:
                 self._listener.begin(TaskKind.FORWARD, OuterSection.EPILOGUE)
@@ -198,12 +208,12 @@ class SectionWalker:
         self._advance(kind, section)
 
     def _first_backward_kind(self, block: int) -> TaskKind:
-        return TaskKind.RECOMPUTE if self._modes[block] is ActivationMode.CHECKPOINT else TaskKind.BACKWARD
+        return TaskKind.RECOMPUTE if self._modes[block].is_recomputed else TaskKind.BACKWARD
 
     def _backward_program(self) -> list[tuple[TaskKind, Section]]:
         program: list[tuple[TaskKind, Section]] = [(TaskKind.BACKWARD, OuterSection.EPILOGUE)]
         for index in reversed(range(len(self._names))):
-            if self._modes[index] is ActivationMode.CHECKPOINT:
+            if self._modes[index].is_recomputed:
                 program.append((TaskKind.RECOMPUTE, BlockId(index)))
             program.append((TaskKind.BACKWARD, BlockId(index)))
         program.append((TaskKind.BACKWARD, OuterSection.PROLOGUE))
@@ -246,6 +256,8 @@ class SectionWalker:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
+            if (offloaded := self._inputs.get(block)) is not None:
+                return self._keep_no_input(offloaded, block, original, contexts, (args, kwargs))
             named = tensor_only_by_name(args, kwargs)
             given = containers_as_they_are((args, kwargs))
             is_first = True
@@ -263,6 +275,32 @@ class SectionWalker:
             return checkpoint(run, named, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
         module.forward = forward
+
+    def _keep_no_input(
+        self,
+        offloaded: OffloadedInput,
+        block: BlockId,
+        original: Callable[..., Any],
+        contexts: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]],
+        given: tuple[tuple[Any, ...], dict[str, Any]],
+    ) -> Any:
+        """The forward of a block whose input travels: see [Note: Inputs that travel] in ``offloaded_inputs``."""
+        packed = offloaded.packed(given, self._handed_on[block].storages)
+        on_cuda = next((tensor for tensor in tensors_in(given) if tensor.is_cuda), None)
+        # It tells checkpointing the device whose random state to keep, and holds nothing.
+        empty = None if on_cuda is None else on_cuda.new_empty(0)
+        first = [given]
+
+        def run(_: Any) -> Any:
+            if first:
+                args, kwargs = first.pop()
+            elif self._is_active:
+                raise gradients_within_forward()
+            else:
+                args, kwargs = as_given(packed)
+            return original(*args, **kwargs)
+
+        return checkpoint(run, empty, use_reentrant=False, context_fn=contexts)
 
     def _swap(self, module: nn.Module, block: RunsForward) -> None:
         original = module.forward

@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...shared.basics.errors import ScheduleError
-from ...shared.schema.schedule import Content, Schedule
+from ...shared.schema.plan import ActivationMode
+from ...shared.schema.schedule import Content, Schedule, TaskKind
 from ...shared.schema.workload import SMALLEST_SWAPPED_BYTES
 from ..devices.device import TrainingDevice
 from ..model.blocks import NamedBlock
@@ -192,17 +193,27 @@ class SavedActivations:
         return SavedTensor(saved, tensor)
 
 
+class Saving(Protocol):
+    """Who knows what travels of a block."""
+
+    def take(self) -> list[SavedStorage]:
+        """The storages that may travel, when the block's forward has ended; they are handed over."""
+
+
 class SwappedBlock:
-    """A block in mode SWAP: its saved activations, and their home on the host.
+    """A block of which something travels, and its home on the host.
 
     One micro-batch at a time: its backward has run before the next one's forward begins.
     """
 
+    arrives_for: ClassVar[TaskKind] = TaskKind.BACKWARD
+    """The task of the block that reads what has come back first."""
+
     def __init__(
-        self, model: nn.Module, block: nn.Module, number: int, size_bytes: int, device: TrainingDevice
+        self, saving: Saving, number: int, size_bytes: int, device: TrainingDevice, *, what: str = "activations"
     ) -> None:
-        self._saving = SavedActivations(model, block)
-        self._name = f"activations of block {number}"
+        self._saving = saving
+        self._name = f"{what} of block {number}"
         self._device = device
         self._home = device.host_buffer(size_bytes)
         self._travelling: list[SavedStorage] = []
@@ -210,11 +221,6 @@ class SwappedBlock:
         """What copies that are queued still read ([Note: Memory on one stream] in ``memory_events``)."""
         self._out_bytes = 0
         self._back_bytes = 0
-
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The block's forward."""
-        self.forget()
-        return self._saving.run(forward, args, kwargs)
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
@@ -296,7 +302,7 @@ class SwappedBlock:
         return sum(saved.size_bytes for saved in self._travelling)
 
     def arrive(self) -> None:
-        """Backward is about to begin: what has come back belongs to its operations now."""
+        """Backward, or recomputation before it, is about to begin: what has come back belongs to its operations now."""
         returned = [saved.returned for saved in self._travelling if saved.returned is not None]
         self._travelling.clear()
         back_bytes, self._back_bytes = self._back_bytes, 0
@@ -324,12 +330,40 @@ class SwappedBlock:
         self._home = torch.empty(0, dtype=torch.uint8)
 
 
+class SwappedActivations(SwappedBlock):
+    """A block in mode SWAP: its saved activations, and their home on the host."""
+
+    def __init__(
+        self, model: nn.Module, block: nn.Module, number: int, size_bytes: int, device: TrainingDevice
+    ) -> None:
+        self._activations = SavedActivations(model, block)
+        super().__init__(self._activations, number, size_bytes, device)
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The block's forward."""
+        self.forget()
+        return self._activations.run(forward, args, kwargs)
+
+
 def swapped_blocks(
-    model: nn.Module, blocks: Sequence[NamedBlock], schedule: Schedule, device: TrainingDevice
-) -> dict[int, SwappedBlock]:
+    model: nn.Module,
+    blocks: Sequence[NamedBlock],
+    modes: Sequence[ActivationMode],
+    schedule: Schedule,
+    device: TrainingDevice,
+) -> dict[int, SwappedActivations]:
     """The blocks whose saved activations travel, with room on the host for them."""
     return {
-        buffer.section: SwappedBlock(model, blocks[buffer.section].module, buffer.section, buffer.size_bytes, device)
+        number: SwappedActivations(model, blocks[number].module, number, size_bytes, device)
+        for number, size_bytes in rooms_on_host(schedule).items()
+        if modes[number] is ActivationMode.SWAP
+    }
+
+
+def rooms_on_host(schedule: Schedule) -> dict[int, int]:
+    """By block, the bytes on the host of what travels."""
+    return {
+        buffer.section: buffer.size_bytes
         for buffer in schedule.buffers
         if buffer.content is Content.SWAPPED and buffer.is_static and isinstance(buffer.section, int)
     }

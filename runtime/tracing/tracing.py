@@ -17,7 +17,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...shared.basics.errors import ScheduleError, WorkloadError
-from ...shared.basics.progress import OnProgress
 from ...shared.observed.observation import Observation
 from ...shared.observed.observed_inputs import PhaseKey
 from ...shared.schema.hardware import DeviceKind
@@ -57,6 +56,7 @@ from .stopwatch import WARM_UP_ITERATIONS, time_sections
 TRACED_MODES: Final = (ActivationMode.KEEP, ActivationMode.CHECKPOINT)
 """SWAP computes what KEEP does; how much of it can travel is counted along with it."""
 _Seen = dict[ActivationMode, SeenIterations]
+_OnProgress = Callable[[int, int], None]
 
 
 def trace(
@@ -124,10 +124,10 @@ def trace(
     return traced(order)
 
 
-def _parts_of(report: OnProgress | None, count: int) -> list[OnProgress | None]:
+def _parts_of(report: _OnProgress | None, count: int) -> list[_OnProgress | None]:
     """Progress of each of ``count`` traces that are alike."""
 
-    def part(number: int) -> OnProgress | None:
+    def part(number: int) -> _OnProgress | None:
         return None if report is None else lambda done, total: report(number * total + done, count * total)
 
     return [part(number) for number in range(count)]
@@ -147,7 +147,7 @@ class _Asked:
     def traced(
         self,
         names: str | Sequence[str] | None,
-        on_progress: OnProgress | None,
+        on_progress: _OnProgress | None,
         mlps: Mlps = (),
         *,
         mlp_tiles: int = 1,

@@ -32,8 +32,9 @@ from ..chunks.model_optimizers import StepPolicy
 from ..chunks.placed_model import PlacedModel
 from ..chunks.saved_weights import SavedWeights
 from ..devices.device import TrainingDevice
+from ..hooks.offloaded_inputs import OffloadedInput, offloaded_inputs
 from ..hooks.section_walker import SectionWalker
-from ..hooks.swapping import SwappedBlock, swapped_blocks
+from ..hooks.swapping import SwappedActivations, swapped_blocks
 from ..model.blocks import NamedBlock, find_blocks
 from ..model.kept_tensors import kept_tensors
 from ..model.ownership import TakenOver, check_model, taken_over
@@ -333,16 +334,19 @@ class Assembly:
         # before chunks, and the model has an owner until its parameters are ordinary again.
         held = self._hold(undo, layout, schedule, prepared.policy)
         undo.enter_context(in_tiles_of(model, plan, workload))
-        swapping = swapped_blocks(model, blocks, schedule, device)
+        modes = plan.modes(workload.num_blocks)
+        swapping = swapped_blocks(model, blocks, modes, schedule, device)
+        inputs = offloaded_inputs(blocks, modes, schedule, device)
+        travelling = {**swapping, **inputs}
         world = self.settings.world
         collectives = None if world is None else of_lane(world, device.pace_collective)
         stages = self.settings.stages
         stage = None if stages is None else StageWork(stages, device.pace_collective)
-        lanes = TransferLanes(schedule, held.placed, device, swapping, collectives, stage)
+        lanes = TransferLanes(schedule, held.placed, device, travelling, collectives, stage)
         undo.callback(lanes.close)
-        compute = ComputeLane(schedule, held.placed, lanes, metering, device, swapping, self.progress)
+        compute = ComputeLane(schedule, held.placed, lanes, metering, device, travelling, self.progress)
         undo.enter_context(tiled_loss(model, plan.loss_tiles))
-        walker = self._follow(blocks, compute, swapping)
+        walker = self._follow(blocks, compute, swapping, inputs)
         undo.callback(walker.remove)
         for handle in self._hooks(held.placed, compute):
             undo.callback(handle.remove)
@@ -372,12 +376,16 @@ class Assembly:
         )
 
     def _follow(
-        self, blocks: Sequence[NamedBlock], compute: ComputeLane, swapping: Mapping[int, SwappedBlock]
+        self,
+        blocks: Sequence[NamedBlock],
+        compute: ComputeLane,
+        swapping: Mapping[int, SwappedActivations],
+        inputs: Mapping[int, OffloadedInput],
     ) -> Walker:
         if self.settings.follow is not None:
             return self.settings.follow(compute)
         modes = self.plan.modes(self.workload.num_blocks)
-        return SectionWalker(self.model, blocks, modes, compute, swapping, is_training=True)
+        return SectionWalker(self.model, blocks, modes, compute, swapping, inputs=inputs, is_training=True)
 
     def _shared_buffers(self, ranks: Collectives | None) -> SharedBuffers | None:
         if ranks is None or next(self.model.buffers(), None) is None:

@@ -354,8 +354,9 @@ class ComputeLane:
         self._wait(task)
         self._lanes.let_go(task, self.iteration)
         with self._metering.one_moment():
-            if task.kind is TaskKind.BACKWARD and isinstance(section, int) and section in self._swapping:
-                self._swapping[section].arrive()
+            travelling = self._swapping.get(section) if isinstance(section, int) else None
+            if travelling is not None and task.kind is travelling.arrives_for:
+                travelling.arrive()
             self._metering.begin_task(task)
         log = self._logs[self.iteration]
         span = log.spans[task.id] = Span(self._device.stamp())

@@ -5,7 +5,8 @@ saves that, is taken off its output.  Whatever a checkpointed forward leaves bes
 state) goes with it.  While a task runs, everything that the tasks before it left is alive, and the task adds its own
 peak.  What backwards leave is the measured level, or what must still be alive if that is more: the gradient that a
 backward hands on is the difference, and not below 0; a part of a gradient that another section completes goes along
-with it.  What swaps is counted by those who know when it travels; here it is only taken off what the phases leave.
+with it.  What swaps, and inputs that are offloaded, are counted by those who know when they travel; here they are only
+taken off what the phases leave.
 
 Two things go before the backward of the section that made them.  Shared inputs that no block holds go with the forward
 of the epilogue: they are taken off the prologue's output, not off what the epilogue saves.  What the model makes
@@ -94,10 +95,13 @@ class _MicroBatch:
 
 
 def activation_levels(
-    workload: Workload, is_checkpoint: BoolArray, is_swap: BoolArray, micro_batches: int
+    workload: Workload, is_checkpoint: BoolArray, is_swap: BoolArray, input_bytes: IntArray, micro_batches: int
 ) -> ActivationLevels:
-    """The levels of ``workload`` under every choice of modes: (K, n) blocks in mode CHECKPOINT, and in mode SWAP."""
-    account = ActivationAccount(workload, is_checkpoint, is_swap)
+    """The levels of ``workload`` under every choice of modes: (K, n) blocks that are recomputed, and in mode SWAP.
+
+    ``input_bytes``: (K, n) what each block moves of its input, in mode OFFLOAD_INPUT.
+    """
+    account = ActivationAccount(workload, is_checkpoint, is_swap, input_bytes)
     found, kind = account.micro_batches(micro_batches)
     return ActivationLevels(
         alive_bytes=np.stack([one.alive for one in found], axis=1),
@@ -111,7 +115,7 @@ def activation_levels(
 class ActivationAccount:
     """What sections leave on the device for their backward.  Shapes: K choices of modes, n blocks."""
 
-    def __init__(self, workload: Workload, is_checkpoint: BoolArray, is_swap: BoolArray) -> None:
+    def __init__(self, workload: Workload, is_checkpoint: BoolArray, is_swap: BoolArray, input_bytes: IntArray) -> None:
         self.workload = workload
         self.is_checkpoint = is_checkpoint
         self.shared = SharedBytes.of(workload.shared_inputs, is_checkpoint)
@@ -121,6 +125,8 @@ class ActivationAccount:
         checkpointed_bytes = np.array([profile.checkpoint_forward.net_bytes for profile in profiles])
         swappable_bytes = np.array([profile.swappable_bytes for profile in profiles])
         self.swapped: IntArray = np.where(is_swap, swappable_bytes, 0)
+        self.travelling: IntArray = self.swapped
+        """(K, n) what each block moves to the host and back; of inputs nothing, until ``outputs`` are known."""
         self.forward: IntArray = np.where(is_checkpoint, checkpointed_bytes, forward_bytes)
         self.forward += self.shared.let_go_later[:, :-1]
         left_bytes = np.maximum(self.forward - self.swapped, 0)
@@ -138,6 +144,8 @@ class ActivationAccount:
         between = self._between_blocks()
         self.outputs += between
         self.saved -= between
+        self.travelling = self.swapped + input_bytes
+        self.outputs[:, :-1] = np.maximum(self.outputs[:, :-1] - input_bytes[:, 1:], 0)
 
     def micro_batches(self, micro_batches: int) -> tuple[list[_MicroBatch], IntArray]:
         """Every distinct micro-batch, and (M,) the number of each micro-batch among them."""
@@ -196,7 +204,7 @@ class ActivationAccount:
             [p.backward.net_bytes for p in self.profiles],
         )
         left_behind = left_behind + self.shared.freed_later - self.shared.freed_now - own[:, 1:-1]
-        away = _with_start(self.swapped.sum(axis=1), -self.swapped)
+        away = _with_start(self.travelling.sum(axis=1), -self.travelling)
         return _with_start(level, self.recomputed + left_behind) - away
 
     def _micro_batch(self, level: IntArray, left: IntArray, *, is_later: bool) -> _MicroBatch:

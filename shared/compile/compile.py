@@ -23,7 +23,8 @@ the last backward that adds to it.  The policies are written in steps:
   the old ones has ended.  They take no room, so that no window holds them back; among gathers they keep the order of
   the steps.
 - What a block in mode SWAP saved leaves when its forward has ended, and comes back like a chunk: not before the step
-  ``prefetch_depth`` before its backward has begun.
+  ``prefetch_depth`` before its backward has begun.  So does the input of a block in mode OFFLOAD_INPUT, which the block
+  before has made, ahead of the recomputation.
 
 ``FullTraining`` and ``Pairs`` (``sections.py``, ``pairs.py``), ``Residency`` and ``Updates`` hold these policies.
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..layout.layout import Layout
 from ..layout.residencies import GATHERED, STEPPED_BY_HOST, ChunkResidency, residencies
+from ..layout.travelling_inputs import input_bytes
 from ..schema.plan import ActivationMode, Plan, ProjectionPlace
 from ..schema.workload import Workload
 from .chunk_facts import ChunkFacts, StepKnobs
@@ -34,8 +35,10 @@ class Family:
     n_buffer: int
     is_swap: BoolArray
     """(n,) blocks in mode SWAP."""
+    offloads_input: BoolArray
+    """(n,) blocks in mode OFFLOAD_INPUT; all choices of modes recompute them."""
     is_checkpoint: BoolArray
-    """(K, n) blocks in mode CHECKPOINT."""
+    """(K, n) blocks that are recomputed, in mode CHECKPOINT or OFFLOAD_INPUT."""
     depths: IntArray
     """(D,) prefetch depths."""
     num_disk_state: int = 0
@@ -65,19 +68,36 @@ class Family:
         return found
 
     @property
-    def swap_work(self) -> Work:
-        """By block: the copy of what it moves in mode SWAP."""
-        return self.once(_swap_work)
+    def trip_work(self) -> Work:
+        """The copy of what each block moves in mode SWAP, and then, (2n,) in all, in mode OFFLOAD_INPUT."""
+        return self.once(_trip_work)
 
-    @property
-    def swappable_bytes(self) -> IntArray:
-        """(n,) what each block moves in mode SWAP."""
-        return np.asarray(self.swap_work.moved_bytes)
+    @cached_property
+    def trip_rows(self) -> IntArray:
+        """(n,) the row of ``trip_work`` that each block's mode has, if it has any."""
+        num_blocks = self.workload.num_blocks
+        return np.arange(num_blocks) + np.where(self.offloads_input, num_blocks, 0)
+
+    @cached_property
+    def trip_bytes(self) -> IntArray:
+        """(n,) what each block moves to the host and back."""
+        moved = np.asarray(self.trip_work.moved_bytes)[self.trip_rows]
+        return np.where(self.is_swap | self.offloads_input, moved, 0)
+
+    @cached_property
+    def travelling(self) -> IntArray:
+        """The blocks that move something."""
+        return np.flatnonzero(self.trip_bytes > 0)
 
     @cached_property
     def swapped(self) -> IntArray:
-        """The blocks that move something."""
-        return np.flatnonzero(self.is_swap & (self.swappable_bytes > 0))
+        """Those of them in mode SWAP."""
+        return np.flatnonzero(self.is_swap & (self.trip_bytes > 0))
+
+    @property
+    def input_bytes(self) -> IntArray:
+        """(n,) what each block moves of its input."""
+        return np.where(self.offloads_input, self.trip_bytes, 0)
 
     @cached_property
     def is_gathered(self) -> BoolArray:
@@ -164,9 +184,10 @@ def is_among(residency: IntArray, some: Iterable[ChunkResidency]) -> BoolArray:
     return found
 
 
-def _swap_work(workload: Workload) -> Work:
+def _trip_work(workload: Workload) -> Work:
     blocks = range(workload.num_blocks)
-    return Work(moved_bytes=np.array([workload.profile_of(block).swappable_bytes for block in blocks], dtype=np.int64))
+    moved = [workload.profile_of(block).swappable_bytes for block in blocks]
+    return Work(moved_bytes=np.array(moved + input_bytes(workload), dtype=np.int64))
 
 
 def family_of(plan: Plan, workload: Workload, layout: Layout) -> Family:
@@ -191,7 +212,8 @@ def family_of(plan: Plan, workload: Workload, layout: Layout) -> Family:
         residency=np.array(residencies(plan, layout), dtype=np.int64),
         n_buffer=plan.n_buffer,
         is_swap=np.array([mode is ActivationMode.SWAP for mode in modes]),
-        is_checkpoint=np.array([[mode is ActivationMode.CHECKPOINT for mode in modes]]),
+        offloads_input=np.array([mode is ActivationMode.OFFLOAD_INPUT for mode in modes]),
+        is_checkpoint=np.array([[mode.is_recomputed for mode in modes]]),
         depths=np.array([plan.prefetch_depth]),
         num_disk_state=plan.n_disk_state,
         num_disk=plan.n_disk,

@@ -21,10 +21,10 @@ READS, COPIES, EXCHANGES, _PER_STAY = range(4)
 
 
 class Residency:
-    """Persistent, host-stepped, sharded and offloaded chunks; activations that stay, and those that swap.
+    """Persistent, host-stepped, sharded and offloaded chunks; activations that stay, and those that travel.
 
     Shapes: C chunks, D depths, G stays of gathered chunks, H host-stepped chunks, M micro-batches, S steps, B blocks
-    that swap.
+    of which something travels: what they saved (SWAP), or their input (OFFLOAD_INPUT).
     """
 
     def __init__(self, family: Family, draft: Draft, sections: Sections) -> None:
@@ -35,14 +35,14 @@ class Residency:
         self.renewed: IntArray = np.flatnonzero(family.is_host_stepped)
         """(H,) chunks."""
         self._first_use, self._last_use = self._uses_of(self.renewed)
-        self.swapped = family.swapped
+        self.travelling = family.travelling
         """(B,) blocks"""
-        self._swapping = 1 + family.swapped
+        self._travelling = 1 + family.travelling
         """(B,) the same among the sections."""
         self.stay_ends: IntArray = sections.stay_ends(self.stays.chunk, self.stays.last_step)
         """(G,) the task that ends each stay."""
         draft.repeats = self.stays.repeats(sections.positions.micro_steps)
-        self._swap_out()
+        self._send_out()
         self._send_position = self._sent_behind()  # (S,) or (D, S)
         self._gather_rank, self._renewal_rank, self._fetch_rank = self._ranks()
         self._gather()
@@ -75,7 +75,7 @@ class Residency:
             has_one = of_stay >= 0
             np.maximum.at(freed, stays.first_step[has_one], stays.last_step[of_stay[has_one]])
         # What comes back is sent in the same order, and not before its way out.
-        blocks = 1 + np.flatnonzero(self.family.is_swap)
+        blocks = 1 + np.flatnonzero(self.family.is_swap | self.family.offloads_input)
         back = sections.backward_step(blocks)
         freed[back] = np.maximum(freed[back], sections.forward_step(blocks))
         opened = np.maximum(freed, self._window(steps))
@@ -90,7 +90,7 @@ class Residency:
 
         It is the order of the steps; to one step, what comes back is first, then new values.
         """
-        back = self.sections.backward_step(self._swapping).ravel()
+        back = self.sections.backward_step(self._travelling).ravel()
         steps = np.concatenate([back, self._first_use, self.stays.first_step])
         ranks = np.empty_like(steps)
         ranks[np.argsort(steps, kind="stable")] = np.arange(len(steps))
@@ -222,23 +222,27 @@ class Residency:
 
     # -- activations -------------------------------------------------------------------------------------------------
 
-    def _swap_out(self) -> None:
-        """Add the ways out of what blocks swap, behind their forward."""
+    def _send_out(self) -> None:
+        """Add the ways out of what blocks save, or of their inputs, behind their forward."""
         sections = self.sections
-        steps = sections.forward_step(self._swapping)  # (M, B)
-        self._swap_facts = {
-            "section": spread(self._swapping, steps.shape),
+        steps = sections.forward_step(self._travelling)  # (M, B)
+        self._trip_facts = {
+            "section": spread(self._travelling, steps.shape),
             "micro_batch": spread(sections.micro_batch, steps.shape),
         }
+        self._trip_rows = self.family.trip_rows[self._trip_facts["section"] - 1]
+        """(M * B,) of the work of copies."""
+        self._are_inputs = spread(self.family.offloads_input[self.travelling].astype(np.int64), steps.shape)
+        """(M * B,) 1 where it is a block's input that travels."""
         forwards = sections.step_end[steps].ravel()
         self.offloads = self.draft.tasks(
             TaskGroup(
                 TaskKind.ACTIVATION_OFFLOAD,
                 sections.end_position[steps].ravel(),
                 Part.LEAVES,
-                self.family.swap_work,
-                self._swap_facts["section"] - 1,
-                **self._swap_facts,
+                self.family.trip_work,
+                self._trip_rows,
+                **self._trip_facts,
             )
         )
         """(M * B,)"""
@@ -247,38 +251,40 @@ class Residency:
         later = np.where(over < len(sections.step_begin), over, 0)
         waiting = np.where(over < len(sections.step_begin), sections.step_begin[later], NOT_THERE)
         self.draft.wait(waiting, self.offloads)
-        self.saved = self._swap_buffers(forwards, self.offloads)
+        # The block before has made an input.
+        made_by = sections.step_end[steps.ravel() - self._are_inputs]
+        self.saved = self._trip_buffers(made_by, self.offloads)
 
     def _fetch(self) -> None:
-        """Add their ways back, ahead of their backward."""
+        """Add their ways back, ahead of their backward and its recomputation."""
         sections = self.sections
-        steps = sections.backward_step(self._swapping).ravel()
+        steps = sections.backward_step(self._travelling).ravel()
         self.fetches = self.draft.tasks(
             TaskGroup(
                 TaskKind.ACTIVATION_FETCH,
                 self._send_position[..., steps],
                 Part.COMES,
-                self.family.swap_work,
-                self._swap_facts["section"] - 1,
+                self.family.trip_work,
+                self._trip_rows,
                 within=_PER_STAY * self._fetch_rank,
-                **self._swap_facts,
+                **self._trip_facts,
             )
         )
         """(M * B,)"""
         self.draft.wait(self.fetches, self.offloads)
         self._wait_for_window(self.fetches, steps)
         self.draft.wait(sections.step_begin[steps], self.fetches)
-        self._read_first(steps, self.family.swappable_bytes[self._swap_facts["section"] - 1])
-        self.fetched = self._swap_buffers(self.fetches, sections.step_end[steps], replaces=self.saved)
+        self._read_first(steps, self.family.trip_bytes[self._trip_facts["section"] - 1])
+        self.fetched = self._trip_buffers(self.fetches, sections.step_end[steps], replaces=self.saved)
 
-    def _swap_buffers(self, made_by: IntArray, freed_by: IntArray, replaces: Integers = NOT_THERE) -> IntArray:
-        sizes = self.family.swappable_bytes[self._swap_facts["section"] - 1]
+    def _trip_buffers(self, made_by: IntArray, freed_by: IntArray, replaces: Integers = NOT_THERE) -> IntArray:
+        sizes = self.family.trip_bytes[self._trip_facts["section"] - 1]
         return self.draft.buffers(
             BufferGroup(
                 Content.SWAPPED,
                 Memory.DEVICE,
                 sizes,
-                **self._swap_facts,
+                **self._trip_facts,
                 made_by=made_by,
                 made_at=Operand.SWAPPED.at(),
                 freed_by=freed_by,
@@ -290,7 +296,7 @@ class Residency:
     # -- one plan ----------------------------------------------------------------------------------------------------
 
     def wire(self, homes: Homes, passing: IntArray) -> None:
-        """Add the hosts' buffers of what swaps, and what tasks read and write, in the family's one plan.
+        """Add the hosts' buffers of what travels, and what tasks read and write, in the family's one plan.
 
         ``passing``: (G,) what each gather copies of a chunk that comes from the disk; ``NOT_THERE`` of others.
         """
@@ -304,17 +310,28 @@ class Residency:
             BufferGroup(
                 Content.SWAPPED,
                 Memory.PINNED_HOST,
-                self.family.swappable_bytes[self.swapped],
-                section=self._swapping,
-                made_at=Operand.SWAPPED.at(self.swapped),
+                self.family.trip_bytes[self.travelling],
+                section=self._travelling,
+                made_at=Operand.SWAPPED.at(self.travelling),
             )
         )
         at_home = spread(at_home, (self.family.step.micro_batches, len(at_home)))
         draft.read(self.offloads, self.saved, 0)
         draft.update(self.offloads, at_home, 0)
         draft.read(self.fetches, at_home, 0)
-        draft.read(self.sections.backward_of(self._swapping).ravel(), self.fetched, Operand.SWAPPED.at())
+        draft.read(self.sections.backward_of(self._travelling).ravel(), self.fetched, Operand.SWAPPED.at())
+        self._read_inputs()
         self._read_parameters(homes)
+
+    def _read_inputs(self) -> None:
+        """Forwards read the inputs that leave behind them, and recomputations those that have come back."""
+        inputs, sections = np.flatnonzero(self._are_inputs), self.sections
+        section = self._trip_facts["section"][inputs]
+        micro_batch = self._trip_facts["micro_batch"][inputs]
+        forward = sections.positions.forward_step(section, micro_batch)
+        again = sections.positions.backward_step(section, micro_batch)
+        self.draft.read(sections.step_end[forward], self.saved[inputs], Operand.SWAPPED.at())
+        self.draft.read(sections.step_begin[again], self.fetched[inputs], Operand.SWAPPED.at())
 
     def _read_parameters(self, homes: Homes) -> None:
         """Every compute task reads the chunks that its step needs."""

@@ -64,13 +64,14 @@ class Sections(ABC):
 
     @staticmethod
     def levels_of(
-        workload: Workload, is_checkpoint: BoolArray, is_swap: BoolArray, micro_batches: int
+        workload: Workload, is_checkpoint: BoolArray, is_swap: BoolArray, input_bytes: IntArray, micro_batches: int
     ) -> ActivationLevels | None:
         """What ``wire`` has on the device for many choices of modes at once, (K, n) blocks in each.
 
+        ``input_bytes``: (K, n) what each block moves of its input.
         None for programs without modes: it is read from the buffers that ``wire`` adds.
         """
-        del workload, is_checkpoint, is_swap, micro_batches
+        del workload, is_checkpoint, is_swap, input_bytes, micro_batches
         return None
 
     def stay_ends(self, chunks: IntArray, last_steps: IntArray) -> IntArray:
@@ -163,10 +164,10 @@ class FullTraining(Sections):
 
     @staticmethod
     def levels_of(
-        workload: Workload, is_checkpoint: BoolArray, is_swap: BoolArray, micro_batches: int
+        workload: Workload, is_checkpoint: BoolArray, is_swap: BoolArray, input_bytes: IntArray, micro_batches: int
     ) -> ActivationLevels:
         """Of all choices of modes at once."""
-        return activation_levels(workload, is_checkpoint, is_swap, micro_batches)
+        return activation_levels(workload, is_checkpoint, is_swap, input_bytes, micro_batches)
 
     def backward_of(self, section: IntArray) -> IntArray:
         """(M, ...) the backward of each section."""
@@ -213,7 +214,9 @@ class FullTraining(Sections):
     def wire(self, device_adam: IntArray) -> None:
         """What the prologue's backward leaves beside gradients stays for ``device_adam``."""
         family, num_blocks = self.family, self.num_blocks
-        account = ActivationAccount(family.workload, family.is_checkpoint, family.is_swap[None])
+        account = ActivationAccount(
+            family.workload, family.is_checkpoint, family.is_swap[None], family.input_bytes[None]
+        )
         is_checkpoint = family.is_checkpoint[0]
         found, kinds = account.micro_batches(len(self.micro_batch))
         back = self.backwards[:, ::-1]  # of the prologue, of blocks, and of the epilogue

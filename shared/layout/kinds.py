@@ -7,16 +7,19 @@ from ..schema.plan_kind import PlanKind
 from ..schema.workload import BlockId, Workload
 from .layout import Layout
 from .residencies import most_demanding, residencies
+from .travelling_inputs import input_bytes
 
 
 def kind_of(plan: Plan, layout: Layout, workload: Workload) -> PlanKind:
     """The kind of ``plan``.
 
-    Blocks that have nothing to move keep their activations in mode SWAP, and do not count for a kind.  Raises PlanError
-    if the plan counts more chunks than the layout has.
+    Blocks that have nothing to move keep their activations in mode SWAP, or their input in mode OFFLOAD_INPUT, and do
+    not count for a kind.  Raises PlanError if the plan counts more chunks than the layout has.
     """
+    inputs = input_bytes(workload)
     swaps = any(
-        mode is ActivationMode.SWAP and workload.profile_of(BlockId(block)).swappable_bytes > 0
+        (mode is ActivationMode.SWAP and workload.profile_of(BlockId(block)).swappable_bytes > 0)
+        or (mode is ActivationMode.OFFLOAD_INPUT and inputs[block] > 0)
         for block, mode in enumerate(plan.modes(workload.num_blocks))
     )
     kinds = {residency.kind for residency in residencies(plan, layout)}

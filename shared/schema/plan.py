@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, ClassVar, Final, Self
@@ -37,6 +38,15 @@ class ActivationMode(StrEnum):
     """Only the block's input stays; the rest is recomputed in backward."""
     SWAP = "swap"
     """What the block itself made and saved goes to the host and comes back; its input stays."""
+    OFFLOAD_INPUT = "offload_input"
+    """As CHECKPOINT, and what the block before handed on to it goes to the host and comes back for the recomputation.
+    The first block's input comes from no block, nor does that of a decoder's first: they stay
+    (``input_bytes`` in ``shared/layout/travelling_inputs.py``)."""
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether the block's forward runs once more within backward."""
+        return self in (ActivationMode.CHECKPOINT, ActivationMode.OFFLOAD_INPUT)
 
 
 class TrainingMethod(StrEnum):
@@ -146,7 +156,7 @@ def why_not_bypass(plan: Plan) -> str | None:
     """Why the knobs of ``plan`` contradict bypass distillation; None if they do not, or if it is of another method."""
     if plan.method is not TrainingMethod.BYPASS:
         return None
-    for name in ("n_swap", "n_checkpoint"):
+    for name in ("n_swap", "n_checkpoint", "n_offload_input"):
         if getattr(plan, name):
             return (
                 f"{name}: {getattr(plan, name)} with method {plan.method}; a student block's backward follows its "
@@ -237,9 +247,13 @@ class Plan(Document):
     n_swap: NonNegativeInt = 0
     """Blocks in mode SWAP, the first ones (``place_activation_modes``)."""
     n_checkpoint: NonNegativeInt = 0
-    """Blocks in mode CHECKPOINT, interleaved among the others (``place_activation_modes``)."""
+    """Blocks that are recomputed, in mode CHECKPOINT or OFFLOAD_INPUT, interleaved among the others
+    (``place_activation_modes``)."""
+    n_offload_input: NonNegativeInt = 0
+    """Of these, the blocks in mode OFFLOAD_INPUT, the first ones from the second block on
+    (``place_activation_modes``).  A file has the field where it is not 0."""
     activation_modes: tuple[ActivationMode, ...] | None = Field(default=None)
-    """One mode per block, instead of ``n_swap``, ``n_checkpoint`` and their placement rule."""
+    """One mode per block, instead of ``n_swap``, ``n_checkpoint``, ``n_offload_input`` and their placement rule."""
     mlp_tiles: PositiveInt = 1
     """Tiles of tokens that the MLPs of blocks run in, forward and backward (``Workload.tilings``); 1: whole.  A file
     has the field where it is not 1."""
@@ -335,9 +349,16 @@ class Plan(Document):
     @model_validator(mode="after")
     def _modes_agree(self) -> Self:
         if self.activation_modes is not None:
-            for name, mode in (("n_swap", ActivationMode.SWAP), ("n_checkpoint", ActivationMode.CHECKPOINT)):
-                if getattr(self, name) != self.activation_modes.count(mode):
-                    raise ValueError(f"{name} differs from the number of {mode.name} entries in activation_modes")
+            for name, number in mode_counts(self.activation_modes).items():
+                if getattr(self, name) != number:
+                    named = _COUNTED_BY[name]
+                    raise ValueError(f"{name} differs from the number of {named} entries in activation_modes")
+        elif self.n_offload_input > self.n_checkpoint:
+            raise ValueError(
+                f"n_offload_input: {self.n_offload_input} with n_checkpoint {self.n_checkpoint}; only blocks that are "
+                f"recomputed have their input offloaded. Raise n_checkpoint to {self.n_offload_input}, or lower "
+                f"n_offload_input"
+            )
         return self
 
     @cached_property
@@ -363,6 +384,8 @@ class Plan(Document):
             fields.pop("projects_gradients_on", None)
         if self.loss_tiles == 1:
             fields.pop("loss_tiles", None)
+        if not self.n_offload_input:
+            fields.pop("n_offload_input", None)
         return fields
 
     @property
@@ -393,15 +416,34 @@ class Plan(Document):
                     f"activation_modes names {len(self.activation_modes)} blocks but the workload has {num_blocks}."
                 )
             return self.activation_modes
-        return place_activation_modes(num_blocks, n_checkpoint=self.n_checkpoint, n_swap=self.n_swap)
+        return place_activation_modes(
+            num_blocks, n_checkpoint=self.n_checkpoint, n_swap=self.n_swap, n_offload_input=self.n_offload_input
+        )
 
 
-def place_activation_modes(num_blocks: int, *, n_checkpoint: int, n_swap: int = 0) -> tuple[ActivationMode, ...]:
+_COUNTED_BY: Final = {"n_swap": "SWAP", "n_checkpoint": "CHECKPOINT", "n_offload_input": "OFFLOAD_INPUT"}
+
+
+def mode_counts(modes: Sequence[ActivationMode]) -> dict[str, int]:
+    """The knobs of a plan that count these modes: ``n_swap``, ``n_checkpoint``, ``n_offload_input``."""
+    return {
+        "n_swap": modes.count(ActivationMode.SWAP),
+        "n_checkpoint": sum(mode.is_recomputed for mode in modes),
+        "n_offload_input": modes.count(ActivationMode.OFFLOAD_INPUT),
+    }
+
+
+def place_activation_modes(
+    num_blocks: int, *, n_checkpoint: int, n_swap: int = 0, n_offload_input: int = 0
+) -> tuple[ActivationMode, ...]:
     """The first ``n_swap`` blocks swap: their way back is the longest, so that the copies have most time.
 
     Among the other n, checkpointed blocks are spread evenly and centred: ``((2k + 1) * n) // (2 * n_checkpoint)``.
     Source of the rules: ProTrain (arXiv 2406.08334), section on interleaved block management.
-    Raises PlanError if the two exceed ``num_blocks``.
+    Of these, the first ``n_offload_input`` have their input offloaded: the earlier a block, the later its backward, and
+    the longer the room of its input is free and the copies have time.  The first block of all comes last: its input
+    would not travel.
+    Raises PlanError if the first two exceed ``num_blocks``, or the third the second.
     """
     if n_checkpoint + n_swap > num_blocks:
         swapped = f" and n_swap is {n_swap}" if n_swap else ""
@@ -410,4 +452,9 @@ def place_activation_modes(num_blocks: int, *, n_checkpoint: int, n_swap: int = 
     modes = [ActivationMode.SWAP] * n_swap + [ActivationMode.KEEP] * others
     for k in range(n_checkpoint):
         modes[n_swap + ((2 * k + 1) * others) // (2 * n_checkpoint)] = ActivationMode.CHECKPOINT
+    if n_offload_input > n_checkpoint:
+        raise PlanError(f"n_offload_input is {n_offload_input} but n_checkpoint is {n_checkpoint}. Lower it.")
+    recomputed = [block for block, mode in enumerate(modes) if mode is ActivationMode.CHECKPOINT]
+    for block in sorted(recomputed, key=lambda block: block or num_blocks)[:n_offload_input]:
+        modes[block] = ActivationMode.OFFLOAD_INPUT
     return tuple(modes)

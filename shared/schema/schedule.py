@@ -264,7 +264,7 @@ class Content(StrEnum):
     ACTIVATIONS = "activations"
     """Tensors saved for a section's backward."""
     SWAPPED = "swapped"
-    """Those of them that travel to the host and back."""
+    """Those of them that travel to the host and back, and inputs of recomputed blocks that do."""
     OUTPUT = "output"
     """A section's output, which the next section reads in forward and, saved, in backward."""
     LOSS = "loss"

@@ -40,6 +40,7 @@ from ..phases.seen_memory import SeenMemory
 from ..phases.subspaces import Subspace as Subspace
 from ..phases.subspaces import SubspaceAxis as SubspaceAxis
 from ..phases.subspaces import why_no_subspaces
+from ..phases.tiling import LossTiling as LossTiling
 from ..phases.tiling import Tiles, why_no_mlp_tiles, why_no_tilings
 from .plan import ActivationMode, Plan, TrainingMethod
 from .shared_inputs import SharedInput
@@ -108,11 +109,11 @@ class BlockProfile(FrozenModel):
 
     def forward_in(self, mode: ActivationMode) -> Phase:
         """The forward phase of a block in ``mode``."""
-        return self.checkpoint_forward if mode is ActivationMode.CHECKPOINT else self.forward
+        return self.checkpoint_forward if mode.is_recomputed else self.forward
 
     def backward_in(self, mode: ActivationMode) -> Phase:
         """The backward phase of a block in ``mode``, without recomputation."""
-        return self.checkpoint_backward if mode is ActivationMode.CHECKPOINT else self.backward
+        return self.checkpoint_backward if mode.is_recomputed else self.backward
 
 
 class Tiling(Tiles):

@@ -217,6 +217,8 @@ def short_plan(outcome: PlanOutcome) -> str:
     shown += [f"n_buffer {plan.n_buffer}", f"prefetch_depth {plan.prefetch_depth}"]
     if plan.method is not TrainingMethod.BYPASS:
         shown.append(f"n_checkpoint {plan.n_checkpoint}")
+    if plan.n_offload_input:
+        shown.append(f"n_offload_input {plan.n_offload_input}")
     if plan.n_swap:
         shown.append(f"n_swap {plan.n_swap}")
     if plan.mlp_tiles > 1:

@@ -361,6 +361,7 @@ _DEED = {
     ActivationMode.KEEP: "kept on the device",
     ActivationMode.CHECKPOINT: "recomputed",
     ActivationMode.SWAP: "swapped",
+    ActivationMode.OFFLOAD_INPUT: "recomputed from an input that travels",
 }
 
 

@@ -210,6 +210,9 @@ def knobs(plan: Plan, *, num_blocks: int | None = None) -> tuple[Knob, ...]:
     ]
     if plan.method is not TrainingMethod.BYPASS:
         shown.append(Knob("n_checkpoint", f"{plan.n_checkpoint}{of_blocks}", "blocks whose activations are recomputed"))
+    if plan.n_offload_input:
+        meaning = "of these, blocks whose input travels to the host and back"
+        shown.append(Knob("n_offload_input", f"{plan.n_offload_input}{of_blocks}", meaning))
     if plan.n_swap:
         shown.append(
             Knob("n_swap", f"{plan.n_swap}{of_blocks}", "blocks whose activations travel to the host and back")

@@ -10,6 +10,7 @@ from typing import Final, NoReturn
 
 from ..basics.errors import ScheduleError
 from ..layout.layout import Chunk, Layout
+from ..layout.travelling_inputs import input_bytes
 from ..order.happens_before import HappensBefore, Occurrence, OrderError
 from ..schema.plan import ActivationMode, Plan, ProjectionPlace, TrainingMethod
 from ..schema.schedule import (
@@ -299,6 +300,17 @@ class Claim:
         """Blocks in mode SWAP that have anything to swap, with its bytes."""
         sizes = {BlockId(b): self.workload.profile_of(b).swappable_bytes for b in range(self.workload.num_blocks)}
         return {b: size for b, size in sizes.items() if size and self.modes[b] is ActivationMode.SWAP}
+
+    @cached_property
+    def offloaded_inputs(self) -> dict[BlockId, int]:
+        """Blocks in mode OFFLOAD_INPUT that have an input to move, with its bytes."""
+        sizes = {BlockId(block): size_bytes for block, size_bytes in enumerate(input_bytes(self.workload))}
+        return {b: size for b, size in sizes.items() if size and self.modes[b] is ActivationMode.OFFLOAD_INPUT}
+
+    @cached_property
+    def travelling(self) -> dict[BlockId, int]:
+        """Blocks of which something goes to the host and comes back, with its bytes."""
+        return self.swapping | self.offloaded_inputs
 
     def freed_by(self, kind: TaskKind) -> list[AllocationId]:
         """What the tasks of one kind free."""

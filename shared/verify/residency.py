@@ -32,7 +32,7 @@ def check_homes(claim: Claim) -> None:
     """
     resident: _Home = (Content.RESIDENT, Memory.DEVICE, None, None, None, claim.workload.resident_bytes)
     expected: Counter[_Home] = Counter([resident])
-    for block, size_bytes in claim.swapping.items():
+    for block, size_bytes in claim.travelling.items():
         expected[Content.SWAPPED, Memory.PINNED_HOST, None, block, None, size_bytes] += 1
     for (content, memory), size_bytes in shared_place_bytes(claim).items():
         for slot in range(claim.plan.n_staging):
@@ -204,8 +204,8 @@ def all_gathers(claim: Claim) -> Iterator[Meeting]:
 
 
 def check_swaps(claim: Claim) -> None:
-    """What a block swaps goes out once and comes back once per micro-batch, whole."""
-    expected = sorted((str(block), micro) for block in claim.swapping for micro in range(claim.plan.micro_batches))
+    """What a block swaps, or its input, goes out once and comes back once per micro-batch, whole."""
+    expected = sorted((str(block), micro) for block in claim.travelling for micro in range(claim.plan.micro_batches))
     for kind in (TaskKind.ACTIVATION_OFFLOAD, TaskKind.ACTIVATION_FETCH):
         found = sorted((str(task.section), task.micro_batch) for task in claim.tasks_of(kind))
         if found != expected:
@@ -286,7 +286,9 @@ def check_swap_window(claim: Claim) -> None:
     """What is swapped is gone ``prefetch_depth + 1`` steps after its forward, and comes back no sooner than a chunk."""
     steps, step_of, depth = claim.steps, claim.step_of, claim.plan.prefetch_depth
     for task in claim.tasks_of(TaskKind.ACTIVATION_OFFLOAD):
-        later = step_of[claim.allocating[task.reads[0]]] + depth + 1
+        # The block before has made an input.
+        forward = step_of[claim.allocating[task.reads[0]]] + (task.section in claim.offloaded_inputs)
+        later = forward + depth + 1
         # Beyond this iteration the copy back, which waits for this one, is the tighter bound.
         if later < len(steps) and not claim.before(task.id, steps[later][0]):
             reject(f"what block {task.section} swaps may wait too long for {task.name}")

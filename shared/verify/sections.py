@@ -51,7 +51,8 @@ class _Walk:
 
     The level of activations is known from the phases' net bytes.  What a backward leaves behind beyond saved
     activations, outputs and the gradients that it completes must lie in its INCOMING_GRADIENT buffer.  What is swapped
-    counts as alive from forward to backward, since phases do not know of it.
+    counts as alive from forward to backward, since phases do not know of it; and so does an input that is offloaded,
+    which is a buffer of its own beside the output of the block before.
 
     What the prologue makes and the epilogue's forward lets go of, shared inputs that no block holds, is an ACTIVATIONS
     buffer of the prologue.  What a block makes and the next section's backward lets go of counts as its output, where
@@ -83,7 +84,7 @@ class _Walk:
             goes_with: Section | None = None
             counted: set[Section] = set()
             for block in reversed(self.blocks):
-                is_checkpointed = self._mode(block) is ActivationMode.CHECKPOINT
+                is_checkpointed = self._mode(block).is_recomputed
                 if block in (shared.checkpointed_by if is_checkpointed else shared.kept_by):
                     goes_with = block
                 if block in (shared.freed_in_checkpointed if is_checkpointed else shared.freed_in_kept):
@@ -102,7 +103,7 @@ class _Walk:
     def _between_blocks(self) -> Counter[BlockId]:
         """Of what a block saves, the bytes by which the next section's backward leaves less than all that is saved."""
         found: Counter[BlockId] = Counter()
-        if any(self._mode(block) is ActivationMode.CHECKPOINT for block in self.blocks):
+        if any(self._mode(block).is_recomputed for block in self.blocks):
             return found
         forwards = [self._phase_of_forward(section) for section in self.sections]
         level_bytes = sum(phase.net_bytes for phase in forwards) - sum(self.claim.swapping.values())
@@ -150,7 +151,7 @@ class _Walk:
             self.micro_batch = micro_batch
             yield from (self._forward(section) for section in self.sections)
             for section in reversed(self.sections):
-                if self._mode(section) is ActivationMode.CHECKPOINT:
+                if self._mode(section).is_recomputed:
                     yield self._recompute(section)
                 yield self._backward(section)
 
@@ -185,7 +186,13 @@ class _Walk:
     def _input(self, section: Section) -> set[Name]:
         if section is OuterSection.PROLOGUE:
             return set()
-        return {self._called(Content.OUTPUT, self.sections[self.sections.index(section) - 1])}
+        output = self._called(Content.OUTPUT, self.sections[self.sections.index(section) - 1])
+        return {output} | self._offloaded(section).keys()
+
+    def _offloaded(self, section: Section) -> dict[Name, int]:
+        """The input of a block in mode OFFLOAD_INPUT, which the block before makes."""
+        size_bytes = 0 if isinstance(section, OuterSection) else self.claim.offloaded_inputs.get(section, 0)
+        return {self._called(Content.SWAPPED, section): size_bytes} if size_bytes else {}
 
     def _forward(self, section: Section) -> Expected:
         output, saved = self._called(Content.OUTPUT, section), self._called(Content.ACTIVATIONS, section)
@@ -198,11 +205,15 @@ class _Walk:
         elif section is OuterSection.EPILOGUE:
             makes = {saved: max(0, phase.net_bytes + self.passing_bytes)}
             drops = set(passing)
-        elif self._mode(section) is ActivationMode.CHECKPOINT:
+        elif self._mode(section).is_recomputed:
             makes = {output: max(0, phase.net_bytes)}
         else:
             output_bytes, saved_bytes = self._made_by_block(section)
             makes = {output: output_bytes, saved: saved_bytes} | self._swapped(section)
+        if section is not OuterSection.EPILOGUE:
+            leaving = self._offloaded(self.sections[self.sections.index(section) + 1])
+            makes = makes | leaving
+            makes[output] = max(0, makes[output] - sum(leaving.values()))
         reads = self._parameters(self.claim.used_forward, section) | self._input(section)
         entry = self._expect(TaskKind.FORWARD, section, phase, reads, makes, drops)
         return looking_up(self.claim, entry) if section is OuterSection.PROLOGUE else entry

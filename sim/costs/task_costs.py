@@ -27,7 +27,7 @@ from ...shared.optimizers.work import PAGED_BYTES_PER_SCALAR, device_operations_
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Device, DeviceKind, Disk, Hardware, Host, Link
 from ...shared.schema.optimizer import Optimizer
-from ...shared.schema.schedule import OF_OWNERS, Memory, RankAxis, Schedule, Task, TaskKind
+from ...shared.schema.schedule import OF_OWNERS, Memory, RankAxis, Schedule, Section, Task, TaskKind
 from ...shared.schema.workload import Operation, OperationClass, Phase, Workload
 from ...shared.workloads.check import check_kernels
 from .collectives import Collective
@@ -42,6 +42,13 @@ _OF_PHASES: Final = frozenset(
     {TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.TEACHER_FORWARD, TaskKind.LOSS}
 )
 _MATRIX_CLASSES: Final = frozenset({OperationClass.MATMUL, OperationClass.ATTENTION})
+
+
+def swapping_sections(schedule: Schedule) -> set[Section | None]:
+    """Blocks in mode SWAP, whose every saved tensor is watched; of a recomputed block an input alone travels."""
+    kinds = (TaskKind.ACTIVATION_OFFLOAD, TaskKind.RECOMPUTE)
+    travelling, recomputed = ({task.section for task in schedule.tasks if task.kind is kind} for kind in kinds)
+    return travelling - recomputed
 
 
 @dataclass(frozen=True)
@@ -120,7 +127,7 @@ class CostModel:
         """
         check_disk(schedule, self.hardware)
         priced = self.stepping(schedule.optimizer).among(schedule.num_ranks, schedule.shard_ranks)
-        swapping = {task.section for task in schedule.tasks if task.kind is TaskKind.ACTIVATION_OFFLOAD}
+        swapping = swapping_sections(schedule)
         return tuple(
             [
                 priced.task_s(task) + (self.swap_s(task.kind) if task.section in swapping else 0.0)
@@ -154,7 +161,7 @@ class CostModel:
         return 0.0 if self.calibration is None else self.calibration.arrival(kind)
 
     def swap_s(self, kind: TaskKind) -> float:
-        """What a task of ``kind`` takes longer because its block swaps; calibrated."""
+        """What a task of ``kind`` takes longer because its block is in mode SWAP; calibrated."""
         return 0.0 if self.calibration is None else self.calibration.swap_s(kind)
 
     def _task_s(self, task: Task) -> float:

@@ -9,7 +9,7 @@ from typing import Final
 from ...shared.layout.layout import Layout
 from ...shared.methods.known import method_named
 from ...shared.schema.memory_accounts import DeviceReserved
-from ...shared.schema.plan import ActivationMode, ParallelMode, Plan
+from ...shared.schema.plan import ActivationMode, ParallelMode, Plan, mode_counts
 from ...shared.schema.schedule import Memory, Schedule
 from ...shared.schema.workload import Workload
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
@@ -84,10 +84,10 @@ def _leaner(plan: Plan, workload: Workload, layout: Layout, schedule: Schedule, 
     if any(size_bytes > 0 for size_bytes in saved_bytes):
         # One more than the mean asks for: recomputation brings one block's activations back.
         num_more = 1 + -(-over_bytes * len(kept) // sum(max(0, size_bytes) for size_bytes in saved_bytes))
-        num_swapped = modes.count(ActivationMode.SWAP)
-        n_checkpoint = min(modes.count(ActivationMode.CHECKPOINT) + num_more, workload.num_blocks - num_swapped)
-        changes = {"n_checkpoint": n_checkpoint, "n_swap": num_swapped, "activation_modes": None}
-        return plan.model_copy(update=changes)
+        counts = mode_counts(modes)
+        most = workload.num_blocks - counts["n_swap"]
+        counts["n_checkpoint"] = min(counts["n_checkpoint"] + num_more, most)
+        return plan.model_copy(update={**counts, "activation_modes": None})
     if plan.parallel is ParallelMode.DDP:
         return None
     num_kept = _fewer_kept(plan, layout, schedule, over_bytes)

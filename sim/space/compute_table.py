@@ -97,7 +97,8 @@ def _swapping_s(prices: PriceList, modes: ModeRows, moves: BoolArray, positions:
 
 
 def _levels(policies: Policies, workload: Workload, modes: ModeRows, micro_batches: int) -> ActivationLevels:
-    levels = policies.sections.levels_of(workload, modes.is_checkpoint, modes.is_swap, micro_batches)
+    nothing = np.zeros(modes.is_swap.shape, dtype=np.int64)
+    levels = policies.sections.levels_of(workload, modes.is_checkpoint, modes.is_swap, nothing, micro_batches)
     if levels is not None:
         return levels
     return SectionProgram.of(policies, workload, modes.is_checkpoint, micro_batches=micro_batches).levels()

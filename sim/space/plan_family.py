@@ -75,6 +75,7 @@ class PlanFamily:
             residency=table.places.residency(prefix),
             n_buffer=n_buffer,
             is_swap=np.arange(workload.num_blocks) < n_swap,
+            offloads_input=np.zeros(workload.num_blocks, dtype=np.bool_),
             is_checkpoint=compute.modes.is_checkpoint,
             depths=depths,
             num_disk_state=on_disk.n_disk_state,

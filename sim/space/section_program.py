@@ -51,6 +51,7 @@ class SectionProgram:
             residency=np.zeros(0, dtype=np.int64),
             n_buffer=0,
             is_swap=np.zeros(workload.num_blocks, dtype=np.bool_) if is_swap is None else is_swap,
+            offloads_input=np.zeros(workload.num_blocks, dtype=np.bool_),
             is_checkpoint=is_checkpoint,
             depths=np.ones(1, dtype=np.int64),
         )

@@ -8,12 +8,20 @@ import torch
 
 from protwin.runtime import CpuDevice, carry_out
 from protwin.shared.layout.layout import layout_of
-from protwin.shared.schema.plan import ActivationMode, Plan
+from protwin.shared.schema.plan import ActivationMode, Plan, mode_counts
 from tests.runtime.eager_lanes import WATCHED, AccountedPeak, settled_lanes
 from tests.runtime.models import SEED, Case, held
 
 KEEP, CHECKPOINT, SWAP = ActivationMode.KEEP, ActivationMode.CHECKPOINT, ActivationMode.SWAP
-MIXTURES = {"kept": (KEEP,), "checkpointed": (CHECKPOINT,), "swapped": (SWAP,), "mixed": (SWAP, CHECKPOINT, KEEP)}
+OFFLOAD_INPUT = ActivationMode.OFFLOAD_INPUT
+MIXTURES = {
+    "kept": (KEEP,),
+    "checkpointed": (CHECKPOINT,),
+    "swapped": (SWAP,),
+    "mixed": (SWAP, CHECKPOINT, KEEP),
+    "inputs offloaded": (OFFLOAD_INPUT,),
+    "mixed inputs": (KEEP, OFFLOAD_INPUT, SWAP, OFFLOAD_INPUT),
+}
 RESIDENCIES = ("persistent", "host-stepped", "offloaded", "mixed")
 CHUNK_BYTES = 9_000
 BAR = 0.005
@@ -35,8 +43,7 @@ def plan_of(case: Case, mixture: str, residency: str, *, micro_batches: int = 1)
         n_host_stepped=n_host_stepped,
         n_buffer=layout.min_buffers(n_persist + n_host_stepped) + (residency != "persistent"),
         prefetch_depth=2,
-        n_swap=modes.count(SWAP),
-        n_checkpoint=modes.count(CHECKPOINT),
+        **mode_counts(modes),
         activation_modes=modes,
         micro_batches=micro_batches,
     )

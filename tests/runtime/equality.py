@@ -16,6 +16,7 @@ from hypothesis.strategies import SearchStrategy
 from protwin.runtime import CpuDevice, carry_out
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import Chunk, Layout, build_layout
+from protwin.shared.layout.travelling_inputs import input_bytes
 from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.plan import ActivationMode, Plan
 from protwin.shared.schema.workload import Workload
@@ -138,9 +139,11 @@ def offloaded_chunks(workload: Workload, plan: Plan) -> list[Chunk]:
 
 
 def swapped_bytes(workload: Workload, plan: Plan) -> int:
-    """Bytes of saved activations that travel in every forward."""
+    """Bytes of saved activations and of blocks' inputs that travel in every forward."""
     modes = plan.modes(workload.num_blocks)
-    return sum(workload.profile_of(b).swappable_bytes for b, mode in enumerate(modes) if mode is ActivationMode.SWAP)
+    saved = sum(workload.profile_of(b).swappable_bytes for b, mode in enumerate(modes) if mode is ActivationMode.SWAP)
+    inputs = zip(input_bytes(workload), modes, strict=True)
+    return saved + sum(size for size, mode in inputs if mode is ActivationMode.OFFLOAD_INPUT)
 
 
 def miscounted(case: Case, plan: Plan, outcome: Outcome) -> list[str]:

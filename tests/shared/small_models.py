@@ -80,6 +80,7 @@ def plan(
     prefetch_depth: int = 1,
     n_checkpoint: int = 0,
     n_swap: int = 0,
+    n_offload_input: int = 0,
     micro_batches: int = 1,
     max_gradient_norm: float | None = None,
 ) -> Plan:
@@ -92,6 +93,7 @@ def plan(
         prefetch_depth=prefetch_depth,
         n_checkpoint=n_checkpoint,
         n_swap=n_swap,
+        n_offload_input=n_offload_input,
         micro_batches=micro_batches,
         max_gradient_norm=max_gradient_norm,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from protwin.shared.layout.layout import Layout
+from protwin.shared.layout.travelling_inputs import input_bytes
 from protwin.shared.schema.optimizer import HostGradients
 from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan
 from protwin.shared.schema.schedule import (
@@ -32,6 +33,9 @@ TORN: Value = ("torn",)
 
 class Violation(Exception):
     """Something that training would not survive, at the first moment at which it happens."""
+
+
+RECOMPUTED = (ActivationMode.CHECKPOINT, ActivationMode.OFFLOAD_INPUT)
 
 
 class SymbolicValues:
@@ -67,7 +71,7 @@ class SymbolicValues:
             return [(name, task.chunk, iteration + 1) for content, name in names.items() if content in kept]
         micro, last = task.micro_batch, self.plan.micro_batches - 1
         if task.kind in (TaskKind.ACTIVATION_OFFLOAD, TaskKind.ACTIVATION_FETCH):
-            return [("swapped", section, iteration, micro)]
+            return self._travelling(section, iteration, micro)
         if task.chunk is not None:
             chunk = self.layout.chunks[task.chunk]
             if task.kind is TaskKind.CPU_ADAM:
@@ -120,6 +124,7 @@ class SymbolicValues:
             needed.append(("output", OuterSection.PROLOGUE, iteration, micro))
         elif section is not OuterSection.PROLOGUE:
             needed.append(("output", before, iteration, micro))
+            needed += self._input(section, iteration, micro)
             if task.kind is TaskKind.BACKWARD:
                 needed.append(("saved", section, iteration, micro))
                 needed += self._swapped(section, iteration, micro)
@@ -141,15 +146,22 @@ class SymbolicValues:
                 return ("output", task.section, iteration, micro)
             case TaskKind.FORWARD, Content.ACTIVATIONS if self._keeps(task.section):
                 return ("saved", task.section, iteration, micro)
-            case TaskKind.FORWARD, Content.SWAPPED if self._swapped(task.section, iteration, micro):  # type: ignore[arg-type]
+            case TaskKind.FORWARD, Content.SWAPPED if (
+                buffer.section == task.section and self._swapped(task.section, iteration, micro)  # type: ignore[arg-type]
+            ):
                 return ("swapped", task.section, iteration, micro)
+            case TaskKind.FORWARD, Content.SWAPPED if (
+                self._input(buffer.section, iteration, micro)
+                and self.sections.index(buffer.section) == self.sections.index(task.section) + 1  # type: ignore[arg-type]
+            ):
+                return ("input", buffer.section, iteration, micro)
             case ((TaskKind.ACTIVATION_OFFLOAD | TaskKind.ACTIVATION_FETCH), Content.SWAPPED) if (
                 buffer.section == task.section
             ):
                 is_to_host = task.kind is TaskKind.ACTIVATION_OFFLOAD
                 if (buffer.memory is Memory.PINNED_HOST) != is_to_host:
                     return TORN
-                return ("swapped", task.section, iteration, micro)
+                return next(iter(self._travelling(task.section, iteration, micro)), TORN)
             case TaskKind.RECOMPUTE, Content.ACTIVATIONS:
                 return ("saved", task.section, iteration, micro)
             case TaskKind.BACKWARD, Content.INCOMING_GRADIENT:
@@ -272,6 +284,18 @@ class SymbolicValues:
             return []
         return [("swapped", section, iteration, micro)]
 
+    def _input(self, section: Section | None, iteration: int, micro: int) -> list[Value]:
+        """The input of a block in mode OFFLOAD_INPUT, beside the rest of what the block before has left."""
+        if section is None or isinstance(section, OuterSection) or section == 0:
+            return []
+        if self.modes[section] is not ActivationMode.OFFLOAD_INPUT:
+            return []
+        return [("input", section, iteration, micro)] if input_bytes(self.workload)[section] else []
+
+    def _travelling(self, section: Section | None, iteration: int, micro: int) -> list[Value]:
+        assert section is not None
+        return [*self._swapped(section, iteration, micro), *self._input(section, iteration, micro)]
+
     def _keeps(self, section: Section | None) -> bool:
         assert section is not None
-        return isinstance(section, OuterSection) or self.modes[section] is not ActivationMode.CHECKPOINT
+        return isinstance(section, OuterSection) or self.modes[section] not in RECOMPUTED

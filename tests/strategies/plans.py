@@ -13,7 +13,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from protwin.shared.layout.layout import Layout, build_layout
 from protwin.shared.schema.optimizer import HostGradients, Optimizer
-from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan
+from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan, mode_counts
 from protwin.shared.schema.workload import DType, Workload
 from tests.strategies.workloads import workloads
 
@@ -71,11 +71,12 @@ def plans(
     modes = None
     n_checkpoint = draw(st.integers(0, workload.num_blocks))
     n_swap = draw(st.integers(0, workload.num_blocks - n_checkpoint))
+    counts = {"n_checkpoint": n_checkpoint, "n_swap": n_swap, "n_offload_input": draw(st.integers(0, n_checkpoint))}
     if draw(st.booleans()):
         modes = tuple(
             draw(st.lists(st.sampled_from(ActivationMode), min_size=workload.num_blocks, max_size=workload.num_blocks))
         )
-        n_checkpoint, n_swap = (modes.count(mode) for mode in (ActivationMode.CHECKPOINT, ActivationMode.SWAP))
+        counts = mode_counts(modes)
     num_offloaded = len(layout.chunks) - n_persist - n_host_stepped
     n_disk_state = draw(st.just(0) | st.integers(0, num_offloaded)) if has_disk else 0
     # Where nothing is trained there is no norm to limit, and nothing harms one that is taken early.
@@ -92,8 +93,7 @@ def plans(
         n_host_stepped=n_host_stepped,
         n_buffer=n_buffer,
         prefetch_depth=draw(st.integers(1, max_prefetch_depth)),
-        n_checkpoint=n_checkpoint,
-        n_swap=n_swap,
+        **counts,
         activation_modes=modes,
         micro_batches=draw(st.sampled_from((1, 1, 2, 3))),
         max_gradient_norm=draw(st.sampled_from(norms)),

@@ -8,7 +8,7 @@ from torch import nn
 
 from protwin.runtime import CpuDevice, carry_out, trace
 from protwin.runtime.devices.ledger import MemoryLedger
-from protwin.runtime.hooks.swapping import SavedActivations, SwappableTally, SwappedBlock
+from protwin.runtime.hooks.swapping import SavedActivations, SwappableTally, SwappedActivations
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ActivationMode, Plan
 from protwin.shared.schema.schedule import Memory, TaskKind
@@ -118,7 +118,7 @@ def test_only_what_the_block_made_and_does_not_hand_on_travels() -> None:
 
 def swapped(block: Odd, rows: torch.Tensor, room_bytes: int) -> tuple[list[torch.Tensor], int]:
     """Gradients of input and weight after the trip, and the bytes that made it."""
-    trip = SwappedBlock(block, block, 0, room_bytes, CpuDevice())
+    trip = SwappedActivations(block, block, 0, room_bytes, CpuDevice())
     output = trip.run(block.forward, (rows,), {})
     trip.leave()
     moved = trip.offload()
@@ -178,7 +178,7 @@ def test_what_was_changed_after_it_was_saved_is_refused_as_by_autograd() -> None
     rows = torch.randn(64, 32, requires_grad=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         InPlace()(rows).sum().backward()
-    trip = SwappedBlock(nn.Module(), InPlace(), 0, 2**20, CpuDevice())
+    trip = SwappedActivations(nn.Module(), InPlace(), 0, 2**20, CpuDevice())
     output = trip.run(InPlace().forward, (rows,), {})
     trip.leave()
     trip.offload()

@@ -209,7 +209,8 @@ def test_no_gradients_are_not_the_same_as_gradients_that_nobody_counted() -> Non
 
     head_bytes = sum(p.size_bytes for p in case.workload.parameters if p.name.startswith("exit"))
     assert guaranteed_bytes() - head_bytes / 2 < measured_bytes <= guaranteed_bytes()
-    account = ActivationAccount(case.workload, *np.zeros((2, 1, case.workload.num_blocks), dtype=np.bool_))
+    modes = np.zeros((2, 1, case.workload.num_blocks), dtype=np.bool_)
+    account = ActivationAccount(case.workload, *modes, modes[0].astype(np.int64))
     # After the prologue; where blocks did not say, all of the room would count.
     assert account.room_bytes[1:4].all()
     for is_later in (False, True):

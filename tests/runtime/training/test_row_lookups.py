@@ -15,7 +15,7 @@ from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.layout.looked_up import as_planned
 from protwin.shared.schema.optimizer import HostGradients
-from protwin.shared.schema.plan import ActivationMode, Plan
+from protwin.shared.schema.plan import Plan, mode_counts
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from tests.proof_size import some_quick
 from tests.runtime.accounts import BAR, CHUNK_BYTES, MIXTURES, error_frac, measured_peak_bytes
@@ -167,8 +167,7 @@ def test_the_peak_is_the_schedules_own(name: str, mixture: str) -> None:
     plan = plan_for(
         case,
         activation_modes=tuple(modes),
-        n_swap=modes.count(ActivationMode.SWAP),
-        n_checkpoint=modes.count(ActivationMode.CHECKPOINT),
+        **mode_counts(modes),
         prefetch_depth=2,
     )
     accounted = eager_peak(compile_schedule(plan, case.workload))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from protwin.shared.compile.compile import compile_schedule, drafted
 from protwin.shared.compile.family import family_of
 from protwin.shared.compile.views import tasks_and_buffers
-from protwin.shared.schema.plan import ActivationMode
+from protwin.shared.schema.plan import ActivationMode, mode_counts
 from protwin.shared.schema.schedule import Schedule, Task
 from tests.proof_size import examples
 from tests.strategies.plans import PlannedWorkload, parallel_workloads, planned_workloads
@@ -29,8 +29,7 @@ def compiled(case: PlannedWorkload, depth: int, modes: list[ActivationMode]) -> 
     knobs = {
         "prefetch_depth": depth,
         "activation_modes": tuple(modes),
-        "n_swap": modes.count(ActivationMode.SWAP),
-        "n_checkpoint": modes.count(ActivationMode.CHECKPOINT),
+        **mode_counts(modes),
     }
     return compile_schedule(case.plan.model_copy(update=knobs), case.workload, case.layout)
 
@@ -40,14 +39,21 @@ def compiled(case: PlannedWorkload, depth: int, modes: list[ActivationMode]) -> 
 def test_every_plan_of_a_family_is_the_one_that_is_compiled_alone(case: PlannedWorkload, data: st.DataObject) -> None:
     alone = family_of(case.plan, case.workload, case.layout)
     bits = st.lists(st.booleans(), min_size=case.workload.num_blocks, max_size=case.workload.num_blocks)
-    rows = np.array(data.draw(st.lists(bits, min_size=1, max_size=3))) & ~alone.is_swap
+    rows = np.array(data.draw(st.lists(bits, min_size=1, max_size=3))) & ~alone.is_swap | alone.offloads_input
     family = replace(alone, is_checkpoint=rows, depths=np.array(DEPTHS))
     draft = drafted(family)
     for number, depth in enumerate(DEPTHS):
         for row, is_checkpoint in enumerate(rows.tolist()):
+            found = (alone.is_swap.tolist(), alone.offloads_input.tolist(), is_checkpoint)
             modes = [
-                ActivationMode.SWAP if swaps else ActivationMode.CHECKPOINT if again else ActivationMode.KEEP
-                for swaps, again in zip(alone.is_swap.tolist(), is_checkpoint, strict=True)
+                ActivationMode.SWAP
+                if swaps
+                else ActivationMode.OFFLOAD_INPUT
+                if offloads
+                else ActivationMode.CHECKPOINT
+                if again
+                else ActivationMode.KEEP
+                for swaps, offloads, again in zip(*found, strict=True)
             ]
             schedule = compiled(case, depth, modes)
             tasks, _ = tasks_and_buffers(draft, family, depth=number, row=row)

@@ -133,6 +133,7 @@ def test_the_identity_covers_every_knob() -> None:
         {"prefetch_depth": 2},
         {"n_checkpoint": 1},
         {"n_swap": 1},
+        {"n_checkpoint": 1, "n_offload_input": 1},
         {"activation_modes": (KEEP,)},
         {"mlp_tiles": 2},
         {"micro_batches": 2},

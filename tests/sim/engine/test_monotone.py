@@ -91,7 +91,8 @@ def test_more_checkpointing_never_raises_the_activation_account(model: Workload)
     )
     num_blocks = equal.num_blocks
     rows = ModeRows(num_blocks, np.zeros(num_blocks + 1, dtype=np.int64), np.arange(num_blocks + 1))
-    at_turn = activation_levels(equal, rows.is_checkpoint, rows.is_swap, 1).alive_bytes[:, 0, num_blocks + 1]
+    nothing = np.zeros(rows.is_swap.shape, dtype=np.int64)
+    at_turn = activation_levels(equal, rows.is_checkpoint, rows.is_swap, nothing, 1).alive_bytes[:, 0, num_blocks + 1]
     assert (np.diff(at_turn) <= 0).all()
 
 

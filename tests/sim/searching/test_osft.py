@@ -43,7 +43,14 @@ PARAMETERS, FLOAT32 = HostGradients.PARAMETERS, HostGradients.FLOAT32
 def cases(draw: DrawFn) -> Case:
     """Plans of one rank on any machine."""
     found: PlannedWorkload = draw(projected_plans(max_blocks=3, modes=(None, ParallelMode.DDP)))
-    knobs = {"activation_modes": None, "parallel": ParallelMode.SINGLE, "num_ranks": 1, "n_checkpoint": 0, "n_swap": 0}
+    knobs = {
+        "activation_modes": None,
+        "parallel": ParallelMode.SINGLE,
+        "num_ranks": 1,
+        "n_checkpoint": 0,
+        "n_offload_input": 0,
+        "n_swap": 0,
+    }
     chosen = found.plan.model_copy(update=knobs)
     return draw(on_a_machine(found.workload, chosen, found.layout, POLICIES, has_disk=chosen.n_disk_state > 0))
 
@@ -52,7 +59,9 @@ def cases(draw: DrawFn) -> Case:
 def cases_in_parts(draw: DrawFn) -> Case:
     """Plans of ranks that have chunks in parts on their devices, on any machine of several."""
     found: PlannedWorkload = draw(projected_plans(max_blocks=2, modes=(ParallelMode.SHARDED,)))
-    plan = found.plan.model_copy(update={"activation_modes": None, "n_checkpoint": 0, "n_swap": 0})
+    plan = found.plan.model_copy(
+        update={"activation_modes": None, "n_checkpoint": 0, "n_offload_input": 0, "n_swap": 0}
+    )
     box, num_ranks = draw(nodes()), plan.num_ranks
     own = CostModel.of(found.workload.model_copy(update={"measured_on": box.name}), box, num_ranks=num_ranks)
     costs = CostModel(own.hardware, use_measured=True, together=box).among(num_ranks, plan.shard_ranks)

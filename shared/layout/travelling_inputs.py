@@ -1,0 +1,28 @@
+"""What blocks are given by the block before them, and may send to the host until they are recomputed."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ..schema.workload import Workload
+
+
+def input_bytes(workload: Workload) -> list[int]:
+    """By block, what mode OFFLOAD_INPUT moves: the output of the block before, where that is this block's input alone.
+
+    Nothing of the first block, and of one behind a block with whose forward a part of the model returns: that of a
+    decoder which follows an encoder.  What the block before has made for later blocks too, position biases for one,
+    stays: a block that is the first to hold a shared input hands on so much less than it is handed.
+    """
+    ends_of_parts = {shared.let_go_by for shared in workload.shared_inputs}
+    first_held: Counter[int] = Counter()
+    for shared in workload.shared_inputs:
+        if shared.checkpointed_by:
+            first_held[min(shared.checkpointed_by)] += shared.size_bytes
+    handed_on = [workload.profile_of(block).output_bytes for block in range(workload.num_blocks)]
+    found = [0] * workload.num_blocks
+    for block in range(1, workload.num_blocks):
+        if block - 1 not in ends_of_parts:
+            fewer_bytes = max(0, handed_on[block - 1] - handed_on[block])
+            found[block] = handed_on[block - 1] - min(fewer_bytes, first_held[block])
+    return found

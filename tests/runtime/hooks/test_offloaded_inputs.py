@@ -1,0 +1,176 @@
+"""Inputs of recomputed blocks that travel: the plain loop's bits, and what travels is what was handed on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from protwin.runtime import CpuDevice, carry_out, trace
+from protwin.runtime.hooks.offloaded_inputs import HandedOn, OffloadedInput, as_given
+from protwin.shared.basics.errors import ScheduleError
+from protwin.shared.layout.layout import build_layout
+from protwin.shared.layout.travelling_inputs import input_bytes
+from protwin.shared.schema.plan import ActivationMode, Plan, mode_counts
+from protwin.shared.schema.workload import Workload
+from tests.proof_size import some_quick
+from tests.runtime.equality import miscounted, trained
+from tests.runtime.models import Case, cases
+
+KEEP, CHECKPOINT, SWAP, OFFLOAD_INPUT = ActivationMode
+
+
+def plan_of(workload: Workload, modes: tuple[ActivationMode, ...], *, micro_batches: int = 1) -> Plan:
+    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=9_000)
+    return Plan(
+        workload_id=workload.identity,
+        chunk_bytes=9_000,
+        n_persist=0,
+        n_buffer=layout.min_buffers(0) + 1,
+        activation_modes=modes,
+        micro_batches=micro_batches,
+        **mode_counts(modes),
+    )
+
+
+@pytest.mark.parametrize("modes", [(OFFLOAD_INPUT,), (SWAP, OFFLOAD_INPUT, KEEP), (CHECKPOINT, OFFLOAD_INPUT)])
+@some_quick("name", ["gpt2 with dropout, tied", "llama", "hand-written, batch statistics"], quick=1)
+def test_every_mixture_equals_the_plain_loop_on_the_memory_that_is_guaranteed(
+    name: str, modes: tuple[ActivationMode, ...]
+) -> None:
+    """Two micro-batches, everything offloaded; the budget is the guaranteed peak, to the byte."""
+    case = cases()[name]
+    every = tuple(modes[block % len(modes)] for block in range(case.workload.num_blocks))
+    plan = plan_of(case.workload, every, micro_batches=2)
+    outcome = trained(case, plan)
+    assert outcome.losses == case.plain_with(2, None).losses
+    assert outcome.different == []
+    assert miscounted(case, plan, outcome) == []
+    assert sum(size for size, mode in zip(input_bytes(case.workload), every, strict=True) if mode is OFFLOAD_INPUT) > 0
+
+
+# -- a model with large inputs ---------------------------------------------------------------------------------------
+
+WIDTH, ROWS = 16, 512
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """(rows, WIDTH) in and out; (rows, 1)."""
+        out: torch.Tensor = hidden + torch.tanh(self.weight(hidden)) * mask
+        return out
+
+
+@dataclass
+class Result:
+    loss: torch.Tensor
+
+
+class Stack(nn.Module):
+    """Layers that share a mask; ``scales``: whether the model changes what it hands from one to the next."""
+
+    def __init__(self, num_layers: int, *, scales: bool = False) -> None:
+        super().__init__()
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
+        self.scales = scales
+
+    def forward(self, rows: torch.Tensor) -> Result:
+        """(rows, WIDTH)."""
+        hidden, mask = self.entry(rows), (rows.sum(1, keepdim=True) > 0).to(rows.dtype)
+        for layer in self.layers:
+            hidden = layer(hidden, mask)
+            if self.scales:
+                hidden = hidden * 0.5
+        return Result(hidden.square().mean())
+
+
+def stack_case(num_layers: int, *, scales: bool = False) -> Case:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return Stack(num_layers, scales=scales)
+
+    torch.manual_seed(1)
+    return Case(build, [{"rows": torch.randn(ROWS, WIDTH)} for _ in range(2)])
+
+
+def peak_bytes(num_layers: int, mode: ActivationMode) -> int:
+    """Measured, with the weights of all layers on the host, so that activations alone may grow."""
+    case = stack_case(num_layers)
+    outcome = trained(case, plan_of(case.workload, (mode,) * num_layers))
+    assert outcome.different == []
+    assert outcome.peak_bytes <= outcome.guaranteed_bytes
+    return outcome.peak_bytes
+
+
+def test_the_measured_peak_does_not_grow_with_the_number_of_blocks() -> None:
+    """The wrong variant keeps inputs on the device: every block more holds one more."""
+    handed_bytes = ROWS * WIDTH * 4
+    assert peak_bytes(12, CHECKPOINT) - peak_bytes(6, CHECKPOINT) >= 6 * handed_bytes
+    assert peak_bytes(12, OFFLOAD_INPUT) - peak_bytes(6, OFFLOAD_INPUT) < handed_bytes
+
+
+def test_an_input_that_is_not_the_block_before_s_output_is_refused() -> None:
+    case = stack_case(3, scales=True)
+    model = case.build()
+    plan = plan_of(case.workload, (OFFLOAD_INPUT,) * 3)
+    carrying_out = carry_out(model, plan, case.workload, optimizer=case.make_optimizer)
+    message = r"layers\.1 is not given what the block before it returns"
+    with carrying_out, pytest.raises(ScheduleError, match=message):
+        case.loss(model, case.batches[0])
+
+
+# -- what travels ----------------------------------------------------------------------------------------------------
+
+
+def packed_by(block: nn.Module, given: Any, output: Any, following: Any) -> tuple[OffloadedInput, Any]:
+    """What the block behind ``block`` keeps of ``following``, if ``block`` made ``output`` of ``given``."""
+    handed_on = HandedOn(block, block)
+    handed_on.enter(given)
+    handed_on.leave(output)
+    trip = OffloadedInput("next", 1, 2**20, CpuDevice())
+    return trip, trip.packed(following, handed_on.storages)
+
+
+def test_what_several_blocks_are_given_and_parameters_stay() -> None:
+    block = Layer()
+    mask, passed, made = torch.ones(4, 1), torch.ones(4, WIDTH), torch.rand(4, WIDTH).t()
+    following = ((made[1:], passed), {"mask": mask, "more": [made, block.weight.weight]})
+    output = (made, passed, block.weight.weight)
+    trip, packed = packed_by(block, (passed, mask), output, following)
+    assert [leaving.untyped_storage()._cdata for leaving in trip.leave()] == [made.untyped_storage()._cdata]
+    expected = made.clone()
+    assert trip.offload() == made.untyped_storage().nbytes()
+    made.zero_()
+    trip.fetch()
+    trip.arrive()
+    (sliced, second), keywords = as_given(packed)
+    assert second is passed
+    assert keywords["mask"] is mask
+    assert keywords["more"][1] is block.weight.weight
+    assert torch.equal(keywords["more"][0], expected)
+    assert keywords["more"][0].stride() == made.stride()
+    assert sliced.untyped_storage()._cdata == keywords["more"][0].untyped_storage()._cdata
+
+
+def test_an_input_that_was_changed_in_place_is_refused_as_by_autograd() -> None:
+    made = torch.rand(4, WIDTH)
+    trip, packed = packed_by(Layer(), (), made, (made,))
+    made.add_(1)
+    assert trip.leave() == []
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        as_given(packed)
+
+
+def test_a_traced_workload_knows_what_moves() -> None:
+    """Blocks but the first move what the one before hands on: the hidden state, and no mask."""
+    model = Stack(3)
+    workload = trace(model, {"rows": torch.randn(ROWS, WIDTH)}, repeats=0)
+    assert input_bytes(workload) == [0, ROWS * WIDTH * 4, ROWS * WIDTH * 4]
