@@ -147,6 +147,23 @@ def test_a_loss_over_several_batches_is_divided_by_their_tokens() -> None:
     assert found[1] is None or not isinstance(found[1], torch.Tensor)
 
 
+@pytest.mark.filterwarnings("default")  # transformers' own
+def test_an_adapter_beside_the_head_is_trained() -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    options = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    model = peft.get_peft_model(llama(), options).eval()
+    model(**batch()).loss.backward()
+    wanted = gradients(model)
+    with tiled_loss(model, 4):
+        model(**batch()).loss.backward()
+    found = gradients(model)
+    assert found.keys() == wanted.keys()
+    assert sum("lm_head" in name for name in found) == 2
+    for name, gradient in wanted.items():
+        assert float((found[name] - gradient).norm()) <= 4 * TOLERANCE * float(gradient.norm()), name
+
+
 class OwnLoss(nn.Module):
     """A head whose loss mixes tokens."""
 

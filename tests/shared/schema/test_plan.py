@@ -137,6 +137,7 @@ def test_the_identity_covers_every_knob() -> None:
         {"activation_modes": (KEEP,)},
         {"mlp_tiles": 2},
         {"micro_batches": 2},
+        {"loss_tiles": 2},
         {"max_gradient_norm": 1.0},
         {"optimizer": Optimizer.SGD},
         {"host_gradients": HostGradients.FLOAT32},
