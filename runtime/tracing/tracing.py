@@ -92,14 +92,7 @@ def trace(
     check_untaken(model)
     mlp_counts, loss_counts = checked_tiles(mlp_tiles, num_tokens), loss_tile_counts(loss_tiles, loss)
     reports = _parts_of(on_progress, 1 + len(mlp_counts) + len(loss_counts))
-    asked = _Asked(
-        model=model,
-        batch=batch,
-        loss=loss,
-        repeats=repeats,
-        name=name,
-        device_kind=device_kind,
-    )
+    asked = _Asked(model, batch, loss, repeats, name, device_kind)
 
     def traced(names: str | Sequence[str] | None) -> Workload:
         named, report = find_blocks(model, names), iter(reports)
@@ -133,7 +126,7 @@ def _parts_of(report: _OnProgress | None, count: int) -> list[_OnProgress | None
     return [part(number) for number in range(count)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Asked:
     """What ``trace`` was asked for."""
 

@@ -338,9 +338,8 @@ class Assembly:
         swapping = swapped_blocks(model, blocks, modes, schedule, device)
         inputs = offloaded_inputs(blocks, modes, schedule, device)
         travelling = {**swapping, **inputs}
-        world = self.settings.world
+        world, stages = self.settings.world, self.settings.stages
         collectives = None if world is None else of_lane(world, device.pace_collective)
-        stages = self.settings.stages
         stage = None if stages is None else StageWork(stages, device.pace_collective)
         lanes = TransferLanes(schedule, held.placed, device, travelling, collectives, stage)
         undo.callback(lanes.close)

@@ -217,8 +217,7 @@ def knobs(plan: Plan, *, num_blocks: int | None = None) -> tuple[Knob, ...]:
         shown.append(
             Knob("n_swap", f"{plan.n_swap}{of_blocks}", "blocks whose activations travel to the host and back")
         )
-    if plan.mlp_tiles > 1:
-        shown.append(Knob("mlp_tiles", str(plan.mlp_tiles), "tiles of tokens that MLPs of blocks run in"))
+    shown += _knobs_of_tiles(plan)
     if plan.micro_batches > 1:
         shown.append(Knob("micro_batches", str(plan.micro_batches), "forwards and backwards per step"))
     if plan.max_gradient_norm is not None:
@@ -229,8 +228,6 @@ def knobs(plan: Plan, *, num_blocks: int | None = None) -> tuple[Knob, ...]:
         shown.append(Knob("optimizer", plan.optimizer, "what steps the weights"))
     if plan.host_gradients is not HostGradients.PARAMETERS:
         shown.append(Knob("host_gradients", plan.host_gradients, "in which the host adds gradients up"))
-    if plan.loss_tiles > 1:
-        shown.append(Knob("loss_tiles", f"{plan.loss_tiles:,}", "tiles of tokens in which head and loss run"))
     if plan.projects_gradients_on is not ProjectionPlace.HOST:
         place = plan.projects_gradients_on
         shown.append(Knob("projects_gradients_on", place, "where gradients that leave are projected"))
@@ -240,6 +237,15 @@ def knobs(plan: Plan, *, num_blocks: int | None = None) -> tuple[Knob, ...]:
         modes = ", ".join(f"{mode} × {count}" for mode, count in runs)
         shown.append(Knob("activation_modes", modes, "one mode per block, in order"))
     return tuple(shown)
+
+
+def _knobs_of_tiles(plan: Plan) -> list[Knob]:
+    found = []
+    if plan.mlp_tiles > 1:
+        found.append(Knob("mlp_tiles", f"{plan.mlp_tiles:,}", "tiles of tokens that MLPs of blocks run in"))
+    if plan.loss_tiles > 1:
+        found.append(Knob("loss_tiles", f"{plan.loss_tiles:,}", "tiles of tokens that head and loss run in"))
+    return found
 
 
 def num_blocks(record: Record) -> int:

@@ -21,9 +21,10 @@ from ..schema.plan import Plan, TrainingMethod
 from ..schema.schedule import Memory, Schedule
 from ..schema.workload import Workload, check_plan
 from .bypass import BYPASS
-from .claim import Claim, check_form
+from .claim import Claim
 from .compute_tasks import check_arrivals
 from .data_flow import check_no_deadlock
+from .form import check_form
 from .full_training import FULL_TRAINING
 from .guaranteed_peak import guaranteed_device_peak
 from .osft import OSFT
