@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from ...shared.layout.layout import Layout, aligned, layout_of, why_not_on_device
+from ...shared.layout.travelling_inputs import input_bytes
 from ...shared.methods.known import method_named
 from ...shared.schema.plan import ParallelMode, Plan, ProjectionPlace
 from ...shared.schema.workload import Workload
@@ -19,10 +20,11 @@ def bootstrap_plans(workload: Workload, *, has_disk: bool = False, num_ranks: in
     """Plans that between them run every kind of task, in chunks of different sizes.
 
     Of one rank: all on the device, half of it, nothing kept there; small chunks with half of the blocks swapped, where
-    the method has modes; and two micro-batches under a limit of the norm, with chunks that the host steps and the
-    device keeps.  Where gradients are projected, those of small chunks are on the device, before they leave.
-    ``has_disk``: one more has half of the chunks on the disk, and the parameters of half of these.  Of several ranks:
-    DDP, replicated, sharded, and one that has all chunks sharded over the devices.
+    the method has modes (all inputs offloaded, where nothing can be swapped); and two micro-batches under a limit of
+    the norm, with chunks that the host steps and the device keeps.  Where gradients are projected, those of small
+    chunks are on the device, before they leave.  ``has_disk``: one more has half of the chunks on the disk, and the
+    parameters of half of these.  Of several ranks: DDP, replicated, sharded, and one that has all chunks sharded over
+    the devices.
     """
     layout, blocks = layout_of(workload, largest_block_bytes(workload)), _num_with_modes(workload)
     half, all_chunks = len(layout.chunks) // 2, len(layout.chunks)
@@ -50,7 +52,7 @@ def bootstrap_plans(workload: Workload, *, has_disk: bool = False, num_ranks: in
         return *plans, plan(0, 1, n_shard=all_chunks, parallel=sharded)
     small = layout_of(workload, max(1, round(largest_block_bytes(workload) * _SMALL)))
     more = (
-        plan(0, 1, within=small, n_swap=blocks // 2, projects_gradients_on=_place(workload, small)),
+        plan(0, 1, within=small, **_travelling(workload), projects_gradients_on=_place(workload, small)),
         plan(0, 1, n_host_stepped=all_chunks // 3, micro_batches=2, max_gradient_norm=_NORM),
     )
     if not has_disk:
@@ -64,6 +66,14 @@ def _place(workload: Workload, layout: Layout) -> ProjectionPlace:
     """On the device, where anything is projected and can be there."""
     can = bool(workload.subspaces) and why_not_on_device(layout) is None
     return ProjectionPlace.DEVICE if can else ProjectionPlace.HOST
+
+
+def _travelling(workload: Workload) -> dict[str, int]:
+    """Half of the blocks swapped; or all inputs of blocks, where nothing else of them may travel."""
+    blocks = _num_with_modes(workload)
+    if blocks and not any(profile.swappable_bytes for profile in workload.profiles) and any(input_bytes(workload)):
+        return {"n_checkpoint": blocks, "n_offload_input": blocks}
+    return {"n_swap": blocks // 2}
 
 
 def _num_with_modes(workload: Workload) -> int:

@@ -147,6 +147,7 @@ def _plan(workload: Workload, modes: tuple[ActivationMode, ...]) -> Plan:
     """One that keeps no chunk on the device and prefetches as little as can be."""
     return Plan(
         workload_id=workload.identity,
+        method=workload.method,
         chunk_bytes=1,
         n_persist=0,
         n_buffer=layout_of(workload, 1).min_buffers(0),
