@@ -187,8 +187,6 @@ def untraced_workload(
     options: TrainingOptions = FULL_TRAINING,
     device: Device | None = None,
     student: Student | None = None,
-    mlp_tiles: Sequence[int] = (),
-    loss_tiles: Sequence[int] = (),
 ) -> Workload | None:
     """The workload of a model of the catalogue as ``resolve_workload`` has it, where that takes no trace; else None.
 
@@ -200,16 +198,7 @@ def untraced_workload(
     chosen = choose_dtype(published_dtype(described.config), dtype, device)
     kind = DeviceKind.CUDA if device is None else device.kind
     request = TraceRequest(
-        described.config,
-        described.name,
-        batch_size,
-        sequence_length,
-        chosen.dtype,
-        options,
-        kind,
-        student,
-        mlp_tiles=_beside_one(mlp_tiles),
-        loss_tiles=_beside_one(loss_tiles),
+        described.config, described.name, batch_size, sequence_length, chosen.dtype, options, kind, student
     )
     found = _shipped(described, request)
     return None if found is None else chosen.note_in(found)
