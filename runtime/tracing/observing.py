@@ -32,6 +32,7 @@ from ..model.nested_tensors import storage_bytes, tensors_in
 from ..model.parameters import SeenUses, asks_for_facts
 from ..routing.forced_choices import ForcedChoices
 from ..routing.value_dependence import ValueWatch
+from ..tiles.passes import passes_heard
 from .block_inputs import GivenTensor, GivenTensors
 from .operations import observe_call
 
@@ -159,6 +160,12 @@ class SectionObserver:
             current.levels.append(level)
             current.adding_levels.append(level - current.final_bytes)
 
+    def note_pass(self, num_tokens: int | None) -> None:
+        """A pass over a tile of so many tokens begins, or a loop has ended (None)."""
+        self._settle()
+        if self._current is not None:
+            self._current.passes.append((len(self._current.operations), num_tokens))
+
     def note_uses(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the parameters that somebody is given, views of them included: whoever has a view may read it."""
         announced = self._next or self._key
@@ -231,7 +238,12 @@ def observe_sections(
             observer.restart()
             given.restart()
             before_bytes = ledger.watched_bytes
-            with forced or nullcontext(), ledger.metering(), GivenParameters(observer):
+            with (
+                forced or nullcontext(),
+                ledger.metering(),
+                GivenParameters(observer),
+                passes_heard(observer.note_pass),
+            ):
                 value = loss_of(model, batch, loss)
                 value.backward()  # type: ignore[no-untyped-call]
                 del value
