@@ -58,6 +58,10 @@ class TraceRequest:
     """What learns from the model, block by block; None: the model itself is trained."""
     code: OwnCode | None = None
     """Files that the model is made by, if these may run; None: transformers' own code makes it."""
+    mlp_tiles: tuple[int, ...] = ()
+    """Numbers of tiles beside 1 that MLPs of blocks may run in, ascending."""
+    loss_tiles: tuple[int, ...] = ()
+    """Numbers of tiles beside 1 that head and loss may run in, ascending."""
 
 
 def cache_key(request: TraceRequest) -> str:

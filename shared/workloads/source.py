@@ -8,7 +8,7 @@ trace of anything else needs torch and lives in another folder, which names it i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -43,13 +43,16 @@ def load_workload(
     dtype: str | None = None,
     hardware: Hardware | None = None,
     options: TrainingOptions = FULL_TRAINING,
+    mlp_tiles: Sequence[int] = (),
+    loss_tiles: Sequence[int] = (),
 ) -> Workload:
     """What training does with one batch: of a model of the catalogue, of a ``config.json``, or from a saved file.
 
     A saved workload has its shape; a model needs ``batch_size`` (samples) and, unless it takes images alone,
     ``sequence_length`` (tokens of one sample).  ``dtype`` replaces the element type that the model was published in;
     without it, a model that was published in float32 is trained in bfloat16, or float16, if ``hardware`` computes in
-    it (``choose_dtype``).  Models of the catalogue in full training need no torch; others are traced, which does.
+    it (``choose_dtype``).  ``mlp_tiles`` and ``loss_tiles``: numbers of tiles that MLPs, and head and loss, may run in
+    (``Workload.tilings``).  Models of the catalogue in full training need no torch; others are traced, which does.
     Raises CatalogueError, FileError or WorkloadError.
     """
     return resolve_workload(
@@ -61,6 +64,8 @@ def load_workload(
         warn=_ignore,
         options=options,
         device=None if hardware is None else hardware.device,
+        mlp_tiles=mlp_tiles,
+        loss_tiles=loss_tiles,
     )
 
 
@@ -81,12 +86,15 @@ def resolve_workload(
     device_kind: DeviceKind = DeviceKind.CUDA,
     student: Student | None = None,
     code: OwnCode | None = None,
+    mlp_tiles: Sequence[int] = (),
+    loss_tiles: Sequence[int] = (),
 ) -> Workload:
     """The workload that ``model`` names: a saved workload's path, a configuration's path, or a catalogue name.
 
     With ``student``, of every block of the student learning beside its block; without a trace where the model is one
     of the catalogue and its student's blocks have its sizes (``catalogue_pairs.py``).  ``code``: files that such a
-    teacher is made by, if these may run.
+    teacher is made by, if these may run.  ``mlp_tiles`` and ``loss_tiles``: numbers of tiles that the workload shall
+    know beside 1; a saved workload has to know them.
 
     ``cache`` is the folder of traced workloads; None: trace anew and keep nothing.  ``options`` say what of the model
     is trained, ``device`` on what, where that decides which kernels run and, without ``dtype``, in which element type;
@@ -99,12 +107,19 @@ def resolve_workload(
     saved = _saved_workload(model)
     if saved is not None:
         _check_saved(saved, model, options, student)
+        _check_tiles(saved, model, mlp_tiles, loss_tiles)
         _check_shape(saved, model, batch_size=batch_size, sequence_length=sequence_length, dtype=dtype)
         return saved
     if student is not None and not options.model_copy(update={"autocast": None}).is_full:
         raise WorkloadError(
             "a student's file says what of it is learnt. Leave out --lora-rank, --lora-targets, "
             "--unfreeze-rank-ratio and --freeze, or --student."
+        )
+    mlp_counts, loss_counts = _beside_one(mlp_tiles), _beside_one(loss_tiles)
+    if student is not None and (mlp_counts or loss_counts):
+        raise WorkloadError(
+            f"mlp_tiles {list(mlp_counts)} and loss_tiles {list(loss_counts)} are asked for, but blocks that learn "
+            f"from a teacher's have no tiles. Leave them out, or --student."
         )
     if dtype is not None:
         choose_dtype(None, dtype, device)  # refused before any file is read
@@ -126,6 +141,8 @@ def resolve_workload(
         device_kind if device is None else device.kind,
         student,
         code,
+        mlp_counts,
+        loss_counts,
     )
     found = _shipped(described, request) if known_model(model) is not None else None
     return chosen.note_in(found if found is not None else _traced(request, cache, warn))
@@ -140,6 +157,25 @@ def _check_saved(saved: Workload, model: str, options: TrainingOptions, student:
             f"--unfreeze-rank-ratio, --osft-target, --freeze, --autocast and --student, or name the model that it was "
             f"traced from."
         )
+
+
+def _beside_one(counts: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(counts) - {1}))
+
+
+def _check_tiles(saved: Workload, origin: str, mlp_tiles: Sequence[int], loss_tiles: Sequence[int]) -> None:
+    """Raise WorkloadError if a saved workload does not know numbers of tiles that are asked for."""
+    for knob, option, asked, known in (
+        ("mlp_tiles", "--mlp-tiles", mlp_tiles, [tiling.mlp_tiles for tiling in saved.tilings]),
+        ("loss_tiles", "--loss-tiles", loss_tiles, [tiling.loss_tiles for tiling in saved.loss_tilings]),
+    ):
+        unknown = sorted(set(asked) - {1, *known})
+        if unknown:
+            raise WorkloadError(
+                f"{knob} {', '.join(map(str, unknown))} asked for, but {origin} is a workload that knows "
+                f"{', '.join(map(str, [1, *known]))}. Trace the model with that number ({option} {unknown[0]}), or "
+                f"name the model that it was traced from."
+            )
 
 
 def untraced_workload(
@@ -223,10 +259,9 @@ def _traced(request: TraceRequest, cache: Path | None, warn: Warn) -> Workload:
 def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload | None:
     """The answer of the family that comes with the package; None if it has none, so that the model is traced.
 
-    It has none of training with LoRA, frozen parts or autocast, of shapes beyond those proven, of some named maps in
-    factors (``factorised.py``),
-    of dropout in attention on a CPU, where that runs otherwise, and of students that differ from their teacher
-    (``catalogue_pairs.py``).
+    It has none of tiles, of training with LoRA, frozen parts or autocast, of shapes beyond those proven, of some named
+    maps in factors (``factorised.py``), of dropout in attention on a CPU, where that runs otherwise, and of students
+    that differ from their teacher (``catalogue_pairs.py``).
     """
     from .family import OutsideFamilyError
 
@@ -237,7 +272,7 @@ def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload |
             return None
     osft, options = request.options.osft, request.options.model_copy(update={"osft": None})
     family = resolve_family(described.name, dtype=request.dtype) if options.is_full else None
-    if family is None:
+    if family is None or request.mlp_tiles or request.loss_tiles:
         return None
     try:
         if osft is None:
@@ -289,6 +324,7 @@ def _saved_workload(model: str) -> Workload | None:
 def _trace(request: TraceRequest) -> Workload:
     with progress_bar(f"tracing {request.name}") as on_progress:
         is_full = request.student is None
+        tiles = {"mlp_tiles": request.mlp_tiles, "loss_tiles": request.loss_tiles}
         traced = plugin("protwin.tracers", "transformers" if is_full else "students")(
             request.configuration,
             name=request.name,
@@ -298,7 +334,7 @@ def _trace(request: TraceRequest) -> Workload:
             device_kind=request.device_kind,
             on_progress=on_progress,
             options=request.options,
-            **({} if is_full else {"student": request.student, "code": request.code}),
+            **(tiles if is_full else {"student": request.student, "code": request.code}),
         )
     assert isinstance(traced, Workload)
     return traced
