@@ -10,15 +10,31 @@ from typing import Any, Final
 
 from torch import nn
 
-from ...shared.basics.errors import WorkloadError
+from ...shared.basics.errors import ProtwinError, WorkloadError
 from ...shared.basics.gc_pause import gc_paused
+from ...shared.observed.observation import Observation
+from ...shared.observed.observed_inputs import PhaseKey
+from ...shared.schema.plan import ActivationMode
+from ...shared.schema.schedule import OuterSection
 from ...shared.schema.training_options import FULL_TRAINING, TrainingOptions
 from ...shared.schema.workload import DType
 from ...shared.workloads.assembly import TracedShape, assemble
-from ...shared.workloads.family import BATCH_SIZE, SEQUENCE_LENGTH, TARGET_LENGTH, FamilyPiece, Limit, WorkloadFamily
+from ...shared.workloads.family import (
+    BATCH_SIZE,
+    SEQUENCE_LENGTH,
+    TARGET_LENGTH,
+    FamilyPiece,
+    FamilyPlace,
+    Limit,
+    WorkloadFamily,
+)
+from ...shared.workloads.tilings import LEAST_TILE, FamilyTilings, TiledPiece
 from ..model.blocks import find_blocks
 from ..model.configurations import quiet
 from ..model.identity import structure_of
+from ..tiles.loss_installing import check_tiled_loss
+from ..tiles.mlp_modules import Mlps, find_mlps, names_of
+from ..tiles.tiled_fit import TiledFit, TilesNotPolynomialError
 from .configurations import autocast_of, batch_of, configured_model, limits_of, variables_of
 from .family_fit import NotPolynomialError, Shape, do_the_same, fit_piece
 from .tracing import FakeSubject, traced_model
@@ -32,6 +48,8 @@ _LONGEST_PROVEN: Final = 131_101
 _SHORTEST: Final = 2
 """A sequence of one token is no sequence: transposed copies become views."""
 _DEGREE: Final = 2
+_MANY_TILES: Final = 8
+"""In the trace of the shortest tiles."""
 _ABOUT: Final = 9
 """Traces that most models need, for progress."""
 _TWINS: Final = {DType.BFLOAT16: DType.FLOAT16, DType.FLOAT16: DType.BFLOAT16}
@@ -103,6 +121,142 @@ def _with_twin(
         target_length=shape.get(TARGET_LENGTH),
     ) == assemble(facts, traced)
     return known if does_the_same else family
+
+
+@gc_paused()
+def tilings_of_family(
+    family: WorkloadFamily, configuration: Mapping[str, Any], *, name: str
+) -> tuple[FamilyTilings | None, list[str]]:
+    """What the shipped kind of family does in any number of tiles; None, with the reasons, if it knows none.
+
+    Some reasons may be given beside what is known: a model may have tiles of the loss and none of MLPs.
+    """
+    model = configured_model(configuration, name, family.compute_dtype, FULL_TRAINING)
+    why: dict[str, str] = {}
+    mlps: Mlps = ()
+    if family.variables != (BATCH_SIZE, SEQUENCE_LENGTH):
+        return None, ["only models of one sequence have tiles without a trace"]
+    with quiet():
+        blocks = find_blocks(model)
+        try:
+            mlps = find_mlps(blocks)
+        except ProtwinError as error:
+            why["mlp"] = str(error)
+        tracer = _TiledTracer(model, family, mlps)
+        try:
+            check_tiled_loss(model, 2)
+            tracer.at(family.pieces[-1], family.pieces[-1].fitted_at[0], 1, 2)
+        except ProtwinError as error:
+            why["loss"] = str(error)
+        if len(why) == 2:
+            return None, list(why.values())
+        pieces: list[TiledPiece] = []
+        for piece in family.pieces:
+            found, reasons = tracer.piece(piece, [part for part in ("mlp", "loss") if part not in why])
+            why |= reasons
+            pieces.append(found)
+    if len(why) == 2:
+        return None, list(why.values())
+    tilings = FamilyTilings(
+        model_name=family.model_name,
+        model_hash=family.model_hash,
+        compute_dtype=family.compute_dtype,
+        modules=() if "mlp" in why else names_of(blocks, mlps),
+        why_no_mlp_tiles=why.get("mlp"),
+        why_no_loss_tiles=why.get("loss"),
+        pieces=tuple(pieces),
+        software=family.software,
+    )
+    return tilings, list(why.values())
+
+
+class _TiledTracer:
+    """Traces of one model in tiles."""
+
+    def __init__(self, model: nn.Module, family: WorkloadFamily, mlps: Mlps) -> None:
+        self._model, self._family, self._mlps = model, family, mlps
+
+    def at(self, piece: FamilyPiece, shape: Shape, mlp_tiles: int, loss_tiles: int) -> TracedShape:
+        """One trace, whose parts that have no tiles are those of the family.
+
+        Raises TilesNotPolynomialError if they are not, and what a trace raises.
+        """
+        subject = FakeSubject(self._model, loss_tiles=loss_tiles)
+        with subject.in_tiles(self._mlps, mlp_tiles):
+            given: dict[str, int | None] = dict(zip(self._family.variables, shape, strict=True))
+            found = subject.at(batch_of(self._model, given))
+        known = piece.shape_at(shape)
+        if found.shared_inputs != known.shared_inputs:
+            raise TilesNotPolynomialError(f"blocks are given other tensors in tiles at {list(shape)}.")
+        for mode, sections in known.observed.items():
+            for key, seen in sections.items():
+                is_tiled = loss_tiles > 1 if key[1] is OuterSection.EPILOGUE else mlp_tiles > 1
+                is_alone = key[1] is not OuterSection.PROLOGUE and is_tiled
+                if not is_alone and not _are_alike(seen, found.observed[mode][key]):
+                    raise TilesNotPolynomialError(
+                        f"{key[0]} of {key[1]} in mode {mode} does other things where tiles are elsewhere, at "
+                        f"{list(shape)} with {mlp_tiles} and {loss_tiles} tiles."
+                    )
+        return found
+
+    def piece(self, piece: FamilyPiece, parts: Sequence[str]) -> tuple[TiledPiece, dict[str, str]]:
+        """What belongs to a piece, of ``parts`` that can have tiles; and why one has none."""
+        shapes = _tiled_shapes(piece)
+        traced: dict[str, list[tuple[Shape, Mapping[ActivationMode, Mapping[PhaseKey, Observation]]]]] = {
+            "mlp": [],
+            "loss": [],
+        }
+        why: dict[str, str] = {}
+        for number, (*shape, tiles) in enumerate(shapes):
+            # In the last shape each part has tiles alone: what one does must not depend on the other.
+            together = [parts] if number + 1 < len(shapes) else [[part] for part in parts]
+            for group in together:
+                counts = [tiles if part in group else 1 for part in ("mlp", "loss")]
+                seen = self.at(piece, tuple(shape), *counts).observed
+                for part in group:
+                    traced[part].append((tuple(shape), seen))
+        fit = TiledFit(piece.monomials)
+        places: dict[str, list[FamilyPlace]] = {}
+        for part in parts:
+            try:
+                places[part] = fit.places(traced[part], _is_block if part == "mlp" else _is_epilogue)
+            except TilesNotPolynomialError as error:
+                why[part] = str(error)
+        found = fit.piece(
+            mlp_places=tuple(places.get("mlp", ())),
+            loss_places=tuple(places.get("loss", ())),
+            traced_at=tuple(tuple(shape) for shape in shapes),
+        )
+        return found, why
+
+
+def _is_block(key: PhaseKey) -> bool:
+    return not isinstance(key[1], OuterSection)
+
+
+def _is_epilogue(key: PhaseKey) -> bool:
+    return key[1] is OuterSection.EPILOGUE
+
+
+def _are_alike(known: Observation, found: Observation) -> bool:
+    names = ("calls", "levels", "adding_levels", "net_bytes", "gradient_bytes", "output_bytes", "saved_bytes")
+    return all(getattr(known, name) == getattr(found, name) for name in names)
+
+
+def _tiled_shapes(piece: FamilyPiece) -> list[tuple[int, ...]]:
+    """Shapes in a piece's range, each with a number of tiles: tiles of one length and of two, and the shortest."""
+    (_, least), (most_batch, most) = piece.least, piece.most
+    batches = (1,) * 5 if most_batch == 1 else (2, 3, 4, 7, 5)
+    end = _LONGEST_PROVEN if most is None else most
+    lengths = [*_length_range(least, most).fitted, end, max(least, 5 * _MANY_TILES // 2 // batches[-1])]
+    found = []
+    for number, (batch, length) in enumerate(zip(batches, lengths, strict=True)):
+        tokens = batch * length
+        # One longer tile in some, several in others.
+        counts = [n for n in range(3, 12) if (tokens % n == 1) == (number in (1, 3)) and tokens % n]
+        tiles = next(iter(counts), 3) if number < 4 else min(_MANY_TILES, tokens // LEAST_TILE - 1)
+        found.append((batch, length, tiles))
+    return found
 
 
 @dataclass(frozen=True)

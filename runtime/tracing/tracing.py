@@ -26,7 +26,7 @@ from ...shared.schema.plan import ActivationMode
 from ...shared.schema.schedule import OuterSection, TaskKind
 from ...shared.schema.workload import BlockId, DType, Workload
 from ...shared.workloads.assembly import TracedModel, TracedShape, assemble
-from ...shared.workloads.tilings import checked_tiles, with_tilings
+from ...shared.workloads.tilings import checked_tiles, with_loss_tilings, with_tilings
 from ..data.packed_batches import packing_of_batch, samples_apart
 from ..devices.device import device_description
 from ..hooks.row_reads import agreed
@@ -45,7 +45,6 @@ from ..routing.forced_choices import ForcedChoices
 from ..routing.tried import with_other_values
 from ..routing.value_dependence import ValueWatch, joined
 from ..tiles.loss_installing import loss_tile_counts, tiled_loss
-from ..tiles.loss_tilings import with_loss_tilings
 from ..tiles.mlp_modules import Mlps, find_mlps, in_tiles, modules_of, names_of
 from .block_inputs import shared_inputs
 from .block_order import blocks_as_run
