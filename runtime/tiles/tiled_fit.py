@@ -6,7 +6,7 @@ there is no fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations
@@ -17,12 +17,14 @@ from ...shared.basics.errors import WorkloadError
 from ...shared.observed.observation import Observation, OperatorCall
 from ...shared.observed.observed_inputs import PhaseKey
 from ...shared.schema.plan import ActivationMode
-from ...shared.workloads.family import FamilyCall, FamilyPlace
+from ...shared.workloads.family import FamilyCall, FamilyPiece, FamilyPlace
 from ...shared.workloads.tilings import TiledLoop, TiledPiece, TiledRun, TiledSection
 
 _MOST_TERMS: Final = 3
 Values = tuple[int, ...]
 """Of the family's variables, then the tokens of the tile, and of the one before; 0 where there is none."""
+Terms = tuple[tuple[int, Fraction], ...]
+"""A polynomial: (monomial, coefficient) of each term."""
 Seen = Mapping[ActivationMode, Mapping[PhaseKey, Observation]]
 
 
@@ -33,14 +35,16 @@ class TilesNotPolynomialError(WorkloadError):
 class TiledFit:
     """The sections of one piece, as they are fitted."""
 
-    def __init__(self, monomials: Sequence[tuple[int, ...]]) -> None:
-        """``monomials`` of the family's variables alone."""
+    def __init__(self, piece: FamilyPiece) -> None:
+        """``piece``: that of the family without tiles."""
+        monomials = piece.monomials
+        self._known = [[Fraction(c, piece.denominator) for c in row] for row in piece.polynomials]
         num = len(monomials[0])
         base = [(*exponents, 0, 0) for exponents in monomials]
         self._monomials = [*base, (*[0] * num, 1, 0), (*[0] * num, 0, 1)]
         self._num_base = len(base)
         self._solvers: dict[tuple[tuple[Values, ...], int], _Solver] = {}
-        self._polynomials: dict[tuple[tuple[int, Fraction], ...], int] = {}
+        self._polynomials: dict[Terms, int] = {}
         self._calls: dict[FamilyCall, int] = {}
         self._sections: dict[TiledSection, int] = {}
 
@@ -156,18 +160,37 @@ class TiledFit:
                 raise TilesNotPolynomialError(f"the {label} is {figure} and {by_values[at]} at {list(at)}.")
         used = tuple(at[: len(at) - 2 + num_extra] + (0,) * (2 - num_extra) for at in by_values)
         wanted: tuple[int, ...] = tuple(by_values.values())
+        terms = self._terms(used, wanted, num_extra)
+        if len(terms) != 1:
+            raise TilesNotPolynomialError(
+                f"the {label} is {list(wanted[:8])} at {[list(at) for at in used[:8]]}, which "
+                f"{'more than one' if terms else 'no'} polynomial of {_MOST_TERMS} terms gives."
+            )
+        return self._polynomials.setdefault(next(iter(terms)), len(self._polynomials))
+
+    def _terms(self, used: tuple[Values, ...], wanted: tuple[int, ...], num_extra: int) -> Collection[Terms]:
+        """The polynomials that give ``wanted``: of few terms, or else one of the family and few terms more."""
         for extra in dict.fromkeys((0, num_extra)):
-            if (used, extra) not in self._solvers:
-                self._solvers[used, extra] = _Solver(self._monomials[: self._num_base + extra], used)
-            found = self._solvers[used, extra].polynomials(wanted)
-            if len(found) > 1 or (not found and extra == num_extra):
-                raise TilesNotPolynomialError(
-                    f"the {label} is {list(wanted[:8])} at {[list(at) for at in used[:8]]}, which "
-                    f"{'more than one' if found else 'no'} polynomial of {_MOST_TERMS} terms gives."
-                )
+            found = self._solver(used, extra).polynomials(wanted)
             if found:
-                return self._polynomials.setdefault(next(iter(found)), len(self._polynomials))
-        raise AssertionError("unreachable")
+                return found
+        solver = self._solver(used, num_extra)
+        possible: dict[int, set[Terms]] = {}
+        for row in self._known:
+            rest = solver.rest(wanted, row)
+            for more in solver.polynomials(rest) if rest is not None else ():
+                total = dict(enumerate(row))
+                for i, c in more:
+                    total[i] = total.get(i, Fraction(0)) + c
+                terms = tuple((i, c) for i, c in sorted(total.items()) if c)
+                possible.setdefault(len(more), set()).add(terms)
+        fewest = min(possible, default=_MOST_TERMS)
+        return possible[fewest] if fewest < _MOST_TERMS else ()
+
+    def _solver(self, used: tuple[Values, ...], extra: int) -> _Solver:
+        if (used, extra) not in self._solvers:
+            self._solvers[used, extra] = _Solver(self._monomials[: self._num_base + extra], used)
+        return self._solvers[used, extra]
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,18 +253,25 @@ class _Solver:
 
     def __init__(self, monomials: Sequence[tuple[int, ...]], values: Sequence[Values]) -> None:
         self._rows = [[prod(v**e for v, e in zip(at, m, strict=True)) for m in monomials] for at in values]
-        self._known: dict[tuple[int, ...], frozenset[tuple[tuple[int, Fraction], ...]]] = {}
+        self._known: dict[tuple[int, ...], frozenset[Terms]] = {}
         self._bases: dict[int, dict[tuple[int, ...], tuple[list[int], list[list[Fraction]]]]] = {}
         self._num = len(monomials)
 
-    def polynomials(self, figures: tuple[int, ...]) -> frozenset[tuple[tuple[int, Fraction], ...]]:
+    def polynomials(self, figures: tuple[int, ...]) -> frozenset[Terms]:
         """Those of fewest terms that give ``figures``: the terms of each, as (monomial, coefficient)."""
         found = self._known.get(figures)
         if found is None:
             found = self._known[figures] = self._through(figures)
         return found
 
-    def _through(self, figures: tuple[int, ...]) -> frozenset[tuple[tuple[int, Fraction], ...]]:
+    def rest(self, figures: tuple[int, ...], row: Sequence[Fraction]) -> tuple[int, ...] | None:
+        """``figures`` less those of a polynomial of the family's variables; None if that is none of whole numbers."""
+        given = [sum((c * r for c, r in zip(row, powers, strict=False) if c), Fraction(0)) for powers in self._rows]
+        if any(value.denominator > 1 for value in given):
+            return None
+        return tuple(figure - int(value) for figure, value in zip(figures, given, strict=True))
+
+    def _through(self, figures: tuple[int, ...]) -> frozenset[Terms]:
         if not any(figures):
             return frozenset({()})
         for size in range(1, min(_MOST_TERMS, len(self._rows) - 1) + 1):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any, Final
 
@@ -14,7 +15,6 @@ from ...shared.basics.errors import ProtwinError, WorkloadError
 from ...shared.basics.gc_pause import gc_paused
 from ...shared.observed.observation import Observation
 from ...shared.observed.observed_inputs import PhaseKey
-from ...shared.schema.plan import ActivationMode
 from ...shared.schema.schedule import OuterSection
 from ...shared.schema.training_options import FULL_TRAINING, TrainingOptions
 from ...shared.schema.workload import DType
@@ -32,9 +32,8 @@ from ...shared.workloads.tilings import LEAST_TILE, FamilyTilings, TiledPiece
 from ..model.blocks import find_blocks
 from ..model.configurations import quiet
 from ..model.identity import structure_of
-from ..tiles.loss_installing import check_tiled_loss
 from ..tiles.mlp_modules import Mlps, find_mlps, names_of
-from ..tiles.tiled_fit import TiledFit, TilesNotPolynomialError
+from ..tiles.tiled_fit import Seen, TiledFit, TilesNotPolynomialError
 from .configurations import autocast_of, batch_of, configured_model, limits_of, variables_of
 from .family_fit import NotPolynomialError, Shape, do_the_same, fit_piece
 from .tracing import FakeSubject, traced_model
@@ -52,6 +51,8 @@ _MANY_TILES: Final = 8
 """In the trace of the shortest tiles."""
 _ABOUT: Final = 9
 """Traces that most models need, for progress."""
+_PARTS: Final = ("mlp", "loss")
+"""What runs in tiles."""
 _TWINS: Final = {DType.BFLOAT16: DType.FLOAT16, DType.FLOAT16: DType.BFLOAT16}
 
 
@@ -143,16 +144,20 @@ def tilings_of_family(
         except ProtwinError as error:
             why["mlp"] = str(error)
         tracer = _TiledTracer(model, family, mlps)
-        try:
-            check_tiled_loss(model, 2)
-            tracer.at(family.pieces[-1], family.pieces[-1].fitted_at[0], 1, 2)
-        except ProtwinError as error:
-            why["loss"] = str(error)
-        if len(why) == 2:
+        # In one shape each part has tiles alone: what one does must not depend on the other.
+        piece = family.pieces[-1]
+        shape = _tiled_shapes(piece)[-1]
+        alone = {}
+        for part in (part for part in _PARTS if part not in why):
+            try:
+                alone[part] = tracer.at(piece, shape, (part,))
+            except ProtwinError as error:
+                why[part] = str(error)
+        if not alone:
             return None, list(why.values())
         pieces: list[TiledPiece] = []
         for piece in family.pieces:
-            found, reasons = tracer.piece(piece, [part for part in ("mlp", "loss") if part not in why])
+            found, reasons = tracer.piece(piece, alone)
             why |= reasons
             pieces.append(found)
     if len(why) == 2:
@@ -176,66 +181,56 @@ class _TiledTracer:
     def __init__(self, model: nn.Module, family: WorkloadFamily, mlps: Mlps) -> None:
         self._model, self._family, self._mlps = model, family, mlps
 
-    def at(self, piece: FamilyPiece, shape: Shape, mlp_tiles: int, loss_tiles: int) -> TracedShape:
-        """One trace, whose parts that have no tiles are those of the family.
+    def at(self, piece: FamilyPiece, shape: Sequence[int], parts: Collection[str]) -> Seen:
+        """One trace with ``parts`` in tiles, whose other parts are those of the family.
 
-        Raises TilesNotPolynomialError if they are not, and what a trace raises.
+        ``shape`` ends with the number of tiles.  Raises TilesNotPolynomialError if they are not, and what a trace
+        raises.
         """
+        *values, tiles = shape
+        mlp_tiles, loss_tiles = (tiles if part in parts else 1 for part in _PARTS)
         subject = FakeSubject(self._model, loss_tiles=loss_tiles)
         with subject.in_tiles(self._mlps, mlp_tiles):
-            given: dict[str, int | None] = dict(zip(self._family.variables, shape, strict=True))
+            given: dict[str, int | None] = dict(zip(self._family.variables, values, strict=True))
             found = subject.at(batch_of(self._model, given))
-        known = piece.shape_at(shape)
+        known = piece.shape_at(tuple(values))
         if found.shared_inputs != known.shared_inputs:
             raise TilesNotPolynomialError(f"blocks are given other tensors in tiles at {list(shape)}.")
         for mode, sections in known.observed.items():
             for key, seen in sections.items():
-                is_tiled = loss_tiles > 1 if key[1] is OuterSection.EPILOGUE else mlp_tiles > 1
-                is_alone = key[1] is not OuterSection.PROLOGUE and is_tiled
-                if not is_alone and not _are_alike(seen, found.observed[mode][key]):
+                is_tiled = any(_belongs(key, part) for part in parts)
+                if not is_tiled and not _are_alike(seen, found.observed[mode][key]):
                     raise TilesNotPolynomialError(
-                        f"{key[0]} of {key[1]} in mode {mode} does other things where tiles are elsewhere, at "
-                        f"{list(shape)} with {mlp_tiles} and {loss_tiles} tiles."
+                        f"{key[0]} of {key[1]} in mode {mode} does other things with tiles elsewhere, at {list(shape)}."
                     )
-        return found
+        return found.observed
 
-    def piece(self, piece: FamilyPiece, parts: Sequence[str]) -> tuple[TiledPiece, dict[str, str]]:
-        """What belongs to a piece, of ``parts`` that can have tiles; and why one has none."""
+    def piece(self, piece: FamilyPiece, alone: Mapping[str, Seen]) -> tuple[TiledPiece, dict[str, str]]:
+        """What belongs to a piece, of the parts that can have tiles, and why one has none after all.
+
+        ``alone``: for each part, its trace in the last shape of the family's last piece.
+        """
         shapes = _tiled_shapes(piece)
-        traced: dict[str, list[tuple[Shape, Mapping[ActivationMode, Mapping[PhaseKey, Observation]]]]] = {
-            "mlp": [],
-            "loss": [],
-        }
+        is_last = piece is self._family.pieces[-1]
+        traced = [self.at(piece, shape, alone) for shape in (shapes[:-1] if is_last else shapes)]
+        fit = TiledFit(piece)
         why: dict[str, str] = {}
-        for number, (*shape, tiles) in enumerate(shapes):
-            # In the last shape each part has tiles alone: what one does must not depend on the other.
-            together = [parts] if number + 1 < len(shapes) else [[part] for part in parts]
-            for group in together:
-                counts = [tiles if part in group else 1 for part in ("mlp", "loss")]
-                seen = self.at(piece, tuple(shape), *counts).observed
-                for part in group:
-                    traced[part].append((tuple(shape), seen))
-        fit = TiledFit(piece.monomials)
         places: dict[str, list[FamilyPlace]] = {}
-        for part in parts:
+        for part, own in alone.items():
+            seen = [(shape[:-1], found) for shape, found in zip(shapes, [*traced, own], strict=False)]
             try:
-                places[part] = fit.places(traced[part], _is_block if part == "mlp" else _is_epilogue)
+                places[part] = fit.places(seen, partial(_belongs, part=part))
             except TilesNotPolynomialError as error:
                 why[part] = str(error)
         found = fit.piece(
-            mlp_places=tuple(places.get("mlp", ())),
-            loss_places=tuple(places.get("loss", ())),
-            traced_at=tuple(tuple(shape) for shape in shapes),
+            mlp_places=tuple(places.get("mlp", ())), loss_places=tuple(places.get("loss", ())), traced_at=tuple(shapes)
         )
         return found, why
 
 
-def _is_block(key: PhaseKey) -> bool:
-    return not isinstance(key[1], OuterSection)
-
-
-def _is_epilogue(key: PhaseKey) -> bool:
-    return key[1] is OuterSection.EPILOGUE
+def _belongs(key: PhaseKey, part: str) -> bool:
+    """Whether a section is one that changes where a part runs in tiles."""
+    return key[1] is OuterSection.EPILOGUE if part == "loss" else not isinstance(key[1], OuterSection)
 
 
 def _are_alike(known: Observation, found: Observation) -> bool:
@@ -246,15 +241,16 @@ def _are_alike(known: Observation, found: Observation) -> bool:
 def _tiled_shapes(piece: FamilyPiece) -> list[tuple[int, ...]]:
     """Shapes in a piece's range, each with a number of tiles: tiles of one length and of two, and the shortest."""
     (_, least), (most_batch, most) = piece.least, piece.most
-    batches = (1,) * 5 if most_batch == 1 else (2, 3, 4, 7, 5)
+    batches = (1,) * 4 if most_batch == 1 else (2, 3, 7, 5)
     end = _LONGEST_PROVEN if most is None else most
-    lengths = [*_length_range(least, most).fitted, end, max(least, 5 * _MANY_TILES // 2 // batches[-1])]
-    found = []
+    fitted = _length_range(least, most).fitted
+    lengths = [fitted[0], fitted[2], end, max(least, 5 * _MANY_TILES // 2 // batches[-1])]
+    found: list[tuple[int, ...]] = []
     for number, (batch, length) in enumerate(zip(batches, lengths, strict=True)):
         tokens = batch * length
         # One longer tile in some, several in others.
-        counts = [n for n in range(3, 12) if (tokens % n == 1) == (number in (1, 3)) and tokens % n]
-        tiles = next(iter(counts), 3) if number < 4 else min(_MANY_TILES, tokens // LEAST_TILE - 1)
+        counts = [n for n in range(3, 12) if tokens % n and (tokens % n == 1) == (number == 1)]
+        tiles = next(iter(counts), 3) if number < 3 else min(_MANY_TILES, tokens // LEAST_TILE - 1)
         found.append((batch, length, tiles))
     return found
 

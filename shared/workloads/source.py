@@ -293,9 +293,9 @@ def _traced(request: TraceRequest, cache: Path | None, warn: Warn) -> Workload:
 def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload | None:
     """The answer of the family that comes with the package; None if it has none, so that the model is traced.
 
-    It has none of tiles in float16, of tiles or packed rows with factors, of training with LoRA, frozen parts or autocast, of shapes beyond
-    those proven, of some named maps in factors (``factorised.py``), of dropout in attention on a CPU, where that runs
-    otherwise, and of students that differ from their teacher (``catalogue_pairs.py``).
+    It has none of tiles in float16, of tiles or packed rows with factors, of training with LoRA, frozen parts or
+    autocast, of shapes beyond those proven, of some named maps in factors (``factorised.py``), of dropout in attention
+    on a CPU, where that runs otherwise, and of students that differ from their teacher (``catalogue_pairs.py``).
     """
     from .family import OutsideFamilyError
 

@@ -187,7 +187,7 @@ class _Numbers:
         ]
 
     def __getitem__(self, number: Number) -> int:
-        total = sum(c * self._powers[i] for i, c in self._piece.polynomials[number])
+        total: int = sum(c * self._powers[i] for i, c in self._piece.polynomials[number])
         found, rest = divmod(total, self._piece.denominator)
         assert not rest, "a polynomial of counts is no whole number"
         return found
