@@ -24,6 +24,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from ...shared.basics.errors import ScheduleError
@@ -113,9 +114,15 @@ class DeferredHidden(torch.Tensor):
     _scope: Scope
     _real: torch.Tensor | None
 
+    def __repr__(self, *, tensor_contents: str | None = None) -> str:
+        return f"DeferredHidden(shape={list(self.shape)})"
+
     def is_whole_for(self, around: Surroundings) -> bool:
         """Whether the head takes the real ones: they are there already, or it runs in other surroundings."""
-        return self.is_stale or self.around != around or self.if_computed() is not None
+        source = self._source
+        if self.is_stale or self.around != around or self.if_computed() is not None:
+            return True
+        return source is not None and source.is_whole_for(around)
 
     @property
     def is_stale(self) -> bool:
@@ -286,6 +293,7 @@ _OF_NUMBERS: Final = frozenset(
     (
         *(torch.mul, _T.mul, _T.__mul__, _T.__rmul__, torch.div, _T.div, _T.__truediv__),
         *(_T.to, _T.float, _T.half, _T.bfloat16, _T.double),
+        *(functional.gelu, functional.silu, functional.relu, torch.relu, torch.tanh, _T.tanh),
     )
 )
 """What treats each number by itself, if all else that it is given is a number or a type."""
