@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from functools import cached_property
+from operator import is_
 from typing import Any, ClassVar, Final, NewType, Self
 
 from pydantic import (
@@ -41,7 +42,7 @@ from ..phases.subspaces import Subspace as Subspace
 from ..phases.subspaces import SubspaceAxis as SubspaceAxis
 from ..phases.subspaces import why_no_subspaces
 from ..phases.tiling import LossTiling as LossTiling
-from ..phases.tiling import Tiles, why_no_mlp_tiles, why_no_tilings
+from ..phases.tiling import Tiles, why_no_loss_tiles, why_no_mlp_tiles, why_no_tilings
 from .plan import ActivationMode, Plan, TrainingMethod
 from .shared_inputs import SharedInput
 
@@ -377,27 +378,47 @@ class Workload(Document):
             raise PlanError(f"{reason or 'mlp_tiles: 1 is no tiling'}.")
         return next(tiling for tiling in self.tilings if tiling.mlp_tiles == mlp_tiles)
 
-    def tiled(self, mlp_tiles: int) -> Workload:
-        """The same workload, of the same identity, whose blocks run their MLPs in so many tiles; 1: itself.
+    def loss_tiling(self, loss_tiles: int) -> LossTiling:
+        """What the part after the last block does in so many tiles.  Raises PlanError if nobody knows."""
+        if (reason := why_no_loss_tiles(loss_tiles, self.loss_tilings, self.model_name)) or loss_tiles == 1:
+            raise PlanError(f"{reason or 'loss_tiles: 1 is no tiling'}.")
+        return next(tiling for tiling in self.loss_tilings if tiling.loss_tiles == loss_tiles)
 
-        It is the same again where they run in as many already.  Raises PlanError as ``tiling``.
+    def tiled(self, mlp_tiles: int, loss_tiles: int = 1) -> Workload:
+        """The same workload, of the same identity, whose MLPs run in so many tiles, and its loss in so many others.
+
+        1: whole, or as they run already: it is the same again where they run in as many.  Raises PlanError as
+        ``tiling`` and ``loss_tiling``.
         """
-        if mlp_tiles == 1:
+        if mlp_tiles == loss_tiles == 1:
             return self
-        if mlp_tiles not in self._tiled:
-            chosen = self.tiling(mlp_tiles)
-            blocks = zip(self.blocks, chosen.profile_of, strict=True)
-            update: dict[str, Any] = {
-                "profiles": chosen.profiles,
-                "blocks": tuple(block.model_copy(update={"profile": profile}) for block, profile in blocks),
-                "tilings": (chosen,),
-            }
+        if (mlp_tiles, loss_tiles) not in self._tiled:
+            update: dict[str, Any] = {}
+            if mlp_tiles > 1 and not self._runs_in(chosen := self.tiling(mlp_tiles)):
+                blocks = zip(self.blocks, chosen.profile_of, strict=True)
+                update = {
+                    "profiles": chosen.profiles,
+                    "blocks": tuple(block.model_copy(update={"profile": profile}) for block, profile in blocks),
+                    "tilings": (chosen,),
+                }
+            if loss_tiles > 1:
+                loss = self.loss_tiling(loss_tiles)
+                phases = {"epilogue_forward": loss.epilogue_forward, "epilogue_backward": loss.epilogue_backward}
+                if any(getattr(self, name) is not phase for name, phase in phases.items()):
+                    update |= {**phases, "loss_tilings": (loss,)}
+            if not update:
+                return self
             # Made anew: a copy would take along what is cached here.
-            self._tiled[mlp_tiles] = Workload(**{name: getattr(self, name) for name in Workload.model_fields} | update)
-        return self._tiled[mlp_tiles]
+            made = Workload(**{name: getattr(self, name) for name in Workload.model_fields} | update)
+            self._tiled[mlp_tiles, loss_tiles] = made
+        return self._tiled[mlp_tiles, loss_tiles]
+
+    def _runs_in(self, tiling: Tiling) -> bool:
+        """Whether all blocks are those of ``tiling``."""
+        return len(self.profiles) == len(tiling.profiles) and all(map(is_, self.profiles, tiling.profiles))
 
     @cached_property
-    def _tiled(self) -> dict[int, Workload]:
+    def _tiled(self) -> dict[tuple[int, int], Workload]:
         return {}
 
     @cached_property
@@ -470,6 +491,8 @@ def check_plan(plan: Plan, workload: Workload) -> None:
             f"element type that the plan was made for (--dtype)."
         )
     if (reason := why_no_mlp_tiles(plan.mlp_tiles, workload.tilings, workload.model_name)) is not None:
+        raise PlanError(f"{reason}.")
+    if (reason := why_no_loss_tiles(plan.loss_tiles, workload.loss_tilings, workload.model_name)) is not None:
         raise PlanError(f"{reason}.")
     if plan.n_disk_state and workload.num_stages > 1:
         raise PlanError(
