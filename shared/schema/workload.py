@@ -375,8 +375,7 @@ class Workload(Document):
                 loss if p.seen is None or p.seen.loss is None else p.seen.loss.of_phase(loss) for p, loss in pairs
             ]
             update["distillation"] = self.distillation.model_copy(update={"losses": tuple(losses)})
-        # Made anew: a copy would take along what is cached here.
-        return Workload(**{name: getattr(self, name) for name in Workload.model_fields} | update)
+        return self._changed(update)
 
     def tiling(self, mlp_tiles: int) -> Tiling:
         """What blocks do in so many tiles.  Raises PlanError if nobody knows."""
@@ -393,8 +392,7 @@ class Workload(Document):
     def tiled(self, mlp_tiles: int, loss_tiles: int = 1) -> Workload:
         """The same workload, of the same identity, whose MLPs run in so many tiles, and its loss in so many others.
 
-        1: whole, or as they run already: it is the same again where they run in as many.  Raises PlanError as
-        ``tiling`` and ``loss_tiling``.
+        1: as they run already; itself where all do.  Raises PlanError as ``tiling`` and ``loss_tiling``.
         """
         if mlp_tiles == loss_tiles == 1:
             return self
@@ -402,22 +400,17 @@ class Workload(Document):
             update: dict[str, Any] = {}
             if mlp_tiles > 1 and not self._runs_in(chosen := self.tiling(mlp_tiles)):
                 blocks = zip(self.blocks, chosen.profile_of, strict=True)
-                update = {
-                    "profiles": chosen.profiles,
-                    "blocks": tuple(block.model_copy(update={"profile": profile}) for block, profile in blocks),
-                    "tilings": (chosen,),
-                }
-            if loss_tiles > 1:
-                loss = self.loss_tiling(loss_tiles)
-                phases = {"epilogue_forward": loss.epilogue_forward, "epilogue_backward": loss.epilogue_backward}
-                if any(getattr(self, name) is not phase for name, phase in phases.items()):
-                    update |= {**phases, "loss_tilings": (loss,)}
-            if not update:
-                return self
-            # Made anew: a copy would take along what is cached here.
-            made = Workload(**{name: getattr(self, name) for name in Workload.model_fields} | update)
-            self._tiled[mlp_tiles, loss_tiles] = made
+                update = {"profiles": chosen.profiles, "tilings": (chosen,)}
+                update["blocks"] = tuple(block.model_copy(update={"profile": profile}) for block, profile in blocks)
+            if loss_tiles > 1 and self.epilogue_forward is not (loss := self.loss_tiling(loss_tiles)).epilogue_forward:
+                update["epilogue_forward"], update["epilogue_backward"] = loss.epilogue_forward, loss.epilogue_backward
+                update["loss_tilings"] = (loss,)
+            self._tiled[mlp_tiles, loss_tiles] = self._changed(update) if update else self
         return self._tiled[mlp_tiles, loss_tiles]
+
+    def _changed(self, update: dict[str, Any]) -> Workload:
+        """Made anew: a copy would take along what is cached here."""
+        return Workload(**{name: getattr(self, name) for name in Workload.model_fields} | update)
 
     def _runs_in(self, tiling: Tiling) -> bool:
         """Whether all blocks are those of ``tiling``."""
