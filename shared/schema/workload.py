@@ -33,6 +33,7 @@ from ..phases.operations import DTypeOrigin as DTypeOrigin
 from ..phases.operations import Operation as Operation
 from ..phases.operations import OperationClass as OperationClass
 from ..phases.operations import SignedBytes as SignedBytes
+from ..phases.packing import Packing as Packing
 from ..phases.parameters import OuterSection as OuterSection
 from ..phases.parameters import Parameter as Parameter
 from ..phases.parameters import Uses as Uses
@@ -133,6 +134,9 @@ class Workload(Document):
     sequence_sharings: tuple[SequenceSharing, ...] = ()
     """What one rank does where several share each sequence (``Plan.sequence_ranks``), for every number of ranks that
     was traced.  A file has the field where there are any."""
+    packing: Packing | None = None
+    """How samples lie in the batch's rows; None where each row is one, or nobody says.  A file has the field where it
+    is set."""
     row_lookups: RowLookups | None = None
     """Embeddings whose rows the prologue may look up on the host; None where there are none, or nobody knows."""
     resident_bytes: Bytes = 0
@@ -231,6 +235,8 @@ class Workload(Document):
             fields.pop("sequence_sharings", None)
         if not self.loss_tilings:
             fields.pop("loss_tilings", None)
+        if self.packing is None:
+            fields.pop("packing", None)
         return fields
 
     def _check_uses(self, name: str, block: int | None, uses: Uses) -> None:
