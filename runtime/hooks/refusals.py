@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import nn
 
 from ...shared.basics.errors import ScheduleError
+from ..data.packed_batches import packing_of_batch
 from ..model.compiled import refuse_compiled_call
 
 _ONCE = (
@@ -22,6 +26,15 @@ def refuse_transforms() -> None:
             "the model is called within a transform of torch.func (grad, vmap, jvp and the like), which goes round "
             "autograd's backward, where the schedule is followed. Call the model by itself, and loss.backward()."
         )
+
+
+def refuse_call(model: nn.Module, given: Any) -> None:
+    """Raise ScheduleError as ``refuse_transforms``, WorkloadError if keyword arguments ``given`` mix packed samples.
+
+    Values that lie on another device are not looked at: that would wait for it.
+    """
+    refuse_transforms()
+    packing_of_batch(model, given)
 
 
 def refuse_second_graph() -> None:

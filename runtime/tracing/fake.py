@@ -5,8 +5,13 @@ transformers leaves the attention mask out, and takes the fused causal kernel, o
 and found no padding.  Fake tensors have no values to look at, so it would build a full mask and trace another kernel
 than the one that trains.  While a fake model runs, transformers' masks for scaled-dot-product attention are made as
 if no mask of padding had been given: where values would not spare them, beyond a sliding window say, they still are.
-Nor is it left to take a row of the batch for several sequences packed together, as it does where it cannot look.  The
-name of the attention stays "sdpa", which many models compare literally.
+Nor is it left to take a row of the batch for several sequences packed together, as it does where it cannot look, unless
+somebody has looked who can.  The name of the attention stays "sdpa", which many models compare literally.
+
+[Note: Kernels that are told lengths]
+Flash attention takes the lengths of packed samples, and no mask.  It keeps what the fused kernel over the whole row
+keeps (queries, keys, values, the output, a number for each head of a token), so that is run in its place, without any
+mask.
 
 [Note: Representatives]
 What a block does depends on what it is, on whether anything before it is trained, and on its neighbours, which keep or
@@ -20,13 +25,15 @@ import copy
 import re
 import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Final
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from ...shared.phases.packing import Packing
+from ..data.packed_batches import FIND_PACKED
 from ..model.batches import Batch
 from ..model.blocks import NamedBlock
 from ..model.kept_tensors import kept_tensors, replace_kept_tensors
@@ -34,7 +41,6 @@ from ..model.strides import contiguous_strides, is_dense
 from .known_values import known
 
 _FUSED_ATTENTION: Final = "sdpa"
-_FIND_PACKED: Final = "find_packed_sequence_indices"
 _LAYER_NUMBERS: Final = re.compile("ind(ex|ic)|_layers$")
 """Fields that may list layers by their numbers, such as ``fullatt_block_indexes``."""
 _LONGEST_PERIOD: Final = 8
@@ -87,25 +93,31 @@ def fake_batch(batch: Batch, mode: FakeTensorMode, *, with_values: bool = False)
 
 
 @contextmanager
-def plain_batches() -> Iterator[None]:
-    """Let transformers find one sequence without padding in every row of a batch whose values it cannot look at.
+def plain_batches(packing: Packing | None = None) -> Iterator[None]:
+    """Let transformers find no padding in a batch whose values it cannot look at, and ``packing`` in its rows.
 
-    [Note: Attention masks of fake models]
+    [Note: Attention masks of fake models]; [Note: Kernels that are told lengths]
     """
     masking = sys.modules.get("transformers.masking_utils")
     if masking is None:
         yield
         return
-    with _unpadded(masking), _unpacked(masking):
+    is_masked = packing is not None and packing.is_masked
+    with (
+        _unpadded(masking, has_masks=packing is None or is_masked),
+        nullcontext() if is_masked else _unpacked(masking),
+    ):
         yield
 
 
 @contextmanager
-def _unpadded(masking: Any) -> Iterator[None]:
+def _unpadded(masking: Any, *, has_masks: bool) -> Iterator[None]:
     interface = masking.AttentionMaskInterface
     make = interface()[_FUSED_ATTENTION]
 
     def make_unpadded(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        if not has_masks:
+            return None
         return make(*args, attention_mask=None if isinstance(attention_mask, FakeTensor) else attention_mask, **kwargs)
 
     interface.register(_FUSED_ATTENTION, make_unpadded)
@@ -117,7 +129,7 @@ def _unpadded(masking: Any) -> Iterator[None]:
 
 @contextmanager
 def _unpacked(masking: Any) -> Iterator[None]:
-    find = getattr(masking, _FIND_PACKED, None)
+    find = getattr(masking, FIND_PACKED, None)
     if find is None:
         yield
         return
@@ -125,11 +137,11 @@ def _unpacked(masking: Any) -> Iterator[None]:
     def find_none(position_ids: torch.Tensor) -> None:
         find(position_ids)  # for what it computes
 
-    setattr(masking, _FIND_PACKED, find_none)
+    setattr(masking, FIND_PACKED, find_none)
     try:
         yield
     finally:
-        setattr(masking, _FIND_PACKED, find)
+        setattr(masking, FIND_PACKED, find)
 
 
 def keep_representatives(model: nn.Module, blocks: Sequence[NamedBlock]) -> tuple[list[int], list[str]] | None:

@@ -7,7 +7,7 @@ timed without the ledger; fake tensors (a model on the meta device) have no time
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,12 +19,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ...shared.basics.errors import ScheduleError, WorkloadError
 from ...shared.observed.observation import Observation
 from ...shared.observed.observed_inputs import PhaseKey
+from ...shared.observed.packed import attending_within_samples
+from ...shared.phases.packing import Packing
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import ActivationMode
 from ...shared.schema.schedule import OuterSection, TaskKind
 from ...shared.schema.workload import BlockId, DType, Workload
 from ...shared.workloads.assembly import TracedModel, TracedShape, assemble
 from ...shared.workloads.tilings import checked_tiles, with_tilings
+from ..data.packed_batches import packing_of_batch, samples_apart
 from ..devices.device import device_description
 from ..hooks.row_reads import agreed
 from ..model.batches import Batch, Loss, batch_shapes, batch_tensors, count_samples_and_tokens
@@ -71,6 +74,7 @@ def trace(
     mlp_tiles: int | Sequence[int] = (),
     mlp_modules: str | Sequence[str] | None = None,
     loss_tiles: Sequence[int] = (),
+    packing: Packing | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Workload:
     """Trace one training iteration of ``model`` on ``batch``.
@@ -84,7 +88,9 @@ def trace(
     kernels run (``fake_kernels.py``) and what autocast casts (``cuda_autocast.py``).  ``mlp_tiles``: numbers of tiles
     of tokens that MLPs of blocks may run in, each traced once more; ``mlp_modules``: patterns of their paths
     (``"*.mlp"``) where they are not found (``find_mlps``); ``loss_tiles``: numbers of tiles that head and loss may run
-    in, each traced once more.  Raises WorkloadError if the model cannot be traced, PlanError if its loss cannot be
+    in, each traced once more.  ``packing``, of a model on the meta device: the samples of each row, which its attention
+    kernel is told; without it they are read off the batch.  Raises WorkloadError if the model cannot be traced, or the
+    batch mixes packed samples, PlanError if its loss cannot be
     computed by tiles.
     """
     _check_model(model)
@@ -92,7 +98,8 @@ def trace(
     check_untaken(model)
     mlp_counts, loss_counts = checked_tiles(mlp_tiles, num_tokens), loss_tile_counts(loss_tiles, loss)
     reports = _parts_of(on_progress, 1 + len(mlp_counts) + len(loss_counts))
-    asked = _Asked(model, batch, loss, repeats, name, device_kind)
+    asked = _Asked(model, batch, loss, repeats, name, device_kind, packing)
+    packing_of_batch(model, batch)
 
     def traced(names: str | Sequence[str] | None) -> Workload:
         named, report = find_blocks(model, names), iter(reports)
@@ -136,6 +143,7 @@ class _Asked:
     repeats: int
     name: str | None
     device_kind: DeviceKind
+    packing: Packing | None
 
     def traced(
         self,
@@ -156,11 +164,15 @@ class _Asked:
         if any(parameter.is_meta for parameter in model.parameters()):
             subject = FakeSubject(model, names, device_kind=self.device_kind, loss_tiles=loss_tiles)
             with subject.in_tiles(mlps, mlp_tiles):
-                shape = subject.at(batch, loss, on_progress)
+                subject.packing = self.packing or packing_of_batch(model, batch)
+                with samples_apart(model, batch, subject.packing):
+                    shape = subject.at(batch, loss, on_progress)
             return assemble(traced_as(subject.uses, traced_with="fake", row_lookups=subject.row_lookups), shape)
         final = final_of_loss(model, named, loss_tiles)
         with in_tiles(modules_of(named, mlps), mlp_tiles), tiled_loss(model, loss_tiles, final):
-            seen, seconds = _observe_real(model, batch, loss, named, self.repeats, on_progress)
+            packing = packing_of_batch(model, batch)
+            with samples_apart(model, batch, packing):
+                seen, seconds = _observe_real(model, batch, loss, named, self.repeats, on_progress)
             described = traced_as(
                 _uses_of(seen, named, range(len(named))),
                 traced_with="real",
@@ -168,7 +180,7 @@ class _Asked:
             )
             found = assemble(
                 described,
-                _traced_shape(model, batch, seen, range(len(named))),
+                replace(_traced_shape(model, batch, seen, range(len(named))), packing=packing),
                 seconds=seconds,
                 measured_on=device_description(next(model.parameters()).device) if self.repeats > 0 else None,
             )
@@ -223,6 +235,8 @@ class FakeSubject:
         self._final = final_of_loss(self._twin, self._blocks, loss_tiles)
         self.stands_for = stands_for
         """For every block of the model, the one that is observed for it."""
+        self.packing: Packing | None = None
+        """How samples lie in the rows of the next batches."""
         self._seen: dict[str, SeenUses] = {}
         self._lookups: set[tuple[str, ...]] = set()
 
@@ -240,9 +254,17 @@ class FakeSubject:
         observed = dict(zip(self.stands_for, mlps, strict=True)) if mlps else {}
         if any(observed[of] != paths for of, paths in zip(self.stands_for, mlps, strict=False)):
             raise WorkloadError("mlp_modules: equal blocks have other MLPs each. Name the same parts of all of them.")
-        modules = modules_of(self._blocks, tuple(observed[place] for place in range(len(observed))))
+        modules = modules_of(self._blocks, self._paths_in_blocks(observed)) if mlps else {}
         with in_tiles(modules, mlp_tiles):
             yield
+
+    def _paths_in_blocks(self, observed: Mapping[int, tuple[str, ...]]) -> Mlps:
+        """Of every block that runs.  One that stands for none but its neighbours' sake has those of a block like it."""
+        found = []
+        for place, block in enumerate(self._blocks):
+            own = {path for path, _ in block.module.named_modules()}
+            found.append(observed.get(place) or next(paths for paths in observed.values() if own.issuperset(paths)))
+        return tuple(found)
 
     @property
     def uses(self) -> TracedUses:
@@ -269,7 +291,7 @@ class FakeSubject:
             FakeGroupedProducts(),
             fused_dropout() if is_cuda else nullcontext(),
             autocast_as_on_cuda() if is_cuda else nullcontext(),
-            plain_batches(),
+            plain_batches(self.packing),
             left_as_found(self._twin),
             attributes_as_found(self._twin) as held,
             tiled_loss(self._twin, self._loss_tiles, self._final),
@@ -278,7 +300,7 @@ class FakeSubject:
             seen = {mode: observe(mode, progress.advance) for mode in TRACED_MODES}
         _join_uses(self._seen, seen)
         self._lookups.update(iterations.row_lookups for iterations in seen.values())
-        return _traced_shape(self._model, batch, seen, self.stands_for)
+        return _packed(_traced_shape(self._model, batch, seen, self.stands_for), self.packing, self._model)
 
 
 def _observe_real(
@@ -348,6 +370,14 @@ def _traced_shape(model: nn.Module, batch: Batch, seen: _Seen, stands_for: Seque
         observed=_casts_until_backward(seen),
         shared_inputs=shared_inputs(seen[ActivationMode.KEEP].given, seen[ActivationMode.CHECKPOINT].given, stands_for),
     )
+
+
+def _packed(shape: TracedShape, packing: Packing | None, model: nn.Module) -> TracedShape:
+    """``shape`` with the lengths that attention is told, where it is; masked rows were traced as they run."""
+    if packing is None or packing.is_masked:
+        return replace(shape, packing=packing)
+    observed = attending_within_samples(shape.observed, packing, type(model).__name__)
+    return replace(shape, packing=packing, observed=observed)
 
 
 def _join_uses(joined: dict[str, SeenUses], seen: _Seen) -> None:

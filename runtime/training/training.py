@@ -30,7 +30,7 @@ from ..checkpoints.rank_checkpoint import write_by_ranks
 from ..checkpoints.saved import Saved
 from ..checkpoints.saved_by_ranks import RankPlace, open_checkpoint
 from ..checkpoints.state import Resumed, Scheduler
-from ..hooks.refusals import refuse_transforms
+from ..hooks.refusals import refuse_call
 from ..model.nested_tensors import tensors_in
 from ..optimizers.facade import ParameterStates
 from ..optimizers.loss_scaling import LossScaler
@@ -114,7 +114,7 @@ class Training(Counted):
 
     def _enter_model(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Runs before the walker's hook of the model's forward."""
-        refuse_transforms()
+        refuse_call(module, kwargs)
         is_evaluating = self._progress.phase is TrainingPhase.EVALUATING
         refuse_other_gradient_mode(is_evaluating=is_evaluating)
         self._progress.check_usable()

@@ -8,6 +8,7 @@ from typing import Final
 
 from ..observed.observation import Observation
 from ..observed.observed_inputs import ObservedInput, PhaseKey, unshared
+from ..phases.packing import Packing
 from ..schema.plan import ActivationMode
 from ..schema.schedule import OuterSection, Section, TaskKind
 from ..schema.workload import Block, BlockId, BlockProfile, DType, Parameter, Phase, RowLookups, Subspace, Workload
@@ -46,6 +47,8 @@ class TracedShape:
     resident_bytes: int
     observed: Mapping[ActivationMode, Mapping[PhaseKey, Observation]]
     shared_inputs: tuple[ObservedInput, ...] = ()
+    packing: Packing | None = None
+    """How samples lie in rows."""
 
 
 def assemble(
@@ -77,6 +80,7 @@ def assemble(
         prologue_backward=assembly.outer_phase(TaskKind.BACKWARD, OuterSection.PROLOGUE),
         row_lookups=_row_lookups(model, num_observed, observed, seconds or {}),
         shared_inputs=tuple(given.shared_input(model.stands_for) for given in shape.shared_inputs),
+        packing=shape.packing,
         resident_bytes=shape.resident_bytes,
         traced_with=model.traced_with,
         measured_on=measured_on,

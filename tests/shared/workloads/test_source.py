@@ -82,14 +82,37 @@ def test_a_configuration_is_traced_once_for_each_shape(ask: Ask, configuration: 
             "dtype": None,
             "options": FULL_TRAINING,
             "device_kind": DeviceKind.CUDA,
+            "mlp_tiles": (),
+            "loss_tiles": (),
+            "packing": None,
         }
     ]
     assert ask(configuration) == first
     assert len(tracer.asked) == 1
-    for change in ({"batch_size": 2}, {"sequence_length": 16}, {"dtype": "bfloat16"}):
+    for change in (
+        {"batch_size": 2},
+        {"sequence_length": 16},
+        {"dtype": "bfloat16"},
+        {"mlp_tiles": (2, 4)},
+        {"loss_tiles": (4,)},
+    ):
         ask(configuration, **change)
         assert tracer.asked[-1] == tracer.asked[0] | change
-    assert len(tracer.asked) == 4
+    assert len(tracer.asked) == 6
+    ask(configuration, mlp_tiles=[4, 1, 2, 4], loss_tiles=[])
+    assert len(tracer.asked) == 6, "the order of tiles, and one tile, ask for nothing else"
+
+
+def test_saved_workloads_have_the_tiles_that_they_were_traced_with(ask: Ask, tmp_path: Path) -> None:
+    path = tmp_path / "workload.json"
+    saved = decoder_workload(2)
+    saved.save(path)
+    shape = {"batch_size": None, "sequence_length": None}
+    assert ask(path, **shape, mlp_tiles=(1,)) == saved
+    with pytest.raises(WorkloadError, match=r"mlp_tiles 4 .* knows 1\. Trace .*--mlp-tiles 4"):
+        ask(path, **shape, mlp_tiles=(1, 4))
+    with pytest.raises(WorkloadError, match=r"loss_tiles 2, 8 .* knows 1\. Trace .*--loss-tiles 2"):
+        ask(path, **shape, loss_tiles=(8, 2))
 
 
 def test_another_configuration_of_the_same_name_is_traced(ask: Ask, configuration: Path, tracer: Tracer) -> None:
