@@ -114,7 +114,7 @@ class DeferredHidden(torch.Tensor):
     _scope: Scope
     _real: torch.Tensor | None
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"DeferredHidden(shape={list(self.shape)})"
 
     def is_whole_for(self, around: Surroundings) -> bool:
