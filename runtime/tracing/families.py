@@ -249,7 +249,8 @@ def _tiled_shapes(piece: FamilyPiece) -> list[tuple[int, ...]]:
     for number, (batch, length) in enumerate(zip(batches, lengths, strict=True)):
         tokens = batch * length
         # One longer tile in some, several in others.
-        counts = [n for n in range(3, 12) if tokens % n and (tokens % n == 1) == (number == 1)]
+        wants_one = number == 1
+        counts = [n for n in range(2 if wants_one else 3, 12) if tokens % n and (tokens % n == 1) == wants_one]
         tiles = next(iter(counts), 3) if number < 3 else min(_MANY_TILES, tokens // LEAST_TILE - 1)
         found.append((batch, length, tiles))
     return found
