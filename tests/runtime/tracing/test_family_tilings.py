@@ -119,8 +119,20 @@ def shipped(name: str, dtype: DType = DType.BFLOAT16) -> tuple[WorkloadFamily, F
     return family, tilings
 
 
+def test_shipped_tilings_are_those_of_shipped_families() -> None:
+    found = [(name, dtype) for name in model_names() for dtype in DType if shipped_tilings(name, dtype) is not None]
+    assert {("llama-3-8b", DType.BFLOAT16), ("mixtral-8x7b", DType.BFLOAT16), ("gpt2", DType.BFLOAT16)} <= set(found)
+    for name, dtype in found:
+        family, tilings = shipped(name, dtype)
+        assert tilings.model_hash == family.model_hash
+        assert len(tilings.pieces) == len(family.pieces)
+        for piece in tilings.pieces:
+            assert bool(piece.mlp_places) == (tilings.why_no_mlp_tiles is None), name
+            assert bool(piece.loss_places) == (tilings.why_no_loss_tiles is None), name
+
+
 def test_a_shipped_model_in_tiles_equals_the_trace() -> None:
-    name = "qwen2.5-0.5b"
+    name = "gpt2"
     check(dict(model_configuration(name).config), *shipped(name), seed=3)
 
 
