@@ -7,7 +7,6 @@ nothing of tiles.
 
 from __future__ import annotations
 
-from ..basics.errors import PlanError
 from ..schema.plan import Plan
 from ..schema.workload import Workload
 
@@ -17,19 +16,4 @@ def tiled(workload: Workload, plan: Plan) -> Workload:
 
     Raises PlanError if the workload does not know so many ranks that share a sequence, or so many tiles.
     """
-    workload = workload.shared_among(plan.sequence_ranks).tiled(plan.mlp_tiles)
-    if plan.loss_tiles == 1:
-        return workload
-    found = next((tiling for tiling in workload.loss_tilings if tiling.loss_tiles == plan.loss_tiles), None)
-    if found is None:
-        known = ", ".join(str(tiling.loss_tiles) for tiling in workload.loss_tilings)
-        raise PlanError(
-            f"loss_tiles: {plan.loss_tiles}, and the workload ({workload.model_name}) was traced with "
-            f"{known or 'none but 1'}. Trace it with these (trace --loss-tiles {plan.loss_tiles}), or choose among the "
-            f"others."
-        )
-    phases = {"epilogue_forward": found.epilogue_forward, "epilogue_backward": found.epilogue_backward}
-    if all(getattr(workload, name) is phase for name, phase in phases.items()):
-        return workload
-    # Made anew: a copy would take along what is cached here.
-    return Workload(**{name: getattr(workload, name) for name in Workload.model_fields} | phases)
+    return workload.shared_among(plan.sequence_ranks).tiled(plan.mlp_tiles, plan.loss_tiles)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from functools import cached_property
+from operator import is_
 from typing import Any, ClassVar, Final, NewType, Self
 
 from pydantic import (
@@ -46,7 +47,7 @@ from ..phases.subspaces import Subspace as Subspace
 from ..phases.subspaces import SubspaceAxis as SubspaceAxis
 from ..phases.subspaces import why_no_subspaces
 from ..phases.tiling import LossTiling as LossTiling
-from ..phases.tiling import why_no_mlp_tiles, why_no_tilings
+from ..phases.tiling import why_no_loss_tiles, why_no_mlp_tiles, why_no_tilings
 from .plan import Plan, TrainingMethod
 
 BlockId = NewType("BlockId", int)
@@ -320,8 +321,7 @@ class Workload(Document):
                 loss if p.seen is None or p.seen.loss is None else p.seen.loss.of_phase(loss) for p, loss in pairs
             ]
             update["distillation"] = self.distillation.model_copy(update={"losses": tuple(losses)})
-        # Made anew: a copy would take along what is cached here.
-        return Workload(**{name: getattr(self, name) for name in Workload.model_fields} | update)
+        return self._changed(update)
 
     def tiling(self, mlp_tiles: int) -> Tiling:
         """What blocks do in so many tiles.  Raises PlanError if nobody knows."""
@@ -329,24 +329,38 @@ class Workload(Document):
             raise PlanError(f"{reason or 'mlp_tiles: 1 is no tiling'}.")
         return next(tiling for tiling in self.tilings if tiling.mlp_tiles == mlp_tiles)
 
-    def tiled(self, mlp_tiles: int) -> Workload:
-        """The same workload, of the same identity, whose blocks run their MLPs in so many tiles; 1: itself.
+    def loss_tiling(self, loss_tiles: int) -> LossTiling:
+        """What the part after the last block does in so many tiles.  Raises PlanError if nobody knows."""
+        if (reason := why_no_loss_tiles(loss_tiles, self.loss_tilings, self.model_name)) or loss_tiles == 1:
+            raise PlanError(f"{reason or 'loss_tiles: 1 is no tiling'}.")
+        return next(tiling for tiling in self.loss_tilings if tiling.loss_tiles == loss_tiles)
 
-        It is the same again where they run in as many already.  Raises PlanError as ``tiling``.
+    def tiled(self, mlp_tiles: int, loss_tiles: int = 1) -> Workload:
+        """The same workload, of the same identity, whose MLPs run in so many tiles, and its loss in so many others.
+
+        1: as they run already; itself where all do.  Raises PlanError as ``tiling`` and ``loss_tiling``.
         """
-        if mlp_tiles == 1:
+        if mlp_tiles == loss_tiles == 1:
             return self
-        if mlp_tiles not in self._tiled:
-            chosen = self.tiling(mlp_tiles)
-            blocks = zip(self.blocks, chosen.profile_of, strict=True)
-            update: dict[str, Any] = {
-                "profiles": chosen.profiles,
-                "blocks": tuple(block.model_copy(update={"profile": profile}) for block, profile in blocks),
-                "tilings": (chosen,),
-            }
-            # Made anew: a copy would take along what is cached here.
-            self._tiled[mlp_tiles] = Workload(**{name: getattr(self, name) for name in Workload.model_fields} | update)
-        return self._tiled[mlp_tiles]
+        if (mlp_tiles, loss_tiles) not in self._tiled:
+            update: dict[str, Any] = {}
+            if mlp_tiles > 1 and not self._runs_in(chosen := self.tiling(mlp_tiles)):
+                blocks = zip(self.blocks, chosen.profile_of, strict=True)
+                update = {"profiles": chosen.profiles, "tilings": (chosen,)}
+                update["blocks"] = tuple(block.model_copy(update={"profile": profile}) for block, profile in blocks)
+            if loss_tiles > 1 and self.epilogue_forward is not (loss := self.loss_tiling(loss_tiles)).epilogue_forward:
+                update["epilogue_forward"], update["epilogue_backward"] = loss.epilogue_forward, loss.epilogue_backward
+                update["loss_tilings"] = (loss,)
+            self._tiled[mlp_tiles, loss_tiles] = self._changed(update) if update else self
+        return self._tiled[mlp_tiles, loss_tiles]
+
+    def _changed(self, update: dict[str, Any]) -> Workload:
+        """Made anew: a copy would take along what is cached here."""
+        return Workload(**{name: getattr(self, name) for name in Workload.model_fields} | update)
+
+    def _runs_in(self, tiling: Tiling) -> bool:
+        """Whether all blocks are those of ``tiling``."""
+        return len(self.profiles) == len(tiling.profiles) and all(map(is_, self.profiles, tiling.profiles))
 
     def shared_among(self, sequence_ranks: int) -> Workload:
         """The workload as one of so many ranks that share each sequence has it, of the same identity; 1: itself.
@@ -366,9 +380,7 @@ class Workload(Document):
             update: dict[str, Any] = {name: getattr(chosen, name) for name in same}
             update["blocks"] = tuple(block.model_copy(update={"profile": profile}) for block, profile in blocks)
             update |= {"sequence_sharings": (chosen,), "row_lookups": None}
-            # Made anew: a copy would take along what is cached here.
-            fields = {name: getattr(self, name) for name in Workload.model_fields} | update
-            self._shared_among[sequence_ranks] = Workload(**fields)
+            self._shared_among[sequence_ranks] = self._changed(update)
         return self._shared_among[sequence_ranks]
 
     @cached_property
@@ -376,7 +388,7 @@ class Workload(Document):
         return {}
 
     @cached_property
-    def _tiled(self) -> dict[int, Workload]:
+    def _tiled(self) -> dict[tuple[int, int], Workload]:
         return {}
 
     @cached_property
@@ -453,6 +465,8 @@ def check_plan(plan: Plan, workload: Workload) -> None:
         raise PlanError(f"{reason}.")
     workload = workload.shared_among(plan.sequence_ranks)
     if (reason := why_no_mlp_tiles(plan.mlp_tiles, workload.tilings, workload.model_name)) is not None:
+        raise PlanError(f"{reason}.")
+    if (reason := why_no_loss_tiles(plan.loss_tiles, workload.loss_tilings, workload.model_name)) is not None:
         raise PlanError(f"{reason}.")
     if plan.n_disk_state and workload.num_stages > 1:
         raise PlanError(
