@@ -32,6 +32,7 @@ from ...shared.cli.options import (
     keep_apart,
     options_of,
     osft_of,
+    warn,
 )
 from ...shared.cli.output import give
 from ...shared.phases.packing import parse_packed_lengths
@@ -171,9 +172,11 @@ def trace_command(
                 packing=packing,
                 on_progress=on_progress,
             )
-    from ...shared.tables.workloads import workload_tables
+    from ...shared.tables.workloads import attention_words, workload_tables
 
     workload = chosen.note_in(workload)
+    if (words := attention_words(workload)) is not None:
+        warn(words)
     give(workload, output, as_json=as_json, tables=lambda: workload_tables(workload))
 
 
