@@ -36,6 +36,7 @@ from ...shared.cli.options import (
 )
 from ...shared.cli.output import give
 from ...shared.phases.packing import parse_packed_lengths
+from ...shared.phases.quadratic import attention_words
 from ...shared.phases.tiling import MOST_TILES
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import TrainingMethod
@@ -172,10 +173,11 @@ def trace_command(
                 packing=packing,
                 on_progress=on_progress,
             )
-    from ...shared.tables.workloads import attention_words, workload_tables
+    from ...shared.tables.workloads import workload_tables
 
     workload = chosen.note_in(workload)
-    if (words := attention_words(workload)) is not None:
+    words = attention_words(workload.quadratic, workload.model_name, workload.num_tokens // workload.num_samples)
+    if words is not None:
         warn(words)
     give(workload, output, as_json=as_json, tables=lambda: workload_tables(workload))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Final
 
 from ..basics.documents import FrozenModel
+from ..basics.units import format_bytes
 from .operations import Bytes
 
 SHORTEST_SQUARE: Final = 257
@@ -35,3 +36,28 @@ class QuadraticMemory(FrozenModel):
     def is_any(self) -> bool:
         """Whether there are such tensors."""
         return bool(self.lasting_bytes or self.kept_bytes or self.within_bytes)
+
+    def where(self) -> str:
+        """How many bytes there are in which place, in words."""
+        parts = {
+            "beside the blocks": self.lasting_bytes,
+            "kept by blocks in mode KEEP": self.kept_bytes,
+            "within one block at most": self.within_bytes,
+        }
+        return ", ".join(f"{format_bytes(size_bytes)} {place}" for place, size_bytes in parts.items() if size_bytes)
+
+
+def attention_words(found: QuadraticMemory | None, model_name: str, num_tokens: int) -> str | None:
+    """What attention of a model takes with the square of ``num_tokens``, and what avoids it; None where it does not."""
+    if found is None:
+        return None
+    what = "its kernel is given a mask" if found.has_kernel else "it forms whole scores"
+    remedy = (
+        'attn_implementation="flash_attention_2" needs no mask: it knows sliding windows and packed samples'
+        if found.has_kernel
+        else 'A fused kernel (attn_implementation="sdpa") holds none, where the model adds no bias to them'
+    )
+    return (
+        f"attention of {model_name} takes memory with the square of {num_tokens:,} tokens: {what} ({found.where()}). "
+        f"{remedy}. Checkpointed blocks keep none of it."
+    )

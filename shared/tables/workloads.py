@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..basics.units import format_bytes, format_seconds
 from ..catalogue.models import ModelList
-from ..schema.workload import Phase, QuadraticMemory, Workload
+from ..schema.workload import Phase, Workload
 from .question import packing_words, weights_words
 from .table import Parts, Table
 
@@ -37,34 +37,6 @@ def memory_words(workload: Workload) -> str | None:
     return words + f"{num_tried} batches show; other values may take more still"
 
 
-def attention_words(workload: Workload) -> str | None:
-    """What attention has that grows with the square of the sequence, and what avoids it; None where nothing does."""
-    found = workload.quadratic
-    if found is None:
-        return None
-    what = "its kernel is given a mask" if found.has_kernel else "it forms whole scores"
-    remedy = (
-        'attn_implementation="flash_attention_2" needs no mask: it knows sliding windows and packed samples'
-        if found.has_kernel
-        else 'A fused kernel (attn_implementation="sdpa", "flash_attention_2") holds none, where no bias is added to them'
-    )
-    return (
-        f"attention of {workload.model_name} takes memory with the square of "
-        f"{workload.num_tokens // workload.num_samples:,} tokens: {what} ({_squares(found)}). {remedy}. Checkpointed "
-        f"blocks keep none of it."
-    )
-
-
-def _squares(found: QuadraticMemory) -> str:
-    """Bytes of tensors that grow with the square of the sequence, by where they are."""
-    parts = {
-        "beside the blocks": found.lasting_bytes,
-        "kept by blocks in mode KEEP": found.kept_bytes,
-        "within one block at most": found.within_bytes,
-    }
-    return ", ".join(f"{format_bytes(size_bytes)} {where}" for where, size_bytes in parts.items() if size_bytes)
-
-
 def models_table(listed: ModelList) -> Parts:
     """The catalogue of models; papers are in its JSON."""
     rows = []
@@ -91,7 +63,7 @@ def _facts(workload: Workload) -> Table:
     if workload.packing is not None:
         rows.append(("packed", packing_words(workload.packing)))
     if workload.quadratic is not None:
-        rows.append(("squares", f"{_squares(workload.quadratic)}: tensors of attention"))
+        rows.append(("squares", f"{workload.quadratic.where()}: tensors of attention"))
     if (words := memory_words(workload)) is not None:
         rows.append(("memory", words))
     return Table(title=f"Workload {workload.model_name}", columns=("", ""), rows=rows)

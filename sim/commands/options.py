@@ -15,6 +15,7 @@ from ...shared.basics.units import format_bytes
 from ...shared.catalogue.machines import load_hardware, override_hardware
 from ...shared.cli.options import MethodName as MethodName
 from ...shared.cli.options import changes_of, warn
+from ...shared.phases.quadratic import attention_words
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.record import Record
@@ -293,9 +294,8 @@ def warn_of_dtype(record: Record, hardware: Hardware) -> None:
 
 def warn_of_attention(workload: Workload) -> None:
     """Warn of attention that takes memory with the square of the sequence."""
-    from ...shared.tables.workloads import attention_words
-
-    if (words := attention_words(workload)) is not None:
+    words = attention_words(workload.quadratic, workload.model_name, workload.num_tokens // workload.num_samples)
+    if words is not None:
         warn(words)
 
 

@@ -14,9 +14,8 @@ from protwin.runtime import trace
 from protwin.runtime.hooks.square_tensors import SquareTensors
 from protwin.runtime.tracing.configurations import workload_of_configuration
 from protwin.runtime.tracing.families import family_of_configuration
+from protwin.shared.phases.quadratic import attention_words
 from protwin.shared.schema.workload import QuadraticMemory, Workload
-from protwin.shared.tables.workloads import attention_words
-from tests.proof_size import some_quick
 from tests.runtime.models import VOCABULARY, llama
 from tests.runtime.packed import ends_of, packed_batch
 
@@ -81,7 +80,7 @@ def test_sizes_are_those_by_hand_with_weights_and_without(name: str) -> None:
         found = workload.quadratic
         if expected is None:
             assert found is None
-            assert attention_words(workload) is None
+            assert words_of(workload) is None
             continue
         assert found is not None
         assert (found.lasting_bytes, found.kept_bytes, found.most_kept_bytes, found.has_kernel) == expected
@@ -118,7 +117,13 @@ def test_a_kernel_that_is_told_lengths_has_none() -> None:
     assert trace(model, packed_batch(PACKED) | ends_of(PACKED), repeats=0).quadratic is None
 
 
-SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 128}
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "num_hidden_layers": 3, **SMALL},
     "mistral": {"model_type": "mistral", "num_hidden_layers": 2, "sliding_window": 200, **SMALL},
@@ -144,7 +149,9 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@some_quick("name", CONFIGURATIONS, quick=1)
+@pytest.mark.parametrize(
+    "name", ["mistral", *(pytest.param(n, marks=pytest.mark.slow) for n in CONFIGURATIONS if n != "mistral")]
+)
 def test_polynomials_give_what_a_trace_gives(name: str) -> None:
     configuration = CONFIGURATIONS[name]
     family = family_of_configuration(configuration, name=name)
@@ -168,9 +175,13 @@ def test_masks_of_the_batch_count_and_weights_do_not() -> None:
     assert squares.total_bytes == 0
 
 
+def words_of(workload: Workload) -> str | None:
+    return attention_words(workload.quadratic, workload.model_name, workload.num_tokens // workload.num_samples)
+
+
 def test_words_name_the_kernel_the_bytes_and_what_avoids_them() -> None:
     build, batch, _ = CASES["beyond the window"]
-    words = attention_words(trace(build().to("meta"), batch, repeats=0))
+    words = words_of(trace(build().to("meta"), batch, repeats=0))
     assert words is not None
     for part in ("300 tokens", "given a mask", "87.89 KiB beside the blocks", "2.06 MiB kept", "flash_attention_2"):
         assert part in words
