@@ -189,8 +189,11 @@ class SectionObserver:
             return
         self.row_reads.note(announced, function, args, kwargs)
         kind, section = announced
-        for tensor in tensors_in((args, kwargs)):
-            seen = self._uses_of_storage.get(tensor.untyped_storage()._cdata)
+        # Classes of tensors are not asked: a look is no use.
+        with torch._C.DisableTorchFunctionSubclass():
+            storages = [tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))]
+        for storage in storages:
+            seen = self._uses_of_storage.get(storage)
             if seen is not None:
                 (seen.forward if kind in _FORWARDS else seen.backward).add(section)
 
