@@ -59,15 +59,15 @@ def distance(found: Trained, wanted: Trained) -> float:
 
 @pytest.mark.parametrize(
     ("name", "micro_batches", "max_norm"),
-    [("mixtral", 2, 0.5), ("llama", 2, None), pytest.param("llama", 2, 0.5, marks=pytest.mark.slow)],
+    [("mixtral", 2, 0.5), ("llama", 1, None), pytest.param("llama", 2, 0.5, marks=pytest.mark.slow)],
 )
 def test_tiles_train_as_the_whole_on_two_ranks(
     name: str, micro_batches: int, max_norm: float | None, two_ranks: Ranks
 ) -> None:
     wanted = plain(name, micro_batches, max_norm)
     before = BUILDERS[name]().state_dict()["lm_head.weight"]
+    seen: list[dict[str, torch.Tensor]] = []
     for parallel in MODES:
-        seen: list[dict[str, torch.Tensor]] = []
         for is_recomputed in (True, False) if name == "llama" else (True,):
             plan = plan_of(name, parallel, micro_batches=micro_batches, max_norm=max_norm, is_recomputed=is_recomputed)
             found = two_ranks.run(trained, name, plan, workload_of(name), "")
@@ -76,10 +76,10 @@ def test_tiles_train_as_the_whole_on_two_ranks(
                 assert set(events.values()) <= {0, NUM_STEPS * micro_batches}, "one event for each backward"
                 assert fits
                 seen.append(of_rank[1])
-        # Modes add up what is accumulated in other orders, and so do ranks a norm of parts; with tiles as without.
-        if max_norm is None or parallel is ParallelMode.DDP:
-            assert all(torch.equal(one[key], value) for one in seen for key, value in seen[0].items()), parallel
-        assert float((seen[0]["lm_head.weight"] - before).norm()) > 0.05 * float(before.norm()), "steps show"
+    # What is accumulated, and a norm of parts, ranks add up in an order that depends on the plan, without tiles too.
+    if micro_batches == 1 and max_norm is None:
+        assert all(torch.equal(one[key], value) for one in seen for key, value in seen[0].items()), "the same bits"
+    assert float((seen[0]["lm_head.weight"] - before).norm()) > 0.05 * float(before.norm()), "steps show"
 
 
 @pytest.mark.parametrize("wrong", ["mlp", "loss"])
