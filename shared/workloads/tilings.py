@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from math import prod
 from typing import ClassVar, Final, Self
 
@@ -23,6 +24,7 @@ from ..basics.errors import WorkloadError
 from ..observed.observation import Observation, OperatorCall, Repeated
 from ..observed.observed_inputs import PhaseKey
 from ..phases.packing import Packing
+from ..phases.quadratic import SHORTEST_SQUARE
 from ..phases.tiling import MOST_TILES, LossTiling
 from ..schema.plan import ActivationMode
 from ..schema.workload import DType, Operation, Phase, Tiling, Workload
@@ -179,17 +181,20 @@ class FamilyTilings(Document):
 class _Numbers:
     """Values of a piece's polynomials, each computed when it is asked for."""
 
-    def __init__(self, piece: TiledPiece, values: tuple[int, ...]) -> None:
-        self._piece = piece
+    def __init__(self, piece: TiledPiece, values: tuple[int, ...], *, of_squares: bool = False) -> None:
+        """``of_squares``: of the terms alone that are of second degree in lengths of sequences."""
+        self._piece, self._of_squares = piece, of_squares
         self._powers = [
             prod(value**exponent for value, exponent in zip(values, exponents, strict=True))
+            if not of_squares or sum(exponents[1:-2]) > 1
+            else 0
             for exponents in piece.monomials
         ]
 
     def __getitem__(self, number: Number) -> int:
         total: int = sum(c * self._powers[i] for i, c in self._piece.polynomials[number])
         found, rest = divmod(total, self._piece.denominator)
-        assert not rest, "a polynomial of counts is no whole number"
+        assert self._of_squares or not rest, "a polynomial of counts is no whole number"
         return found
 
 
@@ -216,11 +221,23 @@ class _Expansion:
                     level += (count - 1) * (level - before)
             level = self._run(found, behind, at, level)
         found.repeated = tuple(repeated)
+        if max(self._values[1:], default=0) >= SHORTEST_SQUARE:
+            self._note_squares(found, section)
         found.end_bytes = self._number(section.net, at)
         found.gradient_bytes = self._number(section.gradient, at)
         found.output_bytes = self._number(section.output, at)
         found.saved_bytes = [self._number(size, at) for size in section.saved]
         return found
+
+    def _note_squares(self, found: Observation, section: TiledSection) -> None:
+        """What of its levels is tensors of the sequence's length squared, which no pass of a loop adds to."""
+        squares = _Numbers(self._piece, (*self._values, 0, 0), of_squares=True)
+        runs = [section.runs[0]]
+        for loop, behind in zip(section.loops, section.runs[1:], strict=True):
+            runs += (loop.first, loop.second, loop.later, behind)
+        assert not any(squares[step] for loop in section.loops for step in loop.later.steps)
+        found.square_bytes = squares[section.net]
+        found.square_peak_bytes = max(0, *accumulate(squares[step] for run in runs for step in run.steps))
 
     def _run(self, found: Observation, run: TiledRun, at: tuple[int, int], level: int) -> int:
         """Add a run's operations; gives the level behind them."""

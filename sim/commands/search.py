@@ -78,6 +78,7 @@ from .options import (
     price_files,
     ranks_to_search,
     unused_devices,
+    warn_of_attention,
     warn_of_dtype,
     warn_of_memory,
     with_run,
@@ -93,6 +94,7 @@ from .space_options import (
     AllowedModes,
     AllowedPersistent,
     AllowedPrefetchDepths,
+    AllowedSequenceRanks,
     AllowedShardRanks,
     AllowedShards,
     AllowedStaging,
@@ -162,6 +164,7 @@ def search_command(
     num_ranks: NumRanks = None,
     parallel: AllowedModes = None,
     shard_ranks: AllowedShardRanks = None,
+    sequence_ranks: AllowedSequenceRanks = None,
     questions: WhatIfQuestions = None,
     goal: GoalName = Goal.FASTEST,
     risk: RiskName = Risk.MEAN,
@@ -215,6 +218,7 @@ def search_command(
         "prefetch_depth": prefetch_depth,
         "n_checkpoint": n_checkpoint,
         "n_swap": n_swap,
+        "sequence_ranks": sequence_ranks,
     }
     space = SearchSpace.model_validate(
         {knob: tuple(values) for knob, values in allowed.items() if values} | {"looks_up_rows": looks_up_rows}
@@ -280,6 +284,7 @@ def search_command(
         found = with_remedies(found, request, choice.untraced)
     result, document = found.result, found.result if global_batch is None else found
     warn_of_dtype(result.prediction, machine)
+    warn_of_attention(_workload_of(request, found, choice))
     warn_of_memory(result.prediction, rank_host_bytes(machine, result.plan.num_ranks))
     save(result.certificate.noted(result.plan), output)
     write_report(report, lambda: _report(document, _workload_of(request, found, choice)))
