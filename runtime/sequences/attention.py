@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ...shared.basics.errors import PlanError, ScheduleError
-from .exchange import Noting, Peers, check_heads, to_heads, to_tokens
+from .exchange import Peers, check_heads, to_heads, to_tokens
 
 _PACKING: Final = ("find_packed_sequence_indices", "remap_positions_for_packed_sequence")
 """What ``masking_utils`` makes of positions, each of which is its last argument."""
@@ -32,10 +32,9 @@ _PACKING: Final = ("find_packed_sequence_indices", "remap_positions_for_packed_s
 class SharedAttention:
     """The attention of one model whose sequences ``peers`` share."""
 
-    def __init__(self, model: nn.Module, peers: Peers, note: Noting) -> None:
+    def __init__(self, model: nn.Module, peers: Peers) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._peers = peers
-        self._note = note
         self.num_tokens: int | None = None
         """Of a whole sequence, from its forward to the next, for recomputation; None: the last one was not shared."""
         self.positions: torch.Tensor | None = None
@@ -64,7 +63,7 @@ class SharedAttention:
             # Kernels for packed samples read them: those of all tokens.
             kwargs["position_ids"] = self.positions
         groups = getattr(module, "num_key_value_groups", None)
-        queries, keys, values = to_heads(self._peers, self._note, (q, k, v))
+        queries, keys, values = to_heads(self._peers, (q, k, v))
         del q, k, v
         own = queries.shape[1] // keys.shape[1]
         try:
@@ -75,7 +74,7 @@ class SharedAttention:
             if groups is not None:
                 module.num_key_value_groups = groups
         del queries, keys, values
-        return to_tokens(self._peers, self._note, output), None
+        return to_tokens(self._peers, output), None
 
     def _refuse_by_head(self, module: nn.Module, kwargs: dict[str, Any], name: str) -> None:
         """What each head has of its own would have to be divided too."""

@@ -7,10 +7,13 @@ Legend: P ranks; B samples; S tokens of the whole sequence; H heads of a tensor;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, Protocol
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ...shared.basics.errors import PlanError
 
@@ -38,7 +41,8 @@ class Peers(Protocol):
 class EmulatedPeers:
     """One rank alone that does what it would do among others; what they would send it has from itself.
 
-    Shapes, memory and arithmetic are those of one of P ranks; values are not.
+    Shapes, memory and arithmetic are those of one of P ranks; values are not.  Whoever watches operations sees none: an
+    exchange is no work of the device's.
     """
 
     rank = 0
@@ -49,15 +53,27 @@ class EmulatedPeers:
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """As if all others had the same."""
-        received.copy_(sent)
+        with _disable_current_modes():
+            if not is_fake(sent):
+                received.copy_(sent)
 
     def add_up(self, value: torch.Tensor) -> None:
         """As if all others had the same."""
         value.mul_(self.num_ranks)
 
 
-Noting = Callable[[int], None]
-"""Told of every exchange, before it: the bytes that this rank gives, its own part included."""
+_LISTENERS: Final[list[Callable[[int], None]]] = []
+"""Not by thread: backward of a CUDA device has one of its own."""
+
+
+@contextmanager
+def exchanges_heard(listener: Callable[[int], None]) -> Iterator[None]:
+    """Within the block, ``listener`` is told of every exchange: the bytes that this rank gives, its own part included."""
+    _LISTENERS.append(listener)
+    try:
+        yield
+    finally:
+        _LISTENERS.remove(listener)
 
 
 def check_heads(num_heads: int, num_key_heads: int, num_ranks: int, name: str) -> None:
@@ -79,18 +95,18 @@ def _divide(num_heads: int, num_key_heads: int, ranks: int) -> bool:
     return num_heads % ranks == 0 and (num_key_heads % ranks == 0 or ranks % num_key_heads == 0)
 
 
-def to_heads(peers: Peers, note: Noting, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def to_heads(peers: Peers, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """From (B, H, S/P, D) each to (B, H', S, D): all tokens of this rank's heads, in one all-to-all.
 
     H' is H / P, or 1 where P is a multiple of H.  Gradients of a head that several ranks have add up.
     """
-    result: tuple[torch.Tensor, ...] = _ToHeads.apply(peers, note, *tensors)  # type: ignore[no-untyped-call]
+    result: tuple[torch.Tensor, ...] = _ToHeads.apply(peers, *tensors)  # type: ignore[no-untyped-call]
     return result
 
 
-def to_tokens(peers: Peers, note: Noting, tensor: torch.Tensor) -> torch.Tensor:
+def to_tokens(peers: Peers, tensor: torch.Tensor) -> torch.Tensor:
     """From (B, S, H / P, D) to (B, S/P, H, D): this rank's tokens of all heads."""
-    result: torch.Tensor = _ToTokens.apply(peers, note, tensor)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _ToTokens.apply(peers, tensor)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -102,28 +118,28 @@ def mean_of_ranks(peers: Peers, loss: torch.Tensor) -> torch.Tensor:
 
 class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, peers: Peers, note: Noting, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.peers, ctx.note = peers, note
+    def forward(ctx: Any, peers: Peers, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.peers = peers
         ctx.num_heads = [tensor.shape[1] for tensor in tensors]
-        return tuple(_gather_tokens(peers, note, tensors))
+        return tuple(_gather_tokens(peers, tensors))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        return (None, None, *_scatter_tokens(ctx.peers, ctx.note, gradients, ctx.num_heads))
+        return (None, *_scatter_tokens(ctx.peers, gradients, ctx.num_heads))
 
 
 class _ToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, peers: Peers, note: Noting, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.peers, ctx.note = peers, note
+    def forward(ctx: Any, peers: Peers, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.peers = peers
         num_heads = tensor.shape[2] * peers.num_ranks
-        (tokens,) = _scatter_tokens(peers, note, [tensor.transpose(1, 2)], [num_heads])
+        (tokens,) = _scatter_tokens(peers, [tensor.transpose(1, 2)], [num_heads])
         return tokens.transpose(1, 2).contiguous()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        (heads,) = _gather_tokens(ctx.peers, ctx.note, [gradients[0].transpose(1, 2)])
-        return None, None, heads.transpose(1, 2)
+        (heads,) = _gather_tokens(ctx.peers, [gradients[0].transpose(1, 2)])
+        return None, heads.transpose(1, 2)
 
 
 class _Mean(torch.autograd.Function):
@@ -138,7 +154,7 @@ class _Mean(torch.autograd.Function):
         return None, gradients[0]
 
 
-def _gather_tokens(peers: Peers, note: Noting, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _gather_tokens(peers: Peers, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """(B, H, S/P, D) each to (B, H', S, D)."""
     ranks = peers.num_ranks
     parts = [_part(tensor, ranks) for tensor in tensors]
@@ -148,7 +164,7 @@ def _gather_tokens(peers: Peers, note: Noting, tensors: Sequence[torch.Tensor]) 
         for rank in range(ranks):
             first = rank * tensor.shape[1] // ranks
             places[rank].view(own.shape).copy_(tensor[:, first : first + own.shape[1]])
-    received = _exchanged(peers, note, sent)
+    received = _exchanged(peers, sent)
     del sent
     found = []
     for own, places in zip(parts, received.split(sizes, dim=1), strict=True):
@@ -160,7 +176,7 @@ def _gather_tokens(peers: Peers, note: Noting, tensors: Sequence[torch.Tensor]) 
 
 
 def _scatter_tokens(
-    peers: Peers, note: Noting, tensors: Sequence[torch.Tensor], num_heads: Sequence[int]
+    peers: Peers, tensors: Sequence[torch.Tensor], num_heads: Sequence[int]
 ) -> list[torch.Tensor]:
     """(B, H', S, D) each to (B, H, S/P, D), whose numbers of heads H are ``num_heads``; replicas add up."""
     ranks = peers.num_ranks
@@ -169,7 +185,7 @@ def _scatter_tokens(
     sent = tensors[0].new_empty((ranks, sum(sizes)))
     for tensor, shape, places in zip(tensors, shapes, sent.split(sizes, dim=1), strict=True):
         places.unflatten(1, shape).copy_(tensor.unflatten(2, (ranks, -1)).permute(2, 0, 1, 3, 4))
-    received = _exchanged(peers, note, sent)
+    received = _exchanged(peers, sent)
     del sent
     found = []
     for shape, total, places in zip(shapes, num_heads, received.split(sizes, dim=1), strict=True):
@@ -190,8 +206,9 @@ def _part(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
     return tensor[:, : max(1, tensor.shape[1] // ranks)]
 
 
-def _exchanged(peers: Peers, note: Noting, sent: torch.Tensor) -> torch.Tensor:
+def _exchanged(peers: Peers, sent: torch.Tensor) -> torch.Tensor:
     received = torch.empty_like(sent)
-    note(sent.numel() * sent.element_size())
+    for listener in _LISTENERS:
+        listener(sent.nbytes)
     peers.exchange(received, sent)
     return received

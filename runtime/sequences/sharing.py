@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -20,7 +20,7 @@ from torch import nn
 
 from ...shared.basics.errors import PlanError, ScheduleError
 from .attention import REGISTRY, SharedAttention
-from .exchange import Noting, Peers, check_heads, mean_of_ranks
+from .exchange import EmulatedPeers, Peers, check_heads, mean_of_ranks
 
 IGNORED: Final = -100
 """The label of a token that does not count."""
@@ -32,16 +32,15 @@ _CACHES: Final = ("past_key_values", "cache", "past_key_value")
 
 
 @contextmanager
-def shared_sequences(model: nn.Module, peers: Peers, note: Noting = lambda _: None) -> Iterator[None]:
+def shared_sequences(model: nn.Module, peers: Peers) -> Iterator[None]:
     """Within the block, ``model`` runs on this rank's tokens of each sequence, wherever it is given labels.
 
     It is called with the whole batch (B, S), the same on all of ``peers``, of which it takes S / P tokens.  Its loss is
-    that of the whole sequence; gradients are to be averaged over ranks.  Logits are of the rank's own tokens.  ``note``
-    is told of every all-to-all.  A forward without labels runs whole, unless gradients are on (ScheduleError).  Raises
+    that of the whole sequence; gradients are to be averaged over ranks.  Logits are of the rank's own tokens.  A forward without labels runs whole, unless gradients are on (ScheduleError).  Raises
     PlanError if ranks cannot divide the model's heads, or the model is none whose attention and loss can be shared.
     """
     check_model(model, peers.num_ranks)
-    shared = SharedAttention(model, peers, note)
+    shared = SharedAttention(model, peers)
     state = _State(model, peers, shared)
     original, had = model.forward, model.__dict__.get("forward")
 
@@ -59,6 +58,29 @@ def shared_sequences(model: nn.Module, peers: Peers, note: Noting = lambda _: No
             del model.forward
         else:
             model.forward = had
+
+
+def one_of_ranks(model: nn.Module, sequence_ranks: int) -> AbstractContextManager[None]:
+    """``shared_sequences`` of one rank alone, as the first of so many would run; of 1, nothing."""
+    return nullcontext() if sequence_ranks == 1 else shared_sequences(model, EmulatedPeers(sequence_ranks))
+
+
+def check_shared(model: nn.Module, batch: Any, loss: object | None, sequence_ranks: Sequence[int]) -> None:
+    """Raise PlanError if one of these numbers of ranks cannot share the sequences of ``batch``, of whole rows."""
+    for number in sequence_ranks:
+        if loss is not None:
+            raise PlanError(
+                "sequence_ranks: the loss is a function of whole logits outside of the model (loss=...). Leave it "
+                "out, and put labels into the batch, or train with sequence_ranks 1."
+            )
+        check_model(model, number)
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        if not isinstance(labels, torch.Tensor) or labels.dim() != 2:
+            raise PlanError(
+                "sequence_ranks: the batch has no labels of (samples, tokens), of which each rank has its own. Put "
+                "them into it, by name, or train with sequence_ranks 1."
+            )
+        check_length(labels.shape[1], number)
 
 
 def check_model(model: nn.Module, sequence_ranks: int) -> None:
