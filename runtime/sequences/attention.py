@@ -14,9 +14,11 @@ samples), the model looks for that in the positions of its own tokens; it is sho
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -45,7 +47,9 @@ class SharedAttention:
         """Whether it is a part of the model."""
         return id(module) in self._names
 
-    def run(self, inner: Callable[..., Any], module: nn.Module, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(
+        self, inner: Callable[..., Any], module: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
         """``inner`` on all tokens of this rank's heads.
 
         q (B, H, S/P, D); k and v (B, K, S/P, D).  Gives (B, S/P, H, D), and no weights.
@@ -135,14 +139,14 @@ class _Registry:
         for name in _PACKING:
             if (original := getattr(masking_utils, name, None)) is not None:
                 setattr(masking_utils, name, self._of_whole_positions(original))
-                self._undo.append(lambda name=name, original=original: setattr(masking_utils, name, original))
+                self._undo.append(partial(setattr, masking_utils, name, original))
 
     def _put(self, registry: Any, name: str, wrapper: Callable[..., Any]) -> None:
         own = registry._local_mapping
         if name in own:
-            self._undo.append(lambda had=own[name]: own.__setitem__(name, had))
+            self._undo.append(partial(own.__setitem__, name, own[name]))
         else:
-            self._undo.append(lambda: own.pop(name, None))
+            self._undo.append(partial(own.pop, name, None))
         own[name] = wrapper
 
     def _attention(self, inner: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -180,8 +184,6 @@ def _eager_of(module: nn.Module) -> Callable[..., Any]:
     """What a model's own file has for attention without a kernel."""
     found = getattr(type(module).forward, "__globals__", {}).get("eager_attention_forward")
     if found is None:
-        import sys
-
         found = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if found is None:
         raise PlanError(

@@ -68,7 +68,7 @@ _LISTENERS: Final[list[Callable[[int], None]]] = []
 
 @contextmanager
 def exchanges_heard(listener: Callable[[int], None]) -> Iterator[None]:
-    """Within the block, ``listener`` is told of every exchange: the bytes that this rank gives, its own part included."""
+    """Within the block, ``listener`` is told of every exchange: the bytes that this rank gives, its own part too."""
     _LISTENERS.append(listener)
     try:
         yield
@@ -85,9 +85,9 @@ def check_heads(num_heads: int, num_key_heads: int, num_ranks: int, name: str) -
     allowed = [ranks for ranks in range(1, num_heads + 1) if _divide(num_heads, num_key_heads, ranks)]
     if num_ranks not in allowed:
         raise PlanError(
-            f"sequence_ranks: {num_ranks} ranks cannot divide the {num_heads} query heads and {num_key_heads} key-value "
-            f"heads of {name}. Ranks divide query heads, and divide key-value heads or are a multiple of them. Choose "
-            f"from {', '.join(map(str, allowed))}."
+            f"sequence_ranks: {num_ranks} ranks cannot divide the {num_heads} query heads and {num_key_heads} "
+            f"key-value heads of {name}. Ranks divide query heads, and divide key-value heads or are a multiple of "
+            f"them. Choose from {', '.join(map(str, allowed))}."
         )
 
 
@@ -160,38 +160,36 @@ def _gather_tokens(peers: Peers, tensors: Sequence[torch.Tensor]) -> list[torch.
     parts = [_part(tensor, ranks) for tensor in tensors]
     sizes = [part.numel() for part in parts]
     sent = tensors[0].new_empty((ranks, sum(sizes)))
-    for tensor, own, places in zip(tensors, parts, sent.split(sizes, dim=1), strict=True):
+    for tensor, own, places in zip(tensors, parts, torch.split(sent, sizes, dim=1), strict=True):
         for rank in range(ranks):
             first = rank * tensor.shape[1] // ranks
             places[rank].view(own.shape).copy_(tensor[:, first : first + own.shape[1]])
     received = _exchanged(peers, sent)
     del sent
     found = []
-    for own, places in zip(parts, received.split(sizes, dim=1), strict=True):
+    for own, places in zip(parts, torch.split(received, sizes, dim=1), strict=True):
         batch, heads, tokens, features = own.shape
         whole = received.new_empty((batch, heads, ranks, tokens, features))
-        whole.copy_(places.unflatten(1, own.shape).permute(1, 2, 0, 3, 4))
+        whole.copy_(places.view(ranks, *own.shape).permute(1, 2, 0, 3, 4))
         found.append(whole.view(batch, heads, ranks * tokens, features))
     return found
 
 
-def _scatter_tokens(
-    peers: Peers, tensors: Sequence[torch.Tensor], num_heads: Sequence[int]
-) -> list[torch.Tensor]:
+def _scatter_tokens(peers: Peers, tensors: Sequence[torch.Tensor], num_heads: Sequence[int]) -> list[torch.Tensor]:
     """(B, H', S, D) each to (B, H, S/P, D), whose numbers of heads H are ``num_heads``; replicas add up."""
     ranks = peers.num_ranks
     shapes = [(t.shape[0], t.shape[1], t.shape[2] // ranks, t.shape[3]) for t in tensors]
     sizes = [tensor.numel() // ranks for tensor in tensors]
     sent = tensors[0].new_empty((ranks, sum(sizes)))
-    for tensor, shape, places in zip(tensors, shapes, sent.split(sizes, dim=1), strict=True):
-        places.unflatten(1, shape).copy_(tensor.unflatten(2, (ranks, -1)).permute(2, 0, 1, 3, 4))
+    for tensor, shape, places in zip(tensors, shapes, torch.split(sent, sizes, dim=1), strict=True):
+        places.view(ranks, *shape).copy_(torch.unflatten(tensor, 2, (ranks, -1)).permute(2, 0, 1, 3, 4))
     received = _exchanged(peers, sent)
     del sent
     found = []
-    for shape, total, places in zip(shapes, num_heads, received.split(sizes, dim=1), strict=True):
+    for shape, total, places in zip(shapes, num_heads, torch.split(received, sizes, dim=1), strict=True):
         batch, heads, tokens, features = shape
         replicas = ranks * heads // total
-        by_rank = places.unflatten(1, shape).permute(1, 0, 2, 3, 4)
+        by_rank = places.view(ranks, *shape).permute(1, 0, 2, 3, 4)
         whole = received.new_empty((batch, total, tokens, features))
         if replicas == 1:
             whole.view(batch, ranks, heads, tokens, features).copy_(by_rank)

@@ -36,8 +36,9 @@ def shared_sequences(model: nn.Module, peers: Peers) -> Iterator[None]:
     """Within the block, ``model`` runs on this rank's tokens of each sequence, wherever it is given labels.
 
     It is called with the whole batch (B, S), the same on all of ``peers``, of which it takes S / P tokens.  Its loss is
-    that of the whole sequence; gradients are to be averaged over ranks.  Logits are of the rank's own tokens.  A forward without labels runs whole, unless gradients are on (ScheduleError).  Raises
-    PlanError if ranks cannot divide the model's heads, or the model is none whose attention and loss can be shared.
+    that of the whole sequence; gradients are to be averaged over ranks.  Logits are of the rank's own tokens.  A
+    forward without labels runs whole, unless gradients are on (ScheduleError).  Raises PlanError if ranks cannot divide
+    the model's heads, or the model is none whose attention and loss can be shared.
     """
     check_model(model, peers.num_ranks)
     shared = SharedAttention(model, peers)
@@ -142,7 +143,7 @@ class _State:
                 )
             self._shared.num_tokens = None
             return original(**given)
-        whole = shifted_labels(labels) if shifted is None else shifted
+        whole: torch.Tensor = shifted_labels(labels) if shifted is None else shifted  # type: ignore[arg-type]
         own = self._own(given, whole.shape[0], whole.shape[1])
         counted = given.get("num_items_in_batch")
         if counted is None:

@@ -55,8 +55,8 @@ def workload_of_configuration(
 
     ``dtype`` overrides the configuration's; without either, float32.  Batches are unpadded; models of images have no
     ``sequence_length``.  ``device_kind`` is what it is to train on; ``mlp_tiles``, ``mlp_modules``, ``loss_tiles``
-    and ``sequence_ranks`` as of ``trace``; ``packing``: the samples that lie end to end in each row.  Raises WorkloadError if transformers is
-    missing, refuses the configuration, or the shape makes no sense for the model.
+    and ``sequence_ranks`` as of ``trace``; ``packing``: the samples that lie end to end in each row.  Raises
+    WorkloadError if transformers is missing, refuses the configuration, or the shape makes no sense for the model.
     """
     if batch_size < 1 or (sequence_length or 1) < 1 or batch_size * (sequence_length or 1) > MAX_TOKENS:
         raise WorkloadError(

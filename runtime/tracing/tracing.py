@@ -91,9 +91,9 @@ def trace(
     of tokens that MLPs of blocks may run in, each traced once more; ``mlp_modules``: patterns of their paths
     (``"*.mlp"``) where they are not found (``find_mlps``); ``loss_tiles``: numbers of tiles that head and loss may run
     in, each traced once more; ``sequence_ranks``: numbers of ranks that may share each sequence, each traced once more,
-    tiles included, as one of these ranks runs, with what others would send it made up.  ``packing``, of a model on the meta device: the samples of each row, which its attention
-    kernel is told; without it they are read off the batch.  Raises WorkloadError if the model cannot be traced, or the
-    batch mixes packed samples, PlanError if its loss cannot be
+    tiles too, as one of these ranks runs, with what others would send it made up.  ``packing``, of a model on the meta
+    device: the samples of each row, which its attention kernel is told; without it they are read off the batch.  Raises
+    WorkloadError if the model cannot be traced, or the batch mixes packed samples, PlanError if its loss cannot be
     computed by tiles, or ranks cannot share its sequences.
     """
     _check_model(model)
@@ -321,9 +321,7 @@ class FakeSubject:
             seen = {mode: observe(mode, progress.advance) for mode in TRACED_MODES}
         _join_uses(self._seen, seen)
         self._lookups.update(iterations.row_lookups for iterations in seen.values())
-        shape = replace(
-            _traced_shape(self._model, batch, seen, self.stands_for), sequence_ranks=self.sequence_ranks
-        )
+        shape = replace(_traced_shape(self._model, batch, seen, self.stands_for), sequence_ranks=self.sequence_ranks)
         return _packed(shape, self.packing, self._model)
 
 

@@ -76,7 +76,7 @@ def assemble(
         "resident_bytes": shape.resident_bytes,
     }
     is_shared = shape.sequence_ranks > 1
-    sharings = SequenceSharing(sequence_ranks=shape.sequence_ranks, profile_of=profile_of, **does) if is_shared else None
+    one_of_ranks = {"sequence_ranks": shape.sequence_ranks, "profile_of": profile_of, **does}
     return Workload(
         model_name=model.model_name,
         model_hash=model.model_hash,
@@ -92,7 +92,7 @@ def assemble(
         traced_with=model.traced_with,
         measured_on=measured_on,
         software=model.software,
-        sequence_sharings=() if sharings is None else (sharings,),
+        sequence_sharings=(SequenceSharing(**one_of_ranks),) if is_shared else (),
         **does,
     )
 
