@@ -12,7 +12,19 @@ from ..phases.packing import Packing
 from ..phases.sequence_sharing import SequenceSharing
 from ..schema.plan import ActivationMode
 from ..schema.schedule import OuterSection, Section, TaskKind
-from ..schema.workload import Block, BlockId, BlockProfile, DType, Parameter, Phase, RowLookups, Subspace, Workload
+from ..schema.workload import (
+    Block,
+    BlockId,
+    BlockProfile,
+    DType,
+    OperationClass,
+    Parameter,
+    Phase,
+    QuadraticMemory,
+    RowLookups,
+    Subspace,
+    Workload,
+)
 from .row_lookups import Observed, looking_up, lookups_of, tables_of
 
 Seconds = Mapping[ActivationMode, Mapping[PhaseKey, float]]
@@ -89,12 +101,32 @@ def assemble(
         blocks=tuple(Block(name=n, profile=p) for n, p in zip(model.block_names, profile_of, strict=True)),
         row_lookups=None if is_shared else _row_lookups(model, num_observed, observed, seconds or {}),
         packing=shape.packing,
+        quadratic=_quadratic(model, shape.observed),
         traced_with=model.traced_with,
         measured_on=measured_on,
         software=model.software,
         sequence_sharings=(SequenceSharing(**one_of_ranks),) if is_shared else (),
         **does,
     )
+
+
+def _quadratic(
+    model: TracedModel, observed: Mapping[ActivationMode, Mapping[PhaseKey, Observation]]
+) -> QuadraticMemory | None:
+    """What attention has that grows with the square of the sequence; None where it has nothing."""
+    keep = observed[ActivationMode.KEEP]
+    kept = [max(0, keep[TaskKind.FORWARD, BlockId(block)].square_bytes) for block in range(1 + max(model.stands_for))]
+    of_blocks = [
+        seen for sections in observed.values() for (_, section), seen in sections.items() if isinstance(section, int)
+    ]
+    found = QuadraticMemory(
+        lasting_bytes=max(0, keep[TaskKind.FORWARD, OuterSection.PROLOGUE].square_bytes),
+        kept_bytes=sum(kept[block] for block in model.stands_for),
+        most_kept_bytes=max(kept),
+        within_bytes=max(seen.square_peak_bytes for seen in of_blocks),
+        has_kernel=any(c.operation_class is OperationClass.ATTENTION for seen in of_blocks for c in seen.calls),
+    )
+    return found if found.is_any else None
 
 
 def _row_lookups(model: TracedModel, num_blocks: int, observed: Observed, seconds: Seconds) -> RowLookups | None:

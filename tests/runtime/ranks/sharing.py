@@ -128,9 +128,10 @@ def train(rank: int, name: str, plan: Plan, workload: Workload, wrong: str | Non
         for step in range(STEPS):
             own = batches(name)[step * of_step : (step + 1) * of_step][group::num_groups]
             for batch in own:
-                output = model(**batch)
-                output.loss.backward()
-                losses.append(output.loss.item())
+                loss = model(**batch).loss
+                loss.backward()
+                losses.append(loss.item())
+                del loss
             training.step()
     state = {key: value.detach().clone() for key, value in model.state_dict().items() if not value.is_meta}
     return Trained(losses, state)
