@@ -44,12 +44,8 @@ from ..osft.subspaces import described_subspaces
 from ..routing.forced_choices import ForcedChoices
 from ..routing.tried import with_other_values
 from ..routing.value_dependence import ValueWatch, joined
-<<<<<<< HEAD
 from ..sequences.sharing import check_shared, one_of_ranks
-from ..tiles.loss_installing import loss_tile_counts, tiled_loss
-=======
 from ..tiles.loss_installing import final_of_loss, loss_tile_counts, tiled_loss
->>>>>>> main
 from ..tiles.loss_tilings import with_loss_tilings
 from ..tiles.mlp_modules import Mlps, find_mlps, in_tiles, modules_of, names_of
 from .block_inputs import shared_inputs
@@ -184,16 +180,11 @@ class _Asked:
                 with samples_apart(model, batch, subject.packing):
                     shape = subject.at(batch, loss, on_progress)
             return assemble(traced_as(subject.uses, traced_with="fake", row_lookups=subject.row_lookups), shape)
-<<<<<<< HEAD
         with (
             in_tiles(modules_of(named, mlps), mlp_tiles),
-            tiled_loss(model, loss_tiles),
+            tiled_loss(model, loss_tiles, final_of_loss(model, named, loss_tiles)),
             one_of_ranks(model, self.sequence_ranks),
         ):
-=======
-        final = final_of_loss(model, named, loss_tiles)
-        with in_tiles(modules_of(named, mlps), mlp_tiles), tiled_loss(model, loss_tiles, final):
->>>>>>> main
             packing = packing_of_batch(model, batch)
             with samples_apart(model, batch, packing):
                 seen, seconds = _observe_real(model, batch, loss, named, self.repeats, on_progress)
@@ -324,12 +315,8 @@ class FakeSubject:
             plain_batches(self.packing),
             left_as_found(self._twin),
             attributes_as_found(self._twin) as held,
-<<<<<<< HEAD
-            tiled_loss(self._twin, self._loss_tiles),
-            one_of_ranks(self._twin, self.sequence_ranks),
-=======
             tiled_loss(self._twin, self._loss_tiles, self._final),
->>>>>>> main
+            one_of_ranks(self._twin, self.sequence_ranks),
         ):
             observe = partial(observe_sections, self._twin, given, loss, self._blocks, passes=1, held=held)
             seen = {mode: observe(mode, progress.advance) for mode in TRACED_MODES}

@@ -32,7 +32,7 @@ _SHAPE: Final = {
     "vocab_size": 96,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
@@ -71,9 +71,9 @@ def batches(name: str, count: int = 12) -> list[Batch]:
 
 @cache
 def workload(name: str) -> Workload:
-    return protwin.runtime.trace(
-        build(name), batches(name)[0], repeats=0, mlp_tiles=(2,), loss_tiles=(3,), sequence_ranks=(2, 4)
-    )
+    tiles = {"mlp_tiles": (2,), "loss_tiles": (3,)} if name == "tiled" else {}
+    ranks = {"llama": (2, 4), "sliding windows": (4,), "padded": (2, 4)}.get(name, (2,))
+    return protwin.runtime.trace(build(name), batches(name)[0], repeats=0, sequence_ranks=ranks, **tiles)
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -81,7 +81,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def optimizer_of(groups: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, lr=3e-3, fused=True)
+    return torch.optim.AdamW(groups, lr=3e-3, eps=1e-3, fused=True)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def plainly(name: str, num_groups: int, micro_batches: int, max_norm: float | No
     """One rank with whole batches, the mean over those of a step."""
     model = build(name).to(dtype)
     model.config.use_cache = False
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+    optimizer = optimizer_of(groups(model))
     losses, of_step = [], num_groups * micro_batches
     for step in range(STEPS):
         for batch in batches(name)[step * of_step : (step + 1) * of_step]:
@@ -116,14 +116,17 @@ def train(rank: int, name: str, plan: Plan, workload: Workload, wrong: str | Non
     num_groups = plan.num_ranks // plan.sequence_ranks
     budget = guaranteed_device_peak(compile_schedule(plan, workload)).size_bytes
     losses = []
-    with wrongly(wrong), carry_out(
-        model,
-        plan,
-        workload,
-        optimizer=optimizer_of,
-        parameter_groups=groups(model),
-        device=CpuDevice(budget_bytes=budget),
-    ) as training:
+    with (
+        wrongly(wrong),
+        carry_out(
+            model,
+            plan,
+            workload,
+            optimizer=optimizer_of,
+            parameter_groups=groups(model),
+            device=CpuDevice(budget_bytes=budget),
+        ) as training,
+    ):
         of_step = num_groups * plan.micro_batches
         for step in range(STEPS):
             own = batches(name)[step * of_step : (step + 1) * of_step][group::num_groups]
@@ -195,7 +198,7 @@ class _OwnPositions(sharing._State):
 
 
 class _OwnMask(attention.SharedAttention):
-    """The mask of a rank's own tokens... of which attention has more: those of the whole row are all seen."""
+    """No mask: padding of the row is seen."""
 
     def run(self, inner: Any, module: Any, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any) -> Any:
         return super().run(inner, module, q, k, v, None, **kwargs)
