@@ -1,4 +1,4 @@
-"""A workload, and what it does where MLPs, or head and loss, run in tiles, put together.
+"""A workload, and what it does where MLPs, or head and loss, run in tiles, or where ranks share its sequences.
 
 [Note: What is polynomial of tiles]
 Tiles of tokens are as equal as can be, so a loop over them has passes of two lengths.  The operations of a pass, and
@@ -25,6 +25,7 @@ from ..observed.observation import Observation, OperatorCall, Repeated
 from ..observed.observed_inputs import PhaseKey
 from ..phases.packing import Packing
 from ..phases.quadratic import SHORTEST_SQUARE
+from ..phases.sequence_sharing import MOST_SEQUENCE_RANKS, SequenceSharing
 from ..phases.tiling import MOST_TILES, LossTiling
 from ..schema.plan import ActivationMode
 from ..schema.workload import DType, Operation, Phase, Tiling, Workload
@@ -324,6 +325,34 @@ def with_tilings(workload: Workload, tiled: Mapping[int, Workload], modules: Seq
     )
     fields = {name: getattr(workload, name) for name in Workload.model_fields}
     return Workload(**fields | {"tilings": tilings}) if tilings else workload
+
+
+def checked_sequence_ranks(sequence_ranks: int | Sequence[int]) -> tuple[int, ...]:
+    """The numbers of ranks beside 1, in order.  Raises WorkloadError if one is none."""
+    asked = (sequence_ranks,) if isinstance(sequence_ranks, int) else tuple(sequence_ranks)
+    for number in asked:
+        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MOST_SEQUENCE_RANKS:
+            raise WorkloadError(
+                f"sequence_ranks is {number!r}; it must be a whole number from 1 to {MOST_SEQUENCE_RANKS:,}."
+            )
+    return tuple(sorted(set(asked) - {1}))
+
+
+def with_sharings(workload: Workload, shared: Mapping[int, Workload]) -> Workload:
+    """``workload`` that knows what one of several ranks does, as ``shared`` by their number, tilings included."""
+    if not shared:
+        return workload
+    same = SequenceSharing.model_fields.keys() & Workload.model_fields.keys()
+    sharings = tuple(
+        SequenceSharing(
+            sequence_ranks=number,
+            profile_of=tuple(block.profile for block in other.blocks),
+            **{name: getattr(other, name) for name in same},
+        )
+        for number, other in sorted(shared.items())
+    )
+    fields = {name: getattr(workload, name) for name in Workload.model_fields}
+    return Workload(**fields | {"sequence_sharings": sharings})
 
 
 def _check_outside(workload: Workload, other: Workload, mlp_tiles: int) -> None:
