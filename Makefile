@@ -92,8 +92,9 @@ OSFT_PEER := rhai-innovation-mini-trainer==0.9.0 numba llvmlite datasets pyarrow
 	dill multiprocess xxhash aiofiles deprecated wrapt
 
 .PHONY: bench-peers
-bench-peers: $(BENCH_STAMP) ## Step time and losses of FSDP2 and DeepSpeed with CPU offload, and of ours
+bench-peers: $(BENCH_STAMP) ## Step time, memory and losses of FSDP2, DeepSpeed (offload, tiles) and others, and of ours
 	$(BIN)/python benchmarks/peers.py
+	$(BIN)/python benchmarks/peers_long.py
 	-$(PIP) --quiet --no-deps $(OSFT_PEER)
 	$(BIN)/python benchmarks/peers_osft.py
 

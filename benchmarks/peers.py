@@ -69,6 +69,8 @@ class Entry:
     failure: str = ""
     """Why it did not run, or did not run to its end."""
     copied_bytes: int = 0
+    peak_bytes: int = 0
+    """Of the step that was watched, where the contestant says so."""
     step_s: list[float] = field(default_factory=list)
     """Mean of each burst, round by round."""
     losses: list[float] = field(default_factory=list)
@@ -166,6 +168,7 @@ def begin(entries: list[Entry], threads: int, folder: Path, undo: ExitStack) -> 
                     entry.step_s.clear()
                     watched = entry.processes.ask({"watch": True})
                     entry.copied_bytes = sum(answer["copied_bytes"] for answer in watched)
+                    entry.peak_bytes = max(answer.get("peak_bytes", 0) for answer in watched)
                     entry.losses += mean_losses(watched)
             report(number + 1, len(entries))
 
