@@ -22,6 +22,7 @@ from ...shared.cli.options import (
     MethodName,
     OsftTargets,
     OutputPath,
+    PackedLengths,
     Seed,
     SequenceLength,
     StatedBatchSize,
@@ -33,6 +34,7 @@ from ...shared.cli.options import (
     osft_of,
 )
 from ...shared.cli.output import give
+from ...shared.phases.packing import parse_packed_lengths
 from ...shared.phases.tiling import MOST_TILES
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import TrainingMethod
@@ -92,6 +94,7 @@ def trace_command(
     model: ConfigurationName,
     batch_size: StatedBatchSize,
     sequence_length: SequenceLength = None,
+    packed_lengths: PackedLengths = None,
     dtype: DTypeName = None,
     hardware: MachineToTrainOn = None,
     lora_rank: LoraRank = None,
@@ -130,6 +133,13 @@ def trace_command(
         raise ProtwinError("--mlp-module names what runs in tiles. Say in how many: --mlp-tiles 4.")
     if is_real and options.autocast is not None:
         raise ProtwinError("--real computes in the dtype of the parameters. Leave out --autocast, or trace without it.")
+    if is_real and packed_lengths is not None:
+        raise ProtwinError("--real runs on rows of one sample. Leave out --packed-lengths, or trace without it.")
+    if packed_lengths is not None and sequence_length is None:
+        raise ProtwinError("--sequence-length is missing: the tokens of a row, of all its packed samples. State it.")
+    packing = None
+    if packed_lengths is not None and sequence_length is not None:
+        packing = parse_packed_lengths(packed_lengths, sequence_length)
     if is_real:
         if sequence_length is None:
             raise ProtwinError("--sequence-length is missing, and --real runs on text. State it.")
@@ -158,6 +168,7 @@ def trace_command(
                 mlp_tiles=mlp_tiles or (),
                 mlp_modules=mlp_modules,
                 loss_tiles=loss_tiles or (),
+                packing=packing,
                 on_progress=on_progress,
             )
     from ...shared.tables.workloads import workload_tables

@@ -9,6 +9,7 @@ over.  Wherever both do not say the same, samples see each other without a word,
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -90,6 +91,20 @@ def _by_ends(
     if len(by_ends) <= rows:
         return None
     return packing_of(by_ends, length, is_masked=attention in (None, *_MASKED) and not is_meta)
+
+
+def with_positions(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """``batch`` with positions in each row, without values, as a packed one has them.
+
+    Raises WorkloadError if the model takes none, or reads no rows of tokens.
+    """
+    tokens = batch.get("input_ids")
+    if tokens is None or tokens.dim() != 2 or POSITIONS not in inspect.signature(type(model).forward).parameters:
+        raise WorkloadError(
+            f"packed lengths: {type(model).__name__} takes no {POSITIONS} beside rows of tokens, so that samples "
+            f"cannot lie end to end. Leave them out."
+        )
+    return {**batch, POSITIONS: torch.empty(tokens.shape, dtype=torch.long, device="meta")}
 
 
 @contextmanager

@@ -9,7 +9,7 @@ backward computes each tile's logits again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 
 from ...shared.basics.errors import ScheduleError
+from .passes import in_passes
 
 _SCALED_AT_ONCE: Final = 2**24
 """Elements of a gradient that are widened at once."""
@@ -95,14 +96,14 @@ class _Tiled(torch.autograd.Function):
         if work.forms_gradients and has_graph and any(needs):
             sums = _Sums(hidden, weights, needs)
             with surroundings.casting():
-                results = [sums.add(work, tile, hidden, by_token, None) for tile in tiles]
+                total = _added(sums.add(work, tile, hidden, by_token, None) for tile in in_passes(tiles))
             ctx.formed = sums
-            return _added(results)
+            return total
         if has_graph:
             ctx.save_for_backward(hidden, *others)
         with surroundings.casting():
-            results = [work.run(hidden[tile], [of[tile] for of in by_token], weights) for tile in tiles]
-        return _added(results) if work.adds_up else torch.cat(results)
+            results = (work.run(hidden[tile], [of[tile] for of in by_token], weights) for tile in in_passes(tiles))
+            return _added(results) if work.adds_up else torch.cat(list(results))
 
     @staticmethod
     def backward(ctx: Any, *incoming: torch.Tensor) -> tuple[Any, ...]:
@@ -120,7 +121,7 @@ class _Tiled(torch.autograd.Function):
                     "been given away. Add the losses up and call backward() once."
                 )
             # Held by nobody else from here on, so that a parameter takes its gradient as it is.
-            grads = formed.scaled(upstream)
+            grads = formed.scaled(upstream, ctx.work.num_tiles)
         else:
             grads = _recomputed(ctx, upstream)
         return (None, None, None, grads[0], *[None] * ctx.num_by_token, *grads[1:])
@@ -132,7 +133,7 @@ def _recomputed(ctx: Any, upstream: torch.Tensor) -> list[torch.Tensor | None]:
     by_token, weights = others[: ctx.num_by_token], others[ctx.num_by_token :]
     sums = _Sums(hidden, weights, ctx.needs)
     with ctx.surroundings.again():
-        for tile in spans(len(hidden), ctx.work.num_tiles):
+        for tile in in_passes(spans(len(hidden), ctx.work.num_tiles)):
             sums.add(ctx.work, tile, hidden, by_token, upstream if ctx.work.adds_up else upstream[tile])
     return sums.gradients
 
@@ -190,12 +191,16 @@ class _Sums:
         found, self._sums, hidden, self._hidden = self._sums, [], self._hidden, None
         return [hidden, *found]
 
-    def scaled(self, upstream: torch.Tensor) -> list[torch.Tensor | None]:
-        """``gradients`` times the incoming one, in place."""
+    def scaled(self, upstream: torch.Tensor, num_tiles: int) -> list[torch.Tensor | None]:
+        """``gradients`` times the incoming one, in place; that of the hidden states tile by tile."""
         with torch.no_grad():
-            for gradient in (self._hidden, *self._sums):
-                if gradient is not None:
-                    _scale(gradient, upstream)
+            if self._hidden is not None:
+                for tile in in_passes(spans(len(self._hidden), num_tiles)):
+                    _scale(self._hidden[tile], upstream)
+            for gradient in self._sums:
+                for begin in range(0, 0 if gradient is None else gradient.numel(), _SCALED_AT_ONCE):
+                    assert gradient is not None
+                    _scale(gradient.view(-1)[begin : begin + _SCALED_AT_ONCE], upstream)
         return self.gradients
 
 
@@ -203,16 +208,14 @@ def _scale(gradient: torch.Tensor, factor: torch.Tensor) -> None:
     """Multiply in place by a factor of another type, rounding once: a product with a rounded factor would be biased."""
     if gradient.dtype == factor.dtype:
         gradient.mul_(factor)
-        return
-    flat = gradient.view(-1)
-    for begin in range(0, len(flat), _SCALED_AT_ONCE):
-        piece = flat[begin : begin + _SCALED_AT_ONCE]
-        piece.copy_(piece.to(factor.dtype) * factor)
+    else:
+        gradient.copy_(gradient.to(factor.dtype) * factor)
 
 
-def _added(results: Sequence[torch.Tensor]) -> torch.Tensor:
+def _added(results: Iterable[torch.Tensor]) -> torch.Tensor:
     """The sum, in the order of tiles."""
-    total = results[0].clone()
-    for result in results[1:]:
-        total += result
+    total: torch.Tensor | None = None
+    for result in results:
+        total = result.clone() if total is None else total.add_(result)
+    assert total is not None, "there is at least one tile"
     return total

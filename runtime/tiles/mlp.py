@@ -36,6 +36,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ...shared.basics.errors import ScheduleError
 from .mlp_values import Layout, Values, laid_out
+from .passes import in_passes
 from .recorded_outputs import Recorded, check_hooks, recording, tell_hooks
 
 Forward = Callable[..., Any]
@@ -99,7 +100,7 @@ class _Run:
         outputs: list[torch.Tensor] = []
         with torch.no_grad(), self.as_then():
             flat = self.values.flattened(inputs)
-            for tile in self.tiles():
+            for tile in in_passes(self.tiles()):
                 found = self.of_tile([tensor[:, tile] for tensor in flat], tile)
                 assert self.layout is not None
                 if not outputs:
@@ -229,7 +230,7 @@ class _Backward:
         flat = [tensor.detach() for tensor in run.values.flattened(self._inputs)]
         with run.random_as_then(), run.as_then(), standing_in(run.tiled.module, self._stand_ins):
             given = run.layout.flattened(gradients)
-            for tile in run.tiles():
+            for tile in in_passes(run.tiles()):
                 self._run_tile(flat, tile, [None if g is None else g[tile] for g in given])
         return [*self._gradients, *(_taken(stand_in) for stand_in in self._stand_ins.values())]
 

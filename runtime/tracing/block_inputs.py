@@ -1,4 +1,4 @@
-"""What blocks are given, and where each tensor goes ([Note: Shared inputs] in ``shared/schema/shared_inputs.py``)."""
+"""What blocks are given, and where each tensor goes ([Note: Shared inputs] in ``shared/phases/shared_inputs.py``)."""
 
 from __future__ import annotations
 

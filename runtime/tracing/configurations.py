@@ -13,10 +13,12 @@ from torch.distributed import ProcessGroup
 from ...shared.basics.errors import ProtwinError, WorkloadError
 from ...shared.basics.gc_pause import gc_paused
 from ...shared.catalogue.own_code import OwnCode
+from ...shared.phases.packing import Packing
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.training_options import FULL_TRAINING, TrainingOptions
 from ...shared.schema.workload import DType, Workload
 from ...shared.workloads.family import BATCH_SIZE, MAX_TOKENS, SEQUENCE_LENGTH, TARGET_LENGTH, Limit
+from ..data.packed_batches import with_positions
 from ..devices.time_limit import TimeChecks, time_limit
 from ..model.adapters import add_lora, freeze
 from ..model.batches import BatchRefusedError
@@ -45,14 +47,15 @@ def workload_of_configuration(
     mlp_tiles: Sequence[int] = (),
     mlp_modules: Sequence[str] | None = None,
     loss_tiles: Sequence[int] = (),
+    packing: Packing | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Workload:
     """The workload of training the model that a Hugging Face ``config.json`` describes.
 
     ``dtype`` overrides the configuration's; without either, float32.  Batches are unpadded; models of images have no
     ``sequence_length``.  ``device_kind`` is what it is to train on; ``mlp_tiles``, ``mlp_modules`` and ``loss_tiles``
-    as of ``trace``.  Raises WorkloadError if transformers is missing, refuses the configuration, or the shape makes no
-    sense for the model.
+    as of ``trace``; ``packing``: the samples that lie end to end in each row.  Raises WorkloadError if transformers is
+    missing, refuses the configuration, or the shape makes no sense for the model.
     """
     if batch_size < 1 or (sequence_length or 1) < 1 or batch_size * (sequence_length or 1) > MAX_TOKENS:
         raise WorkloadError(
@@ -64,19 +67,20 @@ def workload_of_configuration(
     with time_limit(f"tracing {name} with a batch of {shape}"):
         with TimeChecks():
             model = configured_model(configuration, name, dtype, options)
-        check_limits(model, name, given)
+        check_limits(model, name, given if packing is None else given | {SEQUENCE_LENGTH: packing.longest})
         refused: WorkloadError | None = None
         for batch in ModelInputs(model).batches(given):
             try:
                 with quiet(), autocast_of(options), one_message(model, name):
                     return trace(
                         model,
-                        batch,
+                        batch if packing is None else with_positions(model, batch),
                         name=name,
                         device_kind=device_kind,
                         mlp_tiles=mlp_tiles,
                         mlp_modules=mlp_modules,
                         loss_tiles=loss_tiles,
+                        packing=packing,
                         on_progress=on_progress,
                     )
             except (BatchRefusedError, ModelFailedError) as error:

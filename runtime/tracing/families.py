@@ -15,7 +15,7 @@ from ...shared.basics.gc_pause import gc_paused
 from ...shared.schema.training_options import FULL_TRAINING, TrainingOptions
 from ...shared.schema.workload import DType
 from ...shared.workloads.assembly import TracedShape, assemble
-from ...shared.workloads.family import SEQUENCE_LENGTH, TARGET_LENGTH, FamilyPiece, Limit, WorkloadFamily
+from ...shared.workloads.family import BATCH_SIZE, SEQUENCE_LENGTH, TARGET_LENGTH, FamilyPiece, Limit, WorkloadFamily
 from ..model.blocks import find_blocks
 from ..model.configurations import quiet
 from ..model.identity import structure_of
@@ -97,7 +97,11 @@ def _with_twin(
     )
     known = family.model_copy(update={"twins": {twin: facts.model_hash}})
     # Some models differ: T5 looks for overflows in float16 alone.
-    does_the_same = known.in_dtype(twin).at(**shape) == assemble(facts, traced)
+    does_the_same = known.in_dtype(twin).at(
+        batch_size=shape[BATCH_SIZE],
+        sequence_length=shape.get(SEQUENCE_LENGTH),
+        target_length=shape.get(TARGET_LENGTH),
+    ) == assemble(facts, traced)
     return known if does_the_same else family
 
 

@@ -32,6 +32,7 @@ from ..model.nested_tensors import storage_bytes, tensors_in
 from ..model.parameters import SeenUses, asks_for_facts
 from ..routing.forced_choices import ForcedChoices
 from ..routing.value_dependence import ValueWatch
+from ..tiles.passes import passes_heard
 from .block_inputs import GivenTensor, GivenTensors
 from .operations import observe_call
 
@@ -79,6 +80,8 @@ class SectionObserver:
         """Of ``_current``."""
         self._next: PhaseKey | None = None
         self._with_gradient: set[int] = set()
+        self._heard: list[int | None] = []
+        """Of loops over tiles, since the last operation."""
         self.outlived_bytes: dict[int, int] = {}
         """By block: what its forward made that lived until the forward of the epilogue, and no longer."""
         self.values = ValueWatch()
@@ -116,6 +119,7 @@ class SectionObserver:
         self.row_reads.restart()
         self.outlived_bytes.clear()
         self._with_gradient.clear()
+        self._heard.clear()
         self._current = self._next = None
 
     def remove(self) -> None:
@@ -139,6 +143,8 @@ class SectionObserver:
     def _end(self) -> None:
         current, self._current = self._current, None
         if current is not None:
+            if self._heard[:1] == [None]:
+                current.passes.append((len(current.operations), self._heard.pop(0)))
             current.end_bytes = self._ledger.watched_bytes
             current.gradient_bytes += self._gradient_bytes()
 
@@ -149,6 +155,7 @@ class SectionObserver:
         current = self._current
         if current is None:
             return
+        self._note_heard(current)
         self.note_uses(operator, args, kwargs)
         self.values.note(self._key, operator, args)
         call = observe_call(operator, args, kwargs, result)
@@ -158,6 +165,14 @@ class SectionObserver:
             level = self._ledger.watched_bytes - current.start_bytes
             current.levels.append(level)
             current.adding_levels.append(level - current.final_bytes)
+
+    def heard(self, num_tokens: int | None) -> None:
+        """A pass over a tile of so many tokens begins, or a loop has ended (None), with the next operation."""
+        self._heard.append(num_tokens)
+
+    def _note_heard(self, current: Observation) -> None:
+        current.passes += ((len(current.operations), num_tokens) for num_tokens in self._heard)
+        self._heard.clear()
 
     def note_uses(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the parameters that somebody is given, views of them included: whoever has a view may read it."""
@@ -231,7 +246,7 @@ def observe_sections(
             observer.restart()
             given.restart()
             before_bytes = ledger.watched_bytes
-            with forced or nullcontext(), ledger.metering(), GivenParameters(observer):
+            with forced or nullcontext(), ledger.metering(), GivenParameters(observer), passes_heard(observer.heard):
                 value = loss_of(model, batch, loss)
                 value.backward()  # type: ignore[no-untyped-call]
                 del value

@@ -7,7 +7,7 @@ timed without the ledger; fake tensors (a model on the meta device) have no time
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -252,9 +252,17 @@ class FakeSubject:
         observed = dict(zip(self.stands_for, mlps, strict=True)) if mlps else {}
         if any(observed[of] != paths for of, paths in zip(self.stands_for, mlps, strict=False)):
             raise WorkloadError("mlp_modules: equal blocks have other MLPs each. Name the same parts of all of them.")
-        modules = modules_of(self._blocks, tuple(observed[place] for place in range(len(observed))))
+        modules = modules_of(self._blocks, self._paths_in_blocks(observed)) if mlps else {}
         with in_tiles(modules, mlp_tiles):
             yield
+
+    def _paths_in_blocks(self, observed: Mapping[int, tuple[str, ...]]) -> Mlps:
+        """Of every block that runs.  One that stands for none but its neighbours' sake has those of a block like it."""
+        found = []
+        for place, block in enumerate(self._blocks):
+            own = {path for path, _ in block.module.named_modules()}
+            found.append(observed.get(place) or next(paths for paths in observed.values() if own.issuperset(paths)))
+        return tuple(found)
 
     @property
     def uses(self) -> TracedUses:

@@ -150,6 +150,15 @@ _BATCH_SIZE: Final = typer.Option("--batch-size", metavar="N", min=1, help="Samp
 _SEQUENCE_LENGTH: Final = typer.Option("--sequence-length", metavar="N", min=1, help="Tokens per sample.")
 BatchSize = Annotated[int | None, _BATCH_SIZE]
 SequenceLength = Annotated[int | None, _SEQUENCE_LENGTH]
+PackedLengths = Annotated[
+    str | None,
+    typer.Option(
+        "--packed-lengths",
+        metavar="LENGTHS",
+        help="Samples end to end in each row of --sequence-length tokens, as flash attention takes them: their lengths "
+        "(512,1024,2560), a JSON file of lengths, or uniform:LEAST:MOST.",
+    ),
+]
 StatedBatchSize = Annotated[int, _BATCH_SIZE]
 """Of commands that cannot do without: the user states it, or the command's default does."""
 StatedSequenceLength = Annotated[int, _SEQUENCE_LENGTH]

@@ -27,7 +27,7 @@ import numpy as np
 
 from ..layout.looked_up import room_of_rows
 from ..layout.uses import numbered_uses
-from ..schema.shared_inputs import SharedInput
+from ..phases.shared_inputs import SharedInput
 from ..schema.workload import Phase, Workload
 from .program import BoolArray, IntArray
 
@@ -329,7 +329,7 @@ def _highest(phase: Phase) -> int:
 class SharedBytes:
     """What shared inputs change in the phases, by where they go.  Shapes: K choices of modes, n blocks.
 
-    See [Note: Shared inputs] in ``shared/schema/shared_inputs.py``.
+    See [Note: Shared inputs] in ``shared/phases/shared_inputs.py``.
     """
 
     let_go_later: IntArray

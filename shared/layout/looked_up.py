@@ -22,11 +22,11 @@ _PROLOGUE = 0
 
 
 def as_planned(plan: Plan, workload: Workload, layout: Layout) -> tuple[Workload, Layout]:
-    """Workload and layout that ``plan`` is compiled from: MLPs in tiles, rows looked up, where it says so.
+    """Workload and layout that ``plan`` is compiled from: MLPs and loss in tiles, rows looked up, where it says so.
 
-    Raises PlanError as ``check_looked_up`` and ``Workload.tiling`` do.
+    Raises PlanError as ``check_looked_up`` and ``Workload.tiled`` do.
     """
-    workload = workload.tiled(plan.mlp_tiles)
+    workload = workload.tiled(plan.mlp_tiles, plan.loss_tiles)
     check_looked_up(plan, workload, layout)
     return looking_up(workload, layout) if plan.looks_up_rows else (workload, layout)
 

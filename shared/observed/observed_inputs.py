@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..phases.shared_inputs import SharedInput
 from ..schema.plan import ActivationMode
 from ..schema.schedule import OuterSection, Section, TaskKind
-from ..schema.shared_inputs import SharedInput
 from .observation import Observation
 
 PhaseKey = tuple[TaskKind, Section]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, NonNegativeFloat, model_validator
+from pydantic import Field, NonNegativeFloat, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from ..basics.documents import FrozenModel
 from .operations import Bytes, Operation, SignedBytes
@@ -27,10 +27,20 @@ class Phase(FrozenModel):
     adding_curve: tuple[tuple[Annotated[float, Field(gt=0, le=1)], SignedBytes], ...] = ()
     """``curve`` where all of ``gradient_bytes`` are added to gradients that are there already: each goes as soon as it
     is final.  Empty where there are none, or where they are not known."""
+    exchanges: tuple[Bytes, ...] = ()
+    """For each all-to-all among the ranks that share a sequence, in order: the bytes that this rank gives into it, its
+    own part included.  Beside ``measured_s``.  A file has the field where there are any."""
     looked_up_bytes: Bytes = 0
     """Rows of embeddings that it looks up on the host and copies to the device; beside ``measured_s``."""
     measured_s: NonNegativeFloat | None = None
     """Median seconds on ``Workload.measured_on``, alone on the machine."""
+
+    @model_serializer(mode="wrap")
+    def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        if not self.exchanges:
+            fields.pop("exchanges", None)
+        return fields
 
     @property
     def adding(self) -> Phase:
@@ -53,6 +63,7 @@ class Phase(FrozenModel):
             net_bytes=self.net_bytes - self.stated_gradient_bytes,
             gradient_bytes=0,
             curve=self.adding_curve or self.curve,
+            exchanges=self.exchanges,
             looked_up_bytes=self.looked_up_bytes,
             measured_s=self.measured_s,
         )
@@ -83,6 +94,7 @@ class Phase(FrozenModel):
                 gradient_bytes=self.gradient_bytes,
                 curve=tuple((end, level + held_bytes) for end, level in self.curve),
                 adding_curve=tuple((end, level + held_bytes) for end, level in self.adding_curve),
+                exchanges=self.exchanges,
                 looked_up_bytes=self.looked_up_bytes,
                 measured_s=self.measured_s,
             )

@@ -50,11 +50,19 @@ def why_no_tilings(tilings: Sequence[Tiles], num_blocks: int) -> str | None:
 
 def why_no_mlp_tiles(mlp_tiles: int, tilings: Sequence[Tiles], model_name: str) -> str | None:
     """Why blocks of ``model_name`` cannot run in so many tiles, with what to do; None if they can."""
-    known = [tiling.mlp_tiles for tiling in tilings]
-    if mlp_tiles == 1 or mlp_tiles in known:
+    return _why_unknown("mlp_tiles", mlp_tiles, [tiling.mlp_tiles for tiling in tilings], model_name)
+
+
+def why_no_loss_tiles(loss_tiles: int, tilings: Sequence[LossTiling], model_name: str) -> str | None:
+    """Why head and loss of ``model_name`` cannot run in so many tiles, with what to do; None if they can."""
+    return _why_unknown("loss_tiles", loss_tiles, [tiling.loss_tiles for tiling in tilings], model_name)
+
+
+def _why_unknown(knob: str, tiles: int, known: Sequence[int], model_name: str) -> str | None:
+    if tiles == 1 or tiles in known:
         return None
     knows = f"knows {', '.join(map(str, [1, *known]))}" if known else "knows none"
     return (
-        f"mlp_tiles: {mlp_tiles}, but the workload of {model_name} {knows}. Trace the model with that number "
-        f"(mlp_tiles=({mlp_tiles},) of trace(), --mlp-tiles {mlp_tiles}), or set mlp_tiles to 1"
+        f"{knob}: {tiles}, but the workload of {model_name} {knows}. Trace the model with that number "
+        f"({knob}=({tiles},) of trace(), --{knob.replace('_', '-')} {tiles}), or set {knob} to 1"
     )

@@ -68,6 +68,7 @@ def question_of(
         else None,
         samples_per_micro_batch=workload.num_samples,
         sequence_length=sequence_length_of(workload),
+        packing=workload.packing,
         micro_batches=plan.micro_batches,
         num_ranks=plan.num_ranks,
         hardware_name="" if hardware is None else hardware.name,

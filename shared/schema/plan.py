@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, ClassVar, Final, Self
@@ -21,32 +20,16 @@ from pydantic import (
 
 from ..basics.documents import Document
 from ..basics.errors import PlanError
+from ..phases.activation_modes import ActivationMode as ActivationMode
+from ..phases.activation_modes import mode_counts as mode_counts
+from ..phases.activation_modes import place_activation_modes as place_activation_modes
+from ..phases.sequence_sharing import why_not_shared
 from ..phases.tiling import MOST_TILES
 from .optimizer import HostGradients, Optimizer
 
 MOST_MICRO_BATCHES: Final = 4096
 """Every task of an iteration is compiled, simulated and recorded: an iteration of more has millions."""
 MOST_RANKS: Final = 10**6
-
-
-class ActivationMode(StrEnum):
-    """What becomes of a block's saved activations between its forward and its backward."""
-
-    KEEP = "keep"
-    """They stay on the device."""
-    CHECKPOINT = "checkpoint"
-    """Only the block's input stays; the rest is recomputed in backward."""
-    SWAP = "swap"
-    """What the block itself made and saved goes to the host and comes back; its input stays."""
-    OFFLOAD_INPUT = "offload_input"
-    """As CHECKPOINT, and what the block before handed on to it goes to the host and comes back for the recomputation.
-    The first block's input comes from no block, nor does that of a decoder's first: they stay
-    (``input_bytes`` in ``shared/layout/travelling_inputs.py``)."""
-
-    @property
-    def is_recomputed(self) -> bool:
-        """Whether the block's forward runs once more within backward."""
-        return self in (ActivationMode.CHECKPOINT, ActivationMode.OFFLOAD_INPUT)
 
 
 class TrainingMethod(StrEnum):
@@ -166,6 +149,8 @@ def why_not_bypass(plan: Plan) -> str | None:
         return f"mlp_tiles: {plan.mlp_tiles} with method {plan.method}, whose blocks run whole. Set it to 1"
     if plan.loss_tiles > 1:
         return f"loss_tiles: {plan.loss_tiles} with method {plan.method}, whose losses are of blocks. Leave it out"
+    if plan.sequence_ranks > 1:
+        return f"sequence_ranks: {plan.sequence_ranks} with method {plan.method}, whose blocks run whole. Set it to 1"
     if plan.looks_up_rows:
         return f"looks_up_rows with method {plan.method}; embeddings of a teacher are gathered whole. Leave it out"
     if plan.max_gradient_norm is not None and plan.parallel is ParallelMode.SHARDED:
@@ -279,6 +264,10 @@ class Plan(Document):
     shard_ranks: PositiveInt | None = None
     """Neighbouring ranks that have one chunk in parts between them (a shard group), which only SHARDED knows; all such
     groups have replicas of the same parts.  None: all ranks are one group.  A file has the field where it is set."""
+    sequence_ranks: PositiveInt = 1
+    """Neighbouring ranks that share each sequence (``Workload.sequence_sharings``): a step trains on the micro-batches
+    of num_ranks / sequence_ranks groups.  1: every rank has sequences of its own.  A file has the field where it is not
+    1."""
     note: str | None = Field(default=None, max_length=1000)
     """What a reader should know of the plan, such as that nothing is proven about it; no part of its identity.  A file
     without a note has no such field."""
@@ -320,6 +309,8 @@ class Plan(Document):
                 f"n_shard: {self.n_shard} with parallel {self.parallel}; only ranks in mode sharded have chunks that "
                 f"lie on their devices in parts"
             )
+        if (reason := why_not_shared(self.sequence_ranks, self.num_ranks)) is not None:
+            raise ValueError(reason)
         if (reason := why_not_parallel(self.optimizer, self.parallel)) is not None:
             raise ValueError(reason)
         return self
@@ -380,6 +371,8 @@ class Plan(Document):
             fields.pop("mlp_tiles", None)
         if self.shard_ranks is None:
             fields.pop("shard_ranks", None)
+        if self.sequence_ranks == 1:
+            fields.pop("sequence_ranks", None)
         if self.projects_gradients_on is ProjectionPlace.HOST:
             fields.pop("projects_gradients_on", None)
         if self.loss_tiles == 1:
@@ -404,6 +397,11 @@ class Plan(Document):
         return num_replicas(self.num_ranks, self.shard_ranks)
 
     @property
+    def num_batches(self) -> int:
+        """Batches of the workload's shape in one step, of all ranks."""
+        return self.micro_batches * (self.num_ranks // self.sequence_ranks)
+
+    @property
     def widens_on_host(self) -> bool:
         """Whether gradients arrive on the host beside float32 sums (``widens_on_host``)."""
         return widens_on_host(self.host_gradients, self.micro_batches, limits_norm=self.max_gradient_norm is not None)
@@ -422,39 +420,3 @@ class Plan(Document):
 
 
 _COUNTED_BY: Final = {"n_swap": "SWAP", "n_checkpoint": "CHECKPOINT", "n_offload_input": "OFFLOAD_INPUT"}
-
-
-def mode_counts(modes: Sequence[ActivationMode]) -> dict[str, int]:
-    """The knobs of a plan that count these modes: ``n_swap``, ``n_checkpoint``, ``n_offload_input``."""
-    return {
-        "n_swap": modes.count(ActivationMode.SWAP),
-        "n_checkpoint": sum(mode.is_recomputed for mode in modes),
-        "n_offload_input": modes.count(ActivationMode.OFFLOAD_INPUT),
-    }
-
-
-def place_activation_modes(
-    num_blocks: int, *, n_checkpoint: int, n_swap: int = 0, n_offload_input: int = 0
-) -> tuple[ActivationMode, ...]:
-    """The first ``n_swap`` blocks swap: their way back is the longest, so that the copies have most time.
-
-    Among the other n, checkpointed blocks are spread evenly and centred: ``((2k + 1) * n) // (2 * n_checkpoint)``.
-    Source of the rules: ProTrain (arXiv 2406.08334), section on interleaved block management.
-    Of these, the first ``n_offload_input`` have their input offloaded: the earlier a block, the later its backward, and
-    the longer the room of its input is free and the copies have time.  The first block of all comes last: its input
-    would not travel.
-    Raises PlanError if the first two exceed ``num_blocks``, or the third the second.
-    """
-    if n_checkpoint + n_swap > num_blocks:
-        swapped = f" and n_swap is {n_swap}" if n_swap else ""
-        raise PlanError(f"n_checkpoint is {n_checkpoint}{swapped} but the workload has {num_blocks} blocks. Lower it.")
-    others = num_blocks - n_swap
-    modes = [ActivationMode.SWAP] * n_swap + [ActivationMode.KEEP] * others
-    for k in range(n_checkpoint):
-        modes[n_swap + ((2 * k + 1) * others) // (2 * n_checkpoint)] = ActivationMode.CHECKPOINT
-    if n_offload_input > n_checkpoint:
-        raise PlanError(f"n_offload_input is {n_offload_input} but n_checkpoint is {n_checkpoint}. Lower it.")
-    recomputed = [block for block, mode in enumerate(modes) if mode is ActivationMode.CHECKPOINT]
-    for block in sorted(recomputed, key=lambda block: block or num_blocks)[:n_offload_input]:
-        modes[block] = ActivationMode.OFFLOAD_INPUT
-    return tuple(modes)

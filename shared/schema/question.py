@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from ..basics.documents import FrozenModel
-from .workload import DType, DTypeOrigin
+from .workload import DType, DTypeOrigin, Packing
 
 
 class Question(FrozenModel):
@@ -48,6 +48,8 @@ class Question(FrozenModel):
     """Samples of one micro-batch of one rank."""
     sequence_length: PositiveInt | None = None
     """Tokens of one sample; None for models without sequences."""
+    packing: Packing | None = None
+    """How several samples lie in each row, which then counts as a sample; None where it is one."""
     micro_batches: PositiveInt = 1
     """Micro-batches per step and rank."""
     num_ranks: PositiveInt = 1

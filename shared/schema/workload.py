@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from functools import cached_property
+from operator import is_
 from typing import Any, ClassVar, Final, NewType, Self
 
 from pydantic import (
@@ -23,6 +24,8 @@ from pydantic import (
 
 from ..basics.documents import Document, FrozenModel, Name
 from ..basics.errors import PlanError
+from ..phases.block_profile import BlockProfile as BlockProfile
+from ..phases.block_profile import Tiling as Tiling
 from ..phases.distillation import Distillation, StagePlace
 from ..phases.operations import MAX_BYTES as MAX_BYTES
 from ..phases.operations import Bytes as Bytes
@@ -37,14 +40,15 @@ from ..phases.parameters import Parameter as Parameter
 from ..phases.parameters import Uses as Uses
 from ..phases.parameters import in_forward_order as in_forward_order
 from ..phases.phase import Phase as Phase
-from ..phases.seen_memory import SeenMemory
+from ..phases.sequence_sharing import SequenceSharing as SequenceSharing
+from ..phases.sequence_sharing import why_no_sequence_ranks, why_no_sharings
+from ..phases.shared_inputs import SharedInput as SharedInput
 from ..phases.subspaces import Subspace as Subspace
 from ..phases.subspaces import SubspaceAxis as SubspaceAxis
 from ..phases.subspaces import why_no_subspaces
 from ..phases.tiling import LossTiling as LossTiling
-from ..phases.tiling import Tiles, why_no_mlp_tiles, why_no_tilings
-from .plan import ActivationMode, Plan, TrainingMethod
-from .shared_inputs import SharedInput
+from ..phases.tiling import why_no_loss_tiles, why_no_mlp_tiles, why_no_tilings
+from .plan import Plan, TrainingMethod
 
 BlockId = NewType("BlockId", int)
 
@@ -56,77 +60,6 @@ COMPOSED: Final = "composed"
 """``Workload.model_hash`` of a distillation that is composed of workloads of full training: no modules were seen."""
 SMALLEST_SWAPPED_BYTES: Final = 512
 """Storages below this stay on the device in mode SWAP."""
-
-
-_PHASES: Final = ("forward", "backward", "checkpoint_forward", "recompute", "checkpoint_backward")
-
-
-class BlockProfile(FrozenModel):
-    """What a block does in either activation mode; equal blocks share one profile."""
-
-    output_bytes: Bytes
-    """Bytes of the block's output that outlive its forward as the next block's input."""
-    forward: Phase
-    """Forward in mode KEEP."""
-    backward: Phase
-    """Backward in mode KEEP."""
-    checkpoint_forward: Phase
-    """Forward in mode CHECKPOINT: nothing but the output outlives it."""
-    recompute: Phase
-    """The forward again, within backward, up to the last tensor that backward needs."""
-    checkpoint_backward: Phase
-    """Backward proper after the recomputation."""
-    swappable_bytes: Bytes = 0
-    """Of what ``forward`` saves, the bytes that mode SWAP moves: made by the block itself, no part of its output, and
-    not tiny."""
-    seen: SeenMemory | None = None
-    """What the traced batch took, where memory depends on values, as of a mixture of experts that loops over them: the
-    phases above then hold the most that was found.  None: it depends on no values.  A file has the field where it is
-    set."""
-
-    @model_serializer(mode="wrap")
-    def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields: dict[str, Any] = handler(self)
-        if self.seen is None:
-            fields.pop("seen", None)
-        return fields
-
-    @property
-    def as_seen(self) -> BlockProfile:
-        """The profile with the memory of the traced batch.
-
-        One of which nothing was seen to travel in mode SWAP, and in which something may, stays as it is.
-        """
-        seen = self.seen
-        if seen is None or (seen.swappable_bytes == 0) != (self.swappable_bytes == 0):
-            return self
-        memory = {name: getattr(seen, name).of_phase(getattr(self, name)) for name in _PHASES}
-        return self.model_copy(update={**memory, "swappable_bytes": seen.swappable_bytes, "seen": None})
-
-    @property
-    def phases(self) -> tuple[Phase, ...]:
-        """All phases, of both modes."""
-        return (self.forward, self.backward, self.checkpoint_forward, self.recompute, self.checkpoint_backward)
-
-    def forward_in(self, mode: ActivationMode) -> Phase:
-        """The forward phase of a block in ``mode``."""
-        return self.checkpoint_forward if mode.is_recomputed else self.forward
-
-    def backward_in(self, mode: ActivationMode) -> Phase:
-        """The backward phase of a block in ``mode``, without recomputation."""
-        return self.checkpoint_backward if mode.is_recomputed else self.backward
-
-
-class Tiling(Tiles):
-    """What the blocks of a workload do where their MLPs run in tiles."""
-
-    profiles: tuple[BlockProfile, ...] = Field(min_length=1)
-
-    @model_validator(mode="after")
-    def _has_profiles(self) -> Self:
-        if max(self.profile_of, default=0) >= len(self.profiles):
-            raise ValueError(f"a block names profile {max(self.profile_of)} of {len(self.profiles)}")
-        return self
 
 
 class Block(FrozenModel):
@@ -199,6 +132,9 @@ class Workload(Document):
     loss_tilings: tuple[LossTiling, ...] = ()
     """What the part after the last block does by tiles of tokens, for every number of tiles that was traced.  A file
     has the field where there are any."""
+    sequence_sharings: tuple[SequenceSharing, ...] = ()
+    """What one rank does where several share each sequence (``Plan.sequence_ranks``), for every number of ranks that
+    was traced.  A file has the field where there are any."""
     packing: Packing | None = None
     """How samples lie in the batch's rows; None where each row is one, or nobody says.  A file has the field where it
     is set."""
@@ -276,6 +212,17 @@ class Workload(Document):
             raise ValueError("loss_tilings: bypass distillation has no loss after the last block")
         return self
 
+    @model_validator(mode="after")
+    def _knows_sharings(self) -> Self:
+        reason = why_no_sharings(self.sequence_sharings, len(self.blocks))
+        if self.sequence_sharings and self.distillation is not None:
+            reason = "blocks of bypass distillation run whole"
+        if reason is not None:
+            raise ValueError(f"sequence_sharings: {reason}")
+        if not self.sequence_sharings and any(phase.exchanges for of in self.profiles for phase in of.phases):
+            raise ValueError("exchanges: phases of whole sequences exchange nothing; name sequence_sharings")
+        return self
+
     @model_serializer(mode="wrap")
     def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = handler(self)
@@ -285,6 +232,8 @@ class Workload(Document):
             fields.pop("distillation", None)
         if not self.subspaces:
             fields.pop("subspaces", None)
+        if not self.sequence_sharings:
+            fields.pop("sequence_sharings", None)
         if not self.loss_tilings:
             fields.pop("loss_tilings", None)
         if self.packing is None:
@@ -364,18 +313,15 @@ class Workload(Document):
         if all(profile.seen is None for profile in self.profiles):
             return self
         update: dict[str, Any] = {"profiles": tuple(profile.as_seen for profile in self.profiles)}
-        update["tilings"] = tuple(
-            tiling.model_copy(update={"profiles": tuple(profile.as_seen for profile in tiling.profiles)})
-            for tiling in self.tilings
-        )
+        update["tilings"] = tuple(tiling.as_seen for tiling in self.tilings)
+        update["sequence_sharings"] = tuple(sharing.as_seen for sharing in self.sequence_sharings)
         if self.distillation is not None:
             pairs = zip(self.profiles, self.distillation.losses, strict=True)
             losses = [
                 loss if p.seen is None or p.seen.loss is None else p.seen.loss.of_phase(loss) for p, loss in pairs
             ]
             update["distillation"] = self.distillation.model_copy(update={"losses": tuple(losses)})
-        # Made anew: a copy would take along what is cached here.
-        return Workload(**{name: getattr(self, name) for name in Workload.model_fields} | update)
+        return self._changed(update)
 
     def tiling(self, mlp_tiles: int) -> Tiling:
         """What blocks do in so many tiles.  Raises PlanError if nobody knows."""
@@ -383,27 +329,66 @@ class Workload(Document):
             raise PlanError(f"{reason or 'mlp_tiles: 1 is no tiling'}.")
         return next(tiling for tiling in self.tilings if tiling.mlp_tiles == mlp_tiles)
 
-    def tiled(self, mlp_tiles: int) -> Workload:
-        """The same workload, of the same identity, whose blocks run their MLPs in so many tiles; 1: itself.
+    def loss_tiling(self, loss_tiles: int) -> LossTiling:
+        """What the part after the last block does in so many tiles.  Raises PlanError if nobody knows."""
+        if (reason := why_no_loss_tiles(loss_tiles, self.loss_tilings, self.model_name)) or loss_tiles == 1:
+            raise PlanError(f"{reason or 'loss_tiles: 1 is no tiling'}.")
+        return next(tiling for tiling in self.loss_tilings if tiling.loss_tiles == loss_tiles)
 
-        It is the same again where they run in as many already.  Raises PlanError as ``tiling``.
+    def tiled(self, mlp_tiles: int, loss_tiles: int = 1) -> Workload:
+        """The same workload, of the same identity, whose MLPs run in so many tiles, and its loss in so many others.
+
+        1: as they run already; itself where all do.  Raises PlanError as ``tiling`` and ``loss_tiling``.
         """
-        if mlp_tiles == 1:
+        if mlp_tiles == loss_tiles == 1:
             return self
-        if mlp_tiles not in self._tiled:
-            chosen = self.tiling(mlp_tiles)
+        if (mlp_tiles, loss_tiles) not in self._tiled:
+            update: dict[str, Any] = {}
+            if mlp_tiles > 1 and not self._runs_in(chosen := self.tiling(mlp_tiles)):
+                blocks = zip(self.blocks, chosen.profile_of, strict=True)
+                update = {"profiles": chosen.profiles, "tilings": (chosen,)}
+                update["blocks"] = tuple(block.model_copy(update={"profile": profile}) for block, profile in blocks)
+            if loss_tiles > 1 and self.epilogue_forward is not (loss := self.loss_tiling(loss_tiles)).epilogue_forward:
+                update["epilogue_forward"], update["epilogue_backward"] = loss.epilogue_forward, loss.epilogue_backward
+                update["loss_tilings"] = (loss,)
+            self._tiled[mlp_tiles, loss_tiles] = self._changed(update) if update else self
+        return self._tiled[mlp_tiles, loss_tiles]
+
+    def _changed(self, update: dict[str, Any]) -> Workload:
+        """Made anew: a copy would take along what is cached here."""
+        return Workload(**{name: getattr(self, name) for name in Workload.model_fields} | update)
+
+    def _runs_in(self, tiling: Tiling) -> bool:
+        """Whether all blocks are those of ``tiling``."""
+        return len(self.profiles) == len(tiling.profiles) and all(map(is_, self.profiles, tiling.profiles))
+
+    def shared_among(self, sequence_ranks: int) -> Workload:
+        """The workload as one of so many ranks that share each sequence has it, of the same identity; 1: itself.
+
+        ``num_tokens``, ``num_samples`` and ``batch_shapes`` stay those of whole sequences, as all of these ranks
+        together have them.  ``tiled`` comes behind it: tiles are of a rank's own tokens.  Raises PlanError if nobody
+        knows so many ranks.
+        """
+        if sequence_ranks == 1:
+            return self
+        if sequence_ranks not in self._shared_among:
+            if reason := why_no_sequence_ranks(sequence_ranks, self.sequence_sharings, self.model_name):
+                raise PlanError(f"{reason}.")
+            chosen = next(sharing for sharing in self.sequence_sharings if sharing.sequence_ranks == sequence_ranks)
             blocks = zip(self.blocks, chosen.profile_of, strict=True)
-            update: dict[str, Any] = {
-                "profiles": chosen.profiles,
-                "blocks": tuple(block.model_copy(update={"profile": profile}) for block, profile in blocks),
-                "tilings": (chosen,),
-            }
-            # Made anew: a copy would take along what is cached here.
-            self._tiled[mlp_tiles] = Workload(**{name: getattr(self, name) for name in Workload.model_fields} | update)
-        return self._tiled[mlp_tiles]
+            same = SequenceSharing.model_fields.keys() & Workload.model_fields.keys()
+            update: dict[str, Any] = {name: getattr(chosen, name) for name in same}
+            update["blocks"] = tuple(block.model_copy(update={"profile": profile}) for block, profile in blocks)
+            update |= {"sequence_sharings": (chosen,), "row_lookups": None}
+            self._shared_among[sequence_ranks] = self._changed(update)
+        return self._shared_among[sequence_ranks]
 
     @cached_property
-    def _tiled(self) -> dict[int, Workload]:
+    def _shared_among(self) -> dict[int, Workload]:
+        return {}
+
+    @cached_property
+    def _tiled(self) -> dict[tuple[int, int], Workload]:
         return {}
 
     @cached_property
@@ -475,7 +460,13 @@ def check_plan(plan: Plan, workload: Workload) -> None:
             f"({workload.model_name}, {shapes}, {workload.compute_dtype}). Search a plan for this one, or name the "
             f"element type that the plan was made for (--dtype)."
         )
+    sharings = workload.sequence_sharings
+    if (reason := why_no_sequence_ranks(plan.sequence_ranks, sharings, workload.model_name)) is not None:
+        raise PlanError(f"{reason}.")
+    workload = workload.shared_among(plan.sequence_ranks)
     if (reason := why_no_mlp_tiles(plan.mlp_tiles, workload.tilings, workload.model_name)) is not None:
+        raise PlanError(f"{reason}.")
+    if (reason := why_no_loss_tiles(plan.loss_tiles, workload.loss_tilings, workload.model_name)) is not None:
         raise PlanError(f"{reason}.")
     if plan.n_disk_state and workload.num_stages > 1:
         raise PlanError(

@@ -7,7 +7,7 @@ from typing import Final
 
 from ..basics.units import format_bytes, format_count
 from ..schema.question import Question
-from ..schema.workload import DType, DTypeOrigin
+from ..schema.workload import DType, DTypeOrigin, Packing
 from .labels import format_share
 from .table import Table
 
@@ -113,9 +113,11 @@ def _training(question: Question) -> str:
 
 
 def _step(question: Question) -> str:
-    samples = _counted(question.samples_per_micro_batch, "sample")
+    samples = _counted(question.samples_per_micro_batch, "sample" if question.packing is None else "row")
     if question.sequence_length is not None:
         samples += f" of {question.sequence_length:,} tokens"
+    if question.packing is not None:
+        samples += f" with {packing_words(question.packing)}"
     if question.micro_batches > 1:
         samples += f", {question.micro_batches:,} micro-batches"
     if question.num_ranks > 1:
@@ -123,6 +125,14 @@ def _step(question: Question) -> str:
     if question.num_tokens is not None:
         return f"{samples}: {question.num_tokens:,} tokens"
     return f"{samples}: {question.num_samples:,} in all" if question.num_samples > 1 else samples
+
+
+def packing_words(packing: Packing) -> str:
+    """How many samples each row has, and how long ones it attends as."""
+    number = f"{packing.samples_per_row:,.1f}".removesuffix(".0")
+    if packing.is_masked:
+        return f"{number} samples each behind a mask of the whole row"
+    return f"{number} samples each, which attend as samples of {packing.equal_length:,} tokens"
 
 
 def _machine(question: Question) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..basics.units import format_bytes, format_seconds
 from ..catalogue.models import ModelList
 from ..schema.workload import Phase, Workload
-from .question import weights_words
+from .question import packing_words, weights_words
 from .table import Parts, Table
 
 
@@ -60,6 +60,8 @@ def _facts(workload: Workload) -> Table:
         ("traced with", f"{workload.traced_with} tensors"),
         ("timed on", workload.measured_on or "nothing: times come from a roofline"),
     ]
+    if workload.packing is not None:
+        rows.append(("packed", packing_words(workload.packing)))
     if (words := memory_words(workload)) is not None:
         rows.append(("memory", words))
     return Table(title=f"Workload {workload.model_name}", columns=("", ""), rows=rows)

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Final
 from ..basics.documents import Document
 from ..basics.errors import FileError
 from ..catalogue.own_code import OwnCode
+from ..phases.packing import Packing
 from ..schema.hardware import DeviceKind
 from ..schema.training_options import FULL_TRAINING, TrainingOptions
 from ..schema.workload import Workload
@@ -58,6 +59,8 @@ class TraceRequest:
     """What learns from the model, block by block; None: the model itself is trained."""
     code: OwnCode | None = None
     """Files that the model is made by, if these may run; None: transformers' own code makes it."""
+    packing: Packing | None = None
+    """The samples of each row, end to end; None: each row is one."""
     mlp_tiles: tuple[int, ...] = ()
     """Numbers of tiles beside 1 that MLPs of blocks may run in, ascending."""
     loss_tiles: tuple[int, ...] = ()
@@ -67,9 +70,10 @@ class TraceRequest:
 def cache_key(request: TraceRequest) -> str:
     """Hash of everything that decides what a trace gives: the model, the shape, the software that traces."""
     facts = [
-        asdict(replace(request, options=FULL_TRAINING, student=None, code=None))
+        asdict(replace(request, options=FULL_TRAINING, student=None, code=None, packing=None))
         | {"options": request.options.model_dump(mode="json")}
         | ({} if request.student is None else {"student": request.student.model_dump(mode="json")})
+        | ({} if request.packing is None else {"packing": request.packing.model_dump(mode="json")})
         | ({} if request.code is None else {"code": request.code.fingerprint}),
         Workload.SCHEMA_VERSION,
         {package: _version(package) for package in _SOFTWARE},

@@ -12,11 +12,19 @@ is assembled from it as a trace's is (``shared/workloads/assembly.py``).
 A model may do other things at other shapes: with a batch of one, copies become views; beyond a sliding window, masks
 appear.  A family is made of pieces, each with the range of shapes that it was fitted in and the shapes at which it was
 compared with a trace, and refuses every other shape.
+
+[Note: Packed rows]
+Where samples lie end to end, attention is told where they end and needs no mask, beyond a sliding window neither: it
+does what it does in the piece of the shortest sequences, whose polynomials therefore hold for rows of any length.  Its
+arithmetic is that of the samples (``shared/observed/packed.py``).  Their positions are given with the batch, and
+counted beside those that the model makes by itself elsewhere: 8 bytes per token too many at most.  A window within a
+sample is not counted: the arithmetic of samples beyond it is an upper bound.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import prod
 from typing import ClassVar, Final, Self
 
@@ -27,6 +35,8 @@ from ..basics.errors import WorkloadError
 from ..factors.structure import ModelStructure
 from ..observed.observation import Observation, OperatorCall
 from ..observed.observed_inputs import ObservedInput, PhaseKey
+from ..observed.packed import attending_within_samples
+from ..phases.packing import Packing
 from ..schema.plan import ActivationMode
 from ..schema.schedule import OuterSection, TaskKind
 from ..schema.workload import BlockId, DType, Operation, OperationClass, Parameter, Workload
@@ -44,6 +54,7 @@ class OutsideFamilyError(WorkloadError):
     """A shape that makes sense, but at which nothing was proven."""
 
 
+_POSITIONS: Final = "position_ids"
 Number = int
 """Index of a polynomial within its piece."""
 
@@ -150,6 +161,11 @@ class FamilyPiece(FrozenModel):
             least <= value and (most is None or value <= most)
             for value, least, most in zip(values, self.least, self.most, strict=True)
         )
+
+    def holds_first(self, value: int) -> bool:
+        """Whether a value of the first variable lies within the range."""
+        most = self.most[0]
+        return self.least[0] <= value and (most is None or value <= most)
 
     def shape_at(self, values: tuple[int, ...]) -> TracedShape:
         """What a trace would see at a shape within the range."""
@@ -273,17 +289,53 @@ class WorkloadFamily(Document):
         """Whether a shape names a sequence's length."""
         return SEQUENCE_LENGTH in self.variables
 
-    def at(self, *, batch_size: int, sequence_length: int | None = None, target_length: int | None = None) -> Workload:
+    def at(
+        self,
+        *,
+        batch_size: int,
+        sequence_length: int | None = None,
+        target_length: int | None = None,
+        packing: Packing | None = None,
+    ) -> Workload:
         """The workload at one shape: what a trace gives there, figure by figure.
 
-        ``target_length`` is the decoder's beside an encoder, and that of the encoder where none is given.  Raises
+        ``target_length`` is the decoder's beside an encoder, and that of the encoder where none is given.  ``packing``:
+        samples that lie end to end in rows of ``sequence_length`` tokens ([Note: Packed rows]).  Raises
         WorkloadError, naming the field, if a value is missing, superfluous, no count or too large, OutsideFamilyError
         if it makes sense but nothing was proven there.
         """
         given = {BATCH_SIZE: batch_size, SEQUENCE_LENGTH: sequence_length, TARGET_LENGTH: target_length}
+        if packing is not None:
+            return self._packed(given, packing)
         values = self.values_of(given)
         piece = self.piece_at(values)
         return self.assembled(lambda: (self.traced_model(), piece.shape_at(values)), values)
+
+    def _packed(self, given: Mapping[str, int | None], packing: Packing) -> Workload:
+        if TARGET_LENGTH in self.variables or not self.has_sequence:
+            raise WorkloadError(
+                f"packed lengths: {self.model_name} reads no rows of tokens that attend to each other alone. Leave "
+                f"them out."
+            )
+        # Positions begin anew with each sample, so the longest sample has to meet what limits a sequence.
+        batch_size, _ = self.values_of({**given, SEQUENCE_LENGTH: packing.longest})
+        values = (batch_size, packing.row_tokens)
+        self._check_size(values)
+        piece = next((piece for piece in self.pieces if piece.holds_first(batch_size)), None)
+        if piece is None:
+            raise OutsideFamilyError(f"nothing is known exactly of {batch_size} packed rows of {self.model_name}.")
+
+        def traced() -> tuple[TracedModel, TracedShape]:
+            shape = piece.shape_at(values)
+            return self.traced_model(), replace(
+                shape,
+                batch_shapes={**shape.batch_shapes, _POSITIONS: values},
+                resident_bytes=shape.resident_bytes + batch_size * packing.row_tokens * DType.INT64.item_bytes,
+                observed=attending_within_samples(shape.observed, packing, self.model_name),
+                packing=packing,
+            )
+
+        return self.assembled(traced, values)
 
     def traced_model(self) -> TracedModel:
         """What a trace says of the model at every shape."""
@@ -357,13 +409,16 @@ class WorkloadFamily(Document):
                 reason = f": {self.model_name} {limit.reason}" if limit is not None else ""
                 raise WorkloadError(f"{name} {state}; it must be a whole number from 1 to {most}{reason}.")
             found[name] = value
-        tokens = found[BATCH_SIZE] * max((found[name] for name in found if name != BATCH_SIZE), default=1)
+        self._check_size(tuple(found.values()))
+        return tuple(found[name] for name in self.variables)
+
+    def _check_size(self, values: tuple[int, ...]) -> None:
+        tokens = values[0] * max(values[1:], default=1)
         if tokens > MAX_TOKENS:
             raise WorkloadError(
-                f"{self._shown(tuple(found.values()))} makes {tokens} tokens; at most {MAX_TOKENS} are predicted. "
-                f"Lower {' or '.join(self.variables)}."
+                f"{self._shown(values)} makes {tokens} tokens; at most {MAX_TOKENS} are predicted. Lower "
+                f"{' or '.join(self.variables)}."
             )
-        return tuple(found[name] for name in self.variables)
 
     def piece_at(self, values: tuple[int, ...]) -> FamilyPiece:
         """The piece of a shape.  Raises OutsideFamilyError if there is none."""

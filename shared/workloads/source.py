@@ -18,6 +18,7 @@ from ..basics.plugins import plugin
 from ..basics.progress import progress_bar
 from ..catalogue.models import ModelConfiguration, known_model, load_model_configuration, published_dtype
 from ..catalogue.own_code import OwnCode
+from ..phases.packing import Packing, parse_packed_lengths
 from ..schema.hardware import Device, DeviceKind, Hardware
 from ..schema.training_options import FULL_TRAINING, TrainingOptions
 from ..schema.workload import DType, DTypeOrigin, Workload
@@ -43,6 +44,7 @@ def load_workload(
     dtype: str | None = None,
     hardware: Hardware | None = None,
     options: TrainingOptions = FULL_TRAINING,
+    packed_lengths: str | None = None,
     mlp_tiles: Sequence[int] = (),
     loss_tiles: Sequence[int] = (),
 ) -> Workload:
@@ -52,8 +54,9 @@ def load_workload(
     ``sequence_length`` (tokens of one sample).  ``dtype`` replaces the element type that the model was published in;
     without it, a model that was published in float32 is trained in bfloat16, or float16, if ``hardware`` computes in
     it (``choose_dtype``).  ``mlp_tiles`` and ``loss_tiles``: numbers of tiles that MLPs, and head and loss, may run in
-    (``Workload.tilings``).  Models of the catalogue in full training need no torch; others are traced, which does.
-    Raises CatalogueError, FileError or WorkloadError.
+    (``Workload.tilings``).  ``packed_lengths``: samples that lie end to end in rows of ``sequence_length`` tokens, told
+    to the attention kernel (``parse_packed_lengths``).  Models of the catalogue in full training need no
+    torch; others are traced, which does.  Raises CatalogueError, FileError or WorkloadError.
     """
     return resolve_workload(
         str(name_or_path),
@@ -64,6 +67,7 @@ def load_workload(
         warn=_ignore,
         options=options,
         device=None if hardware is None else hardware.device,
+        packed_lengths=packed_lengths,
         mlp_tiles=mlp_tiles,
         loss_tiles=loss_tiles,
     )
@@ -86,6 +90,7 @@ def resolve_workload(
     device_kind: DeviceKind = DeviceKind.CUDA,
     student: Student | None = None,
     code: OwnCode | None = None,
+    packed_lengths: str | None = None,
     mlp_tiles: Sequence[int] = (),
     loss_tiles: Sequence[int] = (),
 ) -> Workload:
@@ -107,6 +112,11 @@ def resolve_workload(
     saved = _saved_workload(model)
     if saved is not None:
         _check_saved(saved, model, options, student)
+        if packed_lengths is not None:
+            raise WorkloadError(
+                f"{model} is a workload, whose samples lie in rows as they were traced. Leave --packed-lengths out, or "
+                f"name the model that it was traced from."
+            )
         _check_tiles(saved, model, mlp_tiles, loss_tiles)
         _check_shape(saved, model, batch_size=batch_size, sequence_length=sequence_length, dtype=dtype)
         return saved
@@ -131,6 +141,7 @@ def resolve_workload(
             f"--batch-size {batch_size or 1} --sequence-length {sequence_length or 2048} (in Python batch_size "
             f"and sequence_length)."
         )
+    packing = _packing(described, packed_lengths, sequence_length, student)
     request = TraceRequest(
         described.config,
         described.name,
@@ -141,6 +152,7 @@ def resolve_workload(
         device_kind if device is None else device.kind,
         student,
         code,
+        packing,
         mlp_counts,
         loss_counts,
     )
@@ -157,6 +169,18 @@ def _check_saved(saved: Workload, model: str, options: TrainingOptions, student:
             f"--unfreeze-rank-ratio, --osft-target, --freeze, --autocast and --student, or name the model that it was "
             f"traced from."
         )
+
+
+def _packing(
+    described: ModelConfiguration, lengths: str | None, sequence_length: int | None, student: Student | None
+) -> Packing | None:
+    """Raises WorkloadError if there is no row for samples, or if they are learnt from."""
+    if lengths is None:
+        return None
+    if student is not None or sequence_length is None:
+        reason = "reads no sequences" if student is None else "is a teacher, whose rows are one sample each"
+        raise WorkloadError(f"packed lengths are {lengths}, but {described.name} {reason}. Leave --packed-lengths out.")
+    return parse_packed_lengths(lengths, sequence_length)
 
 
 def _beside_one(counts: Sequence[int]) -> tuple[int, ...]:
@@ -187,6 +211,7 @@ def untraced_workload(
     options: TrainingOptions = FULL_TRAINING,
     device: Device | None = None,
     student: Student | None = None,
+    packed_lengths: str | None = None,
 ) -> Workload | None:
     """The workload of a model of the catalogue as ``resolve_workload`` has it, where that takes no trace; else None.
 
@@ -197,8 +222,17 @@ def untraced_workload(
     described = load_model_configuration(model)
     chosen = choose_dtype(published_dtype(described.config), dtype, device)
     kind = DeviceKind.CUDA if device is None else device.kind
+    packing = _packing(described, packed_lengths, sequence_length, student)
     request = TraceRequest(
-        described.config, described.name, batch_size, sequence_length, chosen.dtype, options, kind, student
+        described.config,
+        described.name,
+        batch_size,
+        sequence_length,
+        chosen.dtype,
+        options,
+        kind,
+        student,
+        packing=packing,
     )
     found = _shipped(described, request)
     return None if found is None else chosen.note_in(found)
@@ -259,9 +293,9 @@ def _traced(request: TraceRequest, cache: Path | None, warn: Warn) -> Workload:
 def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload | None:
     """The answer of the family that comes with the package; None if it has none, so that the model is traced.
 
-    It has none of tiles, of training with LoRA, frozen parts or autocast, of shapes beyond those proven, of some named
-    maps in factors (``factorised.py``), of dropout in attention on a CPU, where that runs otherwise, and of students
-    that differ from their teacher (``catalogue_pairs.py``).
+    It has none of tiles, of packed rows with factors, of training with LoRA, frozen parts or autocast, of shapes beyond
+    those proven, of some named maps in factors (``factorised.py``), of dropout in attention on a CPU, where that runs
+    otherwise, and of students that differ from their teacher (``catalogue_pairs.py``).
     """
     from .family import OutsideFamilyError
 
@@ -272,11 +306,14 @@ def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload |
             return None
     osft, options = request.options.osft, request.options.model_copy(update={"osft": None})
     family = resolve_family(described.name, dtype=request.dtype) if options.is_full else None
-    if family is None or request.mlp_tiles or request.loss_tiles:
+    is_other = bool(request.mlp_tiles or request.loss_tiles) or (osft is not None and request.packing is not None)
+    if family is None or is_other:
         return None
     try:
         if osft is None:
-            found = family.at(batch_size=request.batch_size, sequence_length=request.sequence_length)
+            found = family.at(
+                batch_size=request.batch_size, sequence_length=request.sequence_length, packing=request.packing
+            )
         else:
             from .factorised import factorised_workload
 
@@ -324,7 +361,7 @@ def _saved_workload(model: str) -> Workload | None:
 def _trace(request: TraceRequest) -> Workload:
     with progress_bar(f"tracing {request.name}") as on_progress:
         is_full = request.student is None
-        tiles = {"mlp_tiles": request.mlp_tiles, "loss_tiles": request.loss_tiles}
+        tiles = {"mlp_tiles": request.mlp_tiles, "loss_tiles": request.loss_tiles, "packing": request.packing}
         traced = plugin("protwin.tracers", "transformers" if is_full else "students")(
             request.configuration,
             name=request.name,

@@ -67,6 +67,8 @@ class ModelChoice:
     """None: what the model and the student say."""
     student_path: Path | None = None
     """The file of what learns from the model; None: nothing does."""
+    packed_lengths: str | None = None
+    """Samples in each row, end to end; None: each row is one."""
 
     @property
     def has_shapes(self) -> bool:
@@ -108,6 +110,7 @@ class ModelChoice:
             options=self.options,
             device=self.device,
             student=self.student,
+            packed_lengths=self.packed_lengths,
         )
         # Where the ratio leaves nothing to freeze, factors are trained as any other weights.
         return check_method(found, self.name, self.method if self.unfreeze_rank_ratio is None else None)
@@ -134,6 +137,7 @@ class ModelChoice:
             options=self.options,
             device=self.device,
             student=self.student,
+            packed_lengths=self.packed_lengths,
         )
 
     def global_batch(self, num_samples: int, num_ranks: int) -> GlobalBatch:

@@ -29,6 +29,7 @@ from ...shared.cli.options import (
     OptimizerName,
     OsftTargets,
     OutputPath,
+    PackedLengths,
     PriceEntries,
     SequenceLength,
     Tokens,
@@ -130,6 +131,7 @@ def search_command(
     student: StudentPath = None,
     batch_size: BatchSize = None,
     sequence_length: SequenceLength = None,
+    packed_lengths: PackedLengths = None,
     dtype: DTypeName = None,
     lora_rank: LoraRank = None,
     lora_targets: LoraTargets = None,
@@ -233,6 +235,7 @@ def search_command(
         has_cache=not no_cache,
         method=method,
         student_path=student,
+        packed_lengths=packed_lengths,
     )
 
     def workload_with(change: MethodChange) -> Workload | GlobalBatch:

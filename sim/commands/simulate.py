@@ -29,6 +29,7 @@ from ...shared.cli.options import (
     OptimizerName,
     OsftTargets,
     OutputPath,
+    PackedLengths,
     PriceEntries,
     SequenceLength,
     TimelinePath,
@@ -99,6 +100,7 @@ def simulate_command(
     student: StudentPath = None,
     batch_size: BatchSize = None,
     sequence_length: SequenceLength = None,
+    packed_lengths: PackedLengths = None,
     dtype: DTypeName = None,
     lora_rank: LoraRank = None,
     lora_targets: LoraTargets = None,
@@ -159,6 +161,7 @@ def simulate_command(
         has_cache=not no_cache,
         method=method,
         student_path=student,
+        packed_lengths=packed_lengths,
     )
     if isinstance(loaded, Pipeline):
         of_ranks = {"--ranks": num_ranks, "--parallel": parallel, "--n-shard": n_shard, "--shard-ranks": shard_ranks}

@@ -19,7 +19,7 @@ from ..searching.branch_and_bound import OnProgress
 from ..searching.least_memory import least_device, some_plan_fits
 from ..searching.problem import search_problem
 from ..searching.request import GlobalBatch, SearchRequest
-from ..searching.search import search_batches
+from ..searching.search import problems, search_batches
 from ..searching.survival import SegmentRoom
 from ..space.step_spec import SEVERAL
 
@@ -110,15 +110,10 @@ def _cheapest(request: SearchRequest, on_progress: OnProgress | None) -> BatchSe
 def _least_memory(request: SearchRequest, on_progress: OnProgress | None) -> BatchSearchResult:
     """The fastest of the plans with the smallest guaranteed peak of all."""
     least: int | None = None
-    for _, workload, micro_batches in request.micro_batches():
-        for mode in request.step.allowed_modes:
-            try:
-                problem = search_problem(request, workload, request.step.spec(mode, micro_batches))
-            except PlanError:
-                continue
-            need = least_device(problem, problem.host_budget_bytes)
-            if need is not None and (least is None or need.device_bytes < least):
-                least = need.device_bytes
+    for problem in problems(request):
+        need = least_device(problem, problem.host_budget_bytes)
+        if need is not None and (least is None or need.device_bytes < least):
+            least = need.device_bytes
     if least is None or least > request.budgets_bytes()[0]:
         return search_batches(request, on_progress=on_progress)  # which says why nothing fits
     asked = replace(request, device_budget_bytes=least, baselines=None)
@@ -135,17 +130,20 @@ def _beside_others(answer: BatchSearchResult, request: SearchRequest) -> BatchSe
         "prediction": result.prediction.asking(device_budget_bytes=device_bytes),
     }
     if request.baselines is not None:
-        problems = {
+        alike = {
             size: search_problem(
                 request,
                 workload,
                 request.step.spec(
-                    result.plan.parallel, micro_batches, result.plan.shard_ranks, result.plan.projects_gradients_on
+                    result.plan.parallel,
+                    micro_batches,
+                    result.plan.shard_ranks,
+                    place=result.plan.projects_gradients_on,
                 ),
             )
             for size, workload, micro_batches in request.micro_batches()
         }
-        told["baselines"] = baselines(problems, SegmentRoom.of(request), result.plan, own=request.baselines)
+        told["baselines"] = baselines(alike, SegmentRoom.of(request), result.plan, own=request.baselines)
     return answer.model_copy(update={"result": result.model_copy(update=told)})
 
 
@@ -166,10 +164,8 @@ def _largest(
             return False
         try:
             asked = replace(request, workload=workload_at(size * step))
-            for mode in asked.step.allowed_modes:
-                problem = search_problem(asked, step=asked.step.spec(mode))
-                if some_plan_fits(problem):
-                    return True
+            if any(some_plan_fits(problem) for problem in problems(asked)):
+                return True
             reasons[size] = "no plan fits"
         except ProtwinError as error:
             reasons[size] = str(error)

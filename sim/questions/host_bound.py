@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
-from ...shared.basics.errors import PlanError
 from ...shared.basics.progress import OnProgress, no_progress
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import Plan
 from ...shared.schema.search_result import BatchSearchResult, HostBound
 from ..memory.host import memory_with_room
-from ..searching.problem import SearchProblem, search_problem
+from ..searching.problem import SearchProblem
 from ..searching.request import SearchRequest
-from ..searching.search import search_batches
+from ..searching.search import problems, search_batches
 
 _UNLIMITED_BYTES: Final = 2**50
 """More than any plan needs."""
@@ -94,16 +92,7 @@ def _memory_bytes(plan: Plan, host_bytes: int, request: SearchRequest) -> int:
 
 def _is_restricting(request: SearchRequest) -> bool:
     """Whether some plan of the spaces of ``request`` needs more of the host than its budget."""
-    return any(_most_host_bytes(problem) > problem.host_budget_bytes for problem in _problems(request))
-
-
-def _problems(request: SearchRequest) -> Iterator[SearchProblem]:
-    for _, workload, micro_batches in request.micro_batches():
-        for mode in request.step.allowed_modes:
-            try:
-                yield search_problem(request, workload, request.step.spec(mode, micro_batches))
-            except PlanError:
-                continue
+    return any(_most_host_bytes(problem) > problem.host_budget_bytes for problem in problems(request))
 
 
 def _most_host_bytes(problem: SearchProblem) -> int:

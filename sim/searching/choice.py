@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
@@ -36,7 +36,12 @@ _SMALLEST_STEP_FRAC: Final = 0.01
 """Limits are not looked for more closely."""
 
 
-class Where(NamedTuple):
+Grouping = tuple[ParallelMode, int | None]
+"""What ranks do together: the mode, and the ranks of a shard group, None for all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
     """Which space."""
 
     size: int
@@ -49,6 +54,18 @@ class Where(NamedTuple):
     """Where gradients that leave are projected."""
     mlp_tiles: int = 1
     """Tiles of tokens that the MLPs of blocks run in."""
+    loss_tiles: int = 1
+    """Tiles of tokens that head and loss run in."""
+
+    @property
+    def grouping(self) -> Grouping:
+        """What ranks do together."""
+        return self.mode, self.shard_ranks
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Of MLPs, and of the loss."""
+        return self.mlp_tiles, self.loss_tiles
 
 
 @dataclass(frozen=True, eq=False)
@@ -352,12 +369,12 @@ def _high_end_s(branch: BranchAndBound, plan: Simulated | Replayed) -> float:
     return np.inf if interval is None else interval.high
 
 
-def _simplest(where: Where) -> tuple[int, int, float, int, bool, int]:
-    """Orders by kind, mode, larger shard groups, fewer micro-batches, and projections on the host."""
+def _simplest(where: Where) -> tuple[float, ...]:
+    """Orders by kind, mode, larger shard groups, fewer micro-batches, projections on the host, and fewer tiles."""
     mode, group = where.mode, np.inf if where.shard_ranks is None else where.shard_ranks
     is_on_device = where.place is ProjectionPlace.DEVICE
     of_mode = SEVERAL.index(mode) if mode in SEVERAL else 0
-    return where.kind.complexity, of_mode, -group, -where.size, is_on_device, where.mlp_tiles
+    return where.kind.complexity, of_mode, -group, -where.size, is_on_device, *where.tiles
 
 
 def _dominates(one: Simulated | Replayed, other: Simulated) -> bool:

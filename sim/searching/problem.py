@@ -9,8 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from ...shared.basics.errors import HardwareError, PlanError
-from ...shared.basics.units import format_bytes
+from ...shared.basics.errors import PlanError
 from ...shared.catalogue.rank_share import machine_of_rank
 from ...shared.compile.compile import Policies
 from ...shared.layout.looked_up import looking_up
@@ -30,16 +29,16 @@ from ..bounds.stretches import least_periods_s
 from ..bounds.throughput import Throughput
 from ..costs.contention import ContentionModel
 from ..costs.error_sources import ErrorModel
-from ..costs.task_costs import CostModel, disk_of
+from ..costs.task_costs import CostModel
 from ..engine.folding import MORE_KEPT, kept_micro_batches
 from ..engine.intervals import DrawnMachine
 from ..memory.host import default_host_budget_bytes, shares_of_one_memory
 from ..space.chunk_table import ChunkTable, chunk_table
 from ..space.compute_table import ComputeTable, compute_table
 from ..space.disk_choices import OnDisk
-from ..space.enumerate import enumerate_space, keeping_all
+from ..space.enumerate import enumerate_space, keeping_all, mode_rows
 from ..space.lane_programs import LanePrograms
-from ..space.least_on_disk import HostAndDisk, least_on_disk
+from ..space.least_on_disk import HostAndDisk, least_on_disk, within_disk
 from ..space.plan_family import PlanFamily
 from ..space.prices import FloatArray
 from ..space.space import IntArray, LayoutGrid, ModeRows, SearchSpace
@@ -120,6 +119,11 @@ class SearchProblem:
     def num_candidates(self) -> int:
         """Distinct plans."""
         return sum(layout.grid.num_candidates for layout in self.layouts)
+
+    @cached_property
+    def least_activation_bytes(self) -> int:
+        """Device memory that activations take in every plan, by a quick bound."""
+        return min(int(layout.memory.activation_bytes.min()) for layout in self.layouts)
 
     @cached_property
     def errors(self) -> ErrorModel:
@@ -255,6 +259,27 @@ class SearchProblem:
             _families={},
         )
 
+    def in_tiles(self, request: SearchRequest, *, mlp_tiles: int, loss_tiles: int) -> SearchProblem:
+        """The space whose plans run their MLPs and loss in so many tiles; of one whose plans run them whole.
+
+        It has the same chunks, and shares what is known of them.  Raises PlanError as ``Workload.tiled``.
+        """
+        step = replace(self.step, mlp_tiles=mlp_tiles, loss_tiles=loss_tiles)
+        first, policies = self.layouts[0].grid, self.method.policies
+        planned = _planned(self.workload.tiled(mlp_tiles, loss_tiles), first)
+        space = request.space if policies.sections.has_modes else keeping_all(request.space)
+        modes = mode_rows(planned, space)
+        compute, kept = _compute_tables(planned, replace(first, modes=modes), self.costs, step, policies)
+        layouts = []
+        for layout in self.layouts:
+            work, memory = _quick_bounds(request, layout.table, compute, self.throughput)
+            grid = replace(layout.grid, step=step, modes=modes)
+            layouts.append(replace(layout, grid=grid, work=work, memory=memory))
+        found = replace(
+            self, compute=compute, kept_compute=kept, step=step, layouts=tuple(layouts), _families={}, is_shared=False
+        )
+        return _with_shares(found) if self.is_shared else found
+
     def _sharpest_work(self, table: ChunkTable, compute: ComputeTable, deepest: int) -> LeastWork:
         """What is known of full training alone, and else of every method; ``deepest``: the most look-ahead."""
         if self.method.policies == FULL_TRAINING.policies:
@@ -303,8 +328,9 @@ def search_problem(
         num_stages=num_stages,
     )
     method = request.method_of(workload)
-    grids = _grids(request, workload.tiled(step.mlp_tiles), step, costs, is_offloading=is_offloading)
-    planned = _planned(workload.tiled(step.mlp_tiles), grids[0])
+    in_tiles = workload.tiled(step.mlp_tiles, step.loss_tiles)
+    grids = _grids(request, in_tiles, step, costs, is_offloading=is_offloading)
+    planned = _planned(in_tiles, grids[0])
     has_disk = any(grid.places.uses_disk for grid in grids)
     contention = ContentionModel.of(
         together, calibration, num_ranks=num_ranks, optimizer=step.optimizer, has_disk=has_disk
@@ -378,28 +404,6 @@ def _on_disk(request: SearchRequest, workload: Workload, step: StepSpec, costs: 
     return least_on_disk(workload, costs, step, room, request.space.n_staging)
 
 
-def _within_disk(
-    workload: Workload, grids: Sequence[LayoutGrid], costs: CostModel, step: StepSpec
-) -> tuple[LayoutGrid, ...]:
-    """The plans that the disk has room for.  Raises HardwareError if there is no disk, or room for none of them."""
-    disk = disk_of(costs.hardware)
-    found, least_bytes = [], []
-    for grid in grids:
-        table = chunk_table(workload, grid.layout, costs, step, grid.places)
-        disk_bytes = table.staged_bytes.on_disk(grid.places.on_disk)[grid.prefix]
-        has_room = disk_bytes <= disk.capacity_bytes
-        least_bytes.append(int(disk_bytes.min()))
-        if has_room.any():
-            found.append(replace(grid, prefix=grid.prefix[has_room], n_buffer=grid.n_buffer[has_room]))
-    if not found:
-        raise HardwareError(
-            f"chunks take at least {format_bytes(min(least_bytes))} of the disk {disk.name}, which has "
-            f"{format_bytes(disk.capacity_bytes)} for files (disk.capacity_bytes). Allow a smaller n_disk_state, or "
-            f"use a larger disk."
-        )
-    return tuple(found)
-
-
 def _grids(
     request: SearchRequest, workload: Workload, step: StepSpec, costs: CostModel, *, is_offloading: bool | None
 ) -> tuple[LayoutGrid, ...]:
@@ -409,7 +413,7 @@ def _grids(
     on_disk = None if space.names_disk else _on_disk(request, workload, step, costs)
     grids = enumerate_space(workload, space, step, is_offloading=is_offloading, on_disk=on_disk)
     if any(grid.places.uses_disk for grid in grids):
-        grids = _within_disk(_planned(workload, grids[0]), grids, costs, step)
+        grids = within_disk(_planned(workload, grids[0]), grids, costs, step)
     return tuple(grids)
 
 

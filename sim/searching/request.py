@@ -122,8 +122,10 @@ class Step:
         mode: ParallelMode,
         micro_batches: int | None = None,
         shard_ranks: int | None = None,
+        *,
         place: ProjectionPlace = ProjectionPlace.HOST,
         mlp_tiles: int = 1,
+        loss_tiles: int = 1,
     ) -> StepSpec:
         """The step in one mode, with the step's own micro-batches if None.  Raises PlanError if it is out of range."""
         return StepSpec(
@@ -136,6 +138,7 @@ class Step:
             shard_ranks,
             place,
             mlp_tiles,
+            loss_tiles=loss_tiles,
         )
 
 

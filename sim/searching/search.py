@@ -24,11 +24,12 @@ SHARDED has a space for every size of its shard groups (``Step.shard_groups``).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
 from ...shared.basics.errors import InfeasibleError, PlanError
-from ...shared.phases.tiling import why_no_mlp_tiles
+from ...shared.phases.tiling import why_no_loss_tiles, why_no_mlp_tiles
 from ...shared.schema.plan import ParallelMode, ProjectionPlace, TrainingMethod
 from ...shared.schema.plan_kind import PlanKind
 from ...shared.schema.search_result import BatchSearchResult, Risk
@@ -36,18 +37,15 @@ from ...shared.schema.search_result import SearchResult as SearchResult
 from ...shared.schema.workload import Workload
 from .baselines import baselines
 from .branch_and_bound import BranchAndBound, OnProgress, was_interrupted
-from .choice import Chooser, Where
+from .choice import Chooser, Grouping, Where
 from .infeasible import nothing_fits
 from .left_out import left_out
 from .outcomes import batch_choice, mode_choice, search_result
-from .problem import search_problem
+from .problem import SearchProblem, search_problem
 from .request import GlobalBatch, SearchRequest
 from .roomy_disk import with_advice_on_disk
 from .spent_effort import SpentEffort
 from .survival import SegmentRoom
-
-Grouping = tuple[ParallelMode, int | None]
-"""What ranks do together: the mode, and the ranks of a shard group, None for all."""
 
 
 def search(
@@ -118,12 +116,12 @@ def _search(request: SearchRequest, *, on_progress: OnProgress | None, keep_inte
         raise _nothing_fits(request, branches)
     if request.risk is Risk.HIGH:
         choice = chooser.least_high_end(choice)
-    size, mode, shard_ranks, _, place, _ = choice.chosen.where
+    chosen = choice.chosen.where
     result = search_result(request, choice, tuple(branches.values()), is_interrupted=interrupted)
     if request.baselines is not None:
-        # Other systems run MLPs whole.
-        asked = (mode, shard_ranks, place, 1)
-        alike = {w: b.problem for w, b in branches.items() if (*w[1:3], w.place, w.mlp_tiles) == asked}
+        # Other systems run MLPs and the loss whole.
+        asked = (chosen.grouping, chosen.place, (1, 1))
+        alike = {at: b.problem for at, b in branches.items() if (at.grouping, at.place, at.tiles) == asked}
         problems = {where.size: problem for where, problem in alike.items()}
         found = baselines(problems, SegmentRoom.of(request), result.plan, own=request.baselines)
         result = result.model_copy(update={"baselines": found})
@@ -135,7 +133,7 @@ def _search(request: SearchRequest, *, on_progress: OnProgress | None, keep_inte
         modes = tuple(
             mode_choice(
                 mode,
-                [branch for at, branch in branches.items() if at[1:3] == (mode, group)],
+                [branch for at, branch in branches.items() if at.grouping == (mode, group)],
                 shard_ranks=group,
                 refusal=refusals.get((mode, group)),
                 is_interrupted=interrupted,
@@ -144,8 +142,8 @@ def _search(request: SearchRequest, *, on_progress: OnProgress | None, keep_inte
         )
         result = result.model_copy(update={"modes": modes})
     return BatchSearchResult(
-        global_batch_size=size * result.plan.micro_batches * result.plan.num_ranks,
-        micro_batch_size=size,
+        global_batch_size=chosen.size * result.plan.micro_batches * result.plan.num_ranks,
+        micro_batch_size=chosen.size,
         result=result,
         choices=tuple(
             batch_choice(
@@ -169,34 +167,65 @@ def _branches(request: SearchRequest) -> tuple[dict[Where, BranchAndBound], dict
     """
     branches: dict[Where, BranchAndBound] = {}
     refusals: dict[Grouping, PlanError] = {}
-    modes, groupings = request.step.allowed_modes, _groupings(request)
-    sizes = list(request.micro_batches())
+    groupings, sizes = _groupings(request), list(request.micro_batches())
     spent = SpentEffort(widens=any(micro_batches > 1 for *_, micro_batches in sizes))
-    if not modes:
+    if not groupings:
         raise PlanError("no parallel mode is allowed. Name ddp, replicated or sharded.")
     for size, workload, micro_batches in sizes:
         refusals = {}
-        for mode, group in groupings:
-            # Plans that keep every chunk count once, whatever the groups.
-            is_first = (mode, group) == next(one for one in groupings if one[0] is mode)
-            is_offloading = _is_offloading(mode, modes) if is_first else True
-            for place, mlp_tiles in product(_places(workload, mode), _tile_counts(request, workload)):
-                try:
-                    step = request.step.spec(mode, micro_batches, group, place, mlp_tiles)
-                    problem = search_problem(request, workload, step, is_offloading=is_offloading)
-                except PlanError as error:
-                    if place is ProjectionPlace.HOST:
-                        refusals[mode, group] = error
+        for problem, (mode, group) in _problems_of(request, workload, micro_batches, refusals):
+            step = problem.step
+            for kind in PlanKind:
+                if step.projects_gradients_on is ProjectionPlace.DEVICE and not kind.uses_host:
                     continue
-                for kind in PlanKind:
-                    if place is ProjectionPlace.DEVICE and not kind.uses_host:
-                        continue
-                    branch = BranchAndBound(problem, kind, tolerance_frac=request.effort.tolerance_frac, spent=spent)
-                    if branch.num_candidates:
-                        branches[Where(size, mode, group, kind, place, mlp_tiles)] = branch
+                branch = BranchAndBound(problem, kind, tolerance_frac=request.effort.tolerance_frac, spent=spent)
+                if branch.num_candidates:
+                    where = Where(
+                        size=size,
+                        mode=mode,
+                        shard_ranks=group,
+                        kind=kind,
+                        place=step.projects_gradients_on,
+                        mlp_tiles=step.mlp_tiles,
+                        loss_tiles=step.loss_tiles,
+                    )
+                    branches[where] = branch
         if len(refusals) == len(groupings):
             raise refusals[groupings[0]]
     return branches, refusals
+
+
+def problems(request: SearchRequest) -> Iterator[SearchProblem]:
+    """Every space of ``request``; those without a plan are left out.  Errors as of ``search``, but for these."""
+    for _, workload, micro_batches in request.micro_batches():
+        for problem, _ in _problems_of(request, workload, micro_batches, {}):
+            yield problem
+
+
+def _problems_of(
+    request: SearchRequest, workload: Workload, micro_batches: int, refusals: dict[Grouping, PlanError]
+) -> Iterator[tuple[SearchProblem, Grouping]]:
+    """The spaces of one size of the micro-batch; ``refusals`` gets why some modes have none."""
+    modes, groupings = request.step.allowed_modes, _groupings(request)
+    tiles = _tile_counts(request, workload)
+    for mode, group in groupings:
+        # Plans that keep every chunk count once, whatever the groups.
+        is_first = (mode, group) == next(one for one in groupings if one[0] is mode)
+        is_offloading = _is_offloading(mode, modes) if is_first else True
+        for place in _places(workload, mode):
+            first: SearchProblem | None = None
+            for mlp_tiles, loss_tiles in tiles:
+                try:
+                    if first is None:
+                        step = request.step.spec(mode, micro_batches, group, place=place)
+                        first = search_problem(request, workload, step, is_offloading=is_offloading)
+                    is_whole = mlp_tiles == loss_tiles == 1
+                    own = first if is_whole else first.in_tiles(request, mlp_tiles=mlp_tiles, loss_tiles=loss_tiles)
+                except PlanError as error:
+                    if place is ProjectionPlace.HOST:
+                        refusals[mode, group] = error
+                    break
+                yield own, (mode, group)
 
 
 def _places(workload: Workload, mode: ParallelMode) -> tuple[ProjectionPlace, ...]:
@@ -207,18 +236,25 @@ def _places(workload: Workload, mode: ParallelMode) -> tuple[ProjectionPlace, ..
     return tuple(ProjectionPlace)
 
 
-def _tile_counts(request: SearchRequest, workload: Workload) -> tuple[int, ...]:
-    """The numbers of tiles that MLPs may run in: all that the workload knows, or those that the space allows.
+def _tile_counts(request: SearchRequest, workload: Workload) -> list[tuple[int, int]]:
+    """The numbers of tiles that MLPs may run in, and those of the loss, the fewest first.
 
-    Raises PlanError if the workload knows none of these.
+    All that the workload knows, or those that the space allows.  Raises PlanError if the workload knows none of these.
     """
-    known = (1, *(tiling.mlp_tiles for tiling in workload.tilings))
-    allowed = request.space.mlp_tiles
-    found = tuple(number for number in known if allowed is None or number in allowed)
-    if not found:
-        assert allowed is not None
-        raise PlanError(f"{why_no_mlp_tiles(allowed[0], workload.tilings, workload.model_name)}.")
-    return found
+    mlp = (1, *(tiling.mlp_tiles for tiling in workload.tilings))
+    loss = (1, *(tiling.loss_tiles for tiling in workload.loss_tilings))
+    found: list[list[int]] = []
+    for known, allowed in ((mlp, request.space.mlp_tiles), (loss, request.space.loss_tiles)):
+        found.append([number for number in known if allowed is None or number in allowed])
+    if not found[0]:
+        assert request.space.mlp_tiles is not None
+        raise PlanError(f"{why_no_mlp_tiles(request.space.mlp_tiles[0], workload.tilings, workload.model_name)}.")
+    if not found[1]:
+        assert request.space.loss_tiles is not None
+        raise PlanError(
+            f"{why_no_loss_tiles(request.space.loss_tiles[0], workload.loss_tilings, workload.model_name)}."
+        )
+    return list(product(found[0], found[1]))
 
 
 def _is_offloading(mode: ParallelMode, modes: tuple[ParallelMode, ...]) -> bool | None:
@@ -231,7 +267,12 @@ def _is_offloading(mode: ParallelMode, modes: tuple[ParallelMode, ...]) -> bool 
 def _nothing_fits(request: SearchRequest, branches: dict[Where, BranchAndBound]) -> InfeasibleError:
     """Why not even the smallest micro-batches fit."""
     sizes = {where.size for where in branches}
-    smallest = {where[1:3]: branch.problem for where, branch in branches.items() if where.size == min(sizes)}
+    smallest: dict[Grouping, SearchProblem] = {}
+    for where, branch in branches.items():
+        if where.size == min(sizes):
+            found = smallest.setdefault(where.grouping, branch.problem)
+            if branch.problem.least_activation_bytes < found.least_activation_bytes:
+                smallest[where.grouping] = branch.problem
     reason = nothing_fits(list(smallest.values()))
     if not isinstance(request.workload, GlobalBatch):
         return reason

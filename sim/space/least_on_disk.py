@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
+from ...shared.basics.errors import HardwareError
+from ...shared.basics.units import format_bytes
 from ...shared.layout.layout import Layout
 from ...shared.schema.workload import Workload
-from ..costs.task_costs import CostModel
+from ..costs.task_costs import CostModel, disk_of
 from .chunk_table import ChunkTable, chunk_table
 from .disk_choices import ON_HOST, DiskChoice, OnDisk
 from .placements import Placements
+from .space import LayoutGrid
 from .step_spec import StepSpec
 
 
@@ -89,3 +93,25 @@ def _is_enough(table: ChunkTable, choices: np.ndarray, short_bytes: int) -> np.n
 def _choices(of_state: int | np.ndarray, of_parameters: int | np.ndarray, places: int) -> np.ndarray:
     """(n, 3) as ``DiskChoice``."""
     return np.stack(np.broadcast_arrays(np.atleast_1d(of_state), of_parameters, places), axis=-1)
+
+
+def within_disk(
+    workload: Workload, grids: Sequence[LayoutGrid], costs: CostModel, step: StepSpec
+) -> tuple[LayoutGrid, ...]:
+    """The plans that the disk has room for.  Raises HardwareError if there is no disk, or room for none of them."""
+    disk = disk_of(costs.hardware)
+    found, least_bytes = [], []
+    for grid in grids:
+        table = chunk_table(workload, grid.layout, costs, step, grid.places)
+        disk_bytes = table.staged_bytes.on_disk(grid.places.on_disk)[grid.prefix]
+        has_room = disk_bytes <= disk.capacity_bytes
+        least_bytes.append(int(disk_bytes.min()))
+        if has_room.any():
+            found.append(replace(grid, prefix=grid.prefix[has_room], n_buffer=grid.n_buffer[has_room]))
+    if not found:
+        raise HardwareError(
+            f"chunks take at least {format_bytes(min(least_bytes))} of the disk {disk.name}, which has "
+            f"{format_bytes(disk.capacity_bytes)} for files (disk.capacity_bytes). Allow a smaller n_disk_state, or "
+            f"use a larger disk."
+        )
+    return tuple(found)

@@ -75,6 +75,8 @@ class SearchSpace(FrozenModel):
     n_swap: _NonNegative | None = (0,)
     mlp_tiles: _Positive | None = None
     """Tiles of tokens that MLPs run in; None for whole and all numbers that the workload knows."""
+    loss_tiles: _Positive | None = None
+    """The same of head and loss."""
 
     @field_validator("n_swap", "n_host_stepped", mode="before")
     @classmethod
@@ -217,6 +219,7 @@ class LayoutGrid:
             n_swap=int(self.modes.n_swap[mode]),
             n_checkpoint=int(self.modes.n_checkpoint[mode]),
             mlp_tiles=self.step.mlp_tiles,
+            loss_tiles=self.step.loss_tiles,
             micro_batches=self.step.micro_batches,
             max_gradient_norm=self.step.max_gradient_norm,
             optimizer=self.step.optimizer,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import Final
 
@@ -77,6 +77,8 @@ class StepSpec:
     """Where gradients of chunks that the host steps are projected, in orthogonal subspace fine-tuning."""
     mlp_tiles: int = 1
     """Tiles of tokens that the MLPs of blocks run in (``Plan.mlp_tiles``)."""
+    loss_tiles: int = field(default=1, kw_only=True)
+    """Tiles of tokens that head and loss run in (``Plan.loss_tiles``)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.micro_batches <= MOST_MICRO_BATCHES:

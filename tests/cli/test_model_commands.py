@@ -46,6 +46,18 @@ def test_the_first_question_about_a_model_of_the_catalogue_needs_no_torch(
     assert "torch" not in result.stderr
 
 
+def test_packed_rows_of_a_model_of_the_catalogue_need_no_torch(protwin: Protwin, without_torch: dict[str, str]) -> None:
+    """Rows longer than any sample that the model has positions for."""
+    lengths = ("--sequence-length", "2048", "--packed-lengths", "1024,768,256")
+    result = protwin("search", *SMALL, *lengths, "--json", **without_torch)
+    assert result.returncode == 0, result.stderr
+    found = SearchResult.from_mapping(json.loads(result.stdout), origin="standard output")
+    question = found.prediction.question
+    assert question is not None
+    assert question.packing is not None
+    assert question.packing.squares == 1024**2 + 768**2 + 256**2
+
+
 def test_training_that_is_not_shipped_is_traced(protwin: Protwin, without_torch: dict[str, str]) -> None:
     result = protwin("search", *SMALL, "--sequence-length", "64", "--lora-rank", "4", **without_torch)
     assert "torch was imported" in result.stderr
@@ -59,6 +71,9 @@ def test_training_that_is_not_shipped_is_traced(protwin: Protwin, without_torch:
         (("--sequence-length", "8", "--lora-targets", "c_attn"), "--lora-rank is missing"),
         (("--sequence-length", "8", "--autocast", "int8"), "--autocast int8 is not known"),
         (("--sequence-length", "8", "--dtype", "int8"), "dtype 'int8' cannot be trained"),
+        (("--sequence-length", "8", "--packed-lengths", "3,4"), "3,4 make 7 tokens, but a row has 8"),
+        (("--sequence-length", "8", "--packed-lengths", "uniform:1:9"), "9 tokens does not fit into a row of 8"),
+        (("--sequence-length", "2048", "--packed-lengths", "1025,1023"), "learned positions for 1024"),
     ],
 )
 def test_impossible_training_gets_one_message(protwin_here: Protwin, options: tuple[str, ...], message: str) -> None:

@@ -30,6 +30,7 @@ from tests.sim.fastest import fastest_request
 from tests.sim.host_account import host_bytes
 from tests.strategies.machines import calibrations, disks, hardware
 from tests.strategies.plans import any_host_gradients, any_optimizer
+from tests.strategies.tilings import with_tilings
 from tests.strategies.workloads import workloads
 
 _MODELS, _SMALL_MODELS = workloads(max_blocks=3), workloads(max_blocks=2)
@@ -116,12 +117,19 @@ def brute_force(
     """Every combination of knobs that the compiler takes, several of which are the same plan, simulated."""
     costs = CostModel(box, calibration, use_measured=model.measured_on == box.name)
     outcomes = []
-    knobs = (space.chunk_bytes, space.n_buffer, space.prefetch_depth, space.n_checkpoint, space.n_swap)
+    mlp = (1, *(tiling.mlp_tiles for tiling in model.tilings))
+    loss = (1, *(tiling.loss_tiles for tiling in model.loss_tilings))
+    tiles = [
+        {"mlp_tiles": of_mlp, "loss_tiles": of_loss}
+        for of_mlp, of_loss in product(mlp, loss)
+        if of_mlp in (space.mlp_tiles or mlp) and of_loss in (space.loss_tiles or loss)
+    ]
+    knobs = (space.chunk_bytes, tiles, space.n_buffer, space.prefetch_depth, space.n_checkpoint, space.n_swap)
     chunk_sizes, *others = (() if values is None else values for values in knobs)
     for chunk_bytes in chunk_sizes:
         layout = layout_of(model, chunk_bytes)
         kept = kept_counts(space, len(layout.chunks))
-        for (n_persist, n_host_stepped), on_disk, n_buffer, depth, n_checkpoint, n_swap in product(
+        for (n_persist, n_host_stepped), on_disk, in_tiles, n_buffer, depth, n_checkpoint, n_swap in product(
             kept, disk_counts(space), *others
         ):
             if n_buffer >= layout.min_buffers(n_persist + n_host_stepped):
@@ -142,6 +150,7 @@ def brute_force(
                     prefetch_depth=depth,
                     n_checkpoint=n_checkpoint,
                     n_swap=n_swap,
+                    **in_tiles,
                     micro_batches=step.micro_batches,
                     max_gradient_norm=step.max_gradient_norm,
                     optimizer=step.optimizer,
@@ -215,3 +224,25 @@ def cases_with_disk(
     outcomes = brute_force(model, box, None, space, step, method)
     assume(outcomes)
     return Case(model, box, None, space, step, outcomes, method)
+
+
+@st.composite
+def cases_with_long_knobs(draw: DrawFn, models: st.SearchStrategy[Workload] = _SMALL_MODELS) -> Case:
+    """Few blocks, tiles of MLPs and of the loss, and few values of the other knobs."""
+    model = draw(with_tilings(draw(models)))
+    box = draw(hardware()).model_copy(update={"name": model.measured_on})
+    every = st.sampled_from((None, None, (1, 2), (2, 5)))
+    space = SearchSpace(
+        chunk_bytes=draw(st.sampled_from((512, 2048))),
+        n_persist=tuple({0, draw(st.integers(0, 4))}),
+        n_buffer=1000,
+        prefetch_depth=draw(st.integers(1, 2)),
+        n_checkpoint=tuple({0, draw(st.integers(0, model.num_blocks))}),
+        n_swap=draw(st.sampled_from(((0,), (0,), (0, 1)))),
+        mlp_tiles=draw(every),
+        loss_tiles=draw(every),
+    )
+    step = StepSpec(draw(st.sampled_from((1, 1, 2))), draw(st.sampled_from((None, None, 1.0))))
+    outcomes = brute_force(model, box, None, space, step)
+    assume(outcomes)
+    return Case(model, box, None, space, step, outcomes)

@@ -13,7 +13,7 @@ from typing import Final
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from protwin.shared.schema.shared_inputs import SharedInput
+from protwin.shared.phases.shared_inputs import SharedInput
 from protwin.shared.schema.workload import (
     Block,
     BlockProfile,

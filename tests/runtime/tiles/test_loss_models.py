@@ -304,5 +304,5 @@ def test_fake_tensors_tell_the_same() -> None:
 
 def test_a_plan_with_tiles_that_nobody_traced_gets_one_message() -> None:
     known = workload(llama)
-    with pytest.raises(PlanError, match=r"loss_tiles: 3, .* was traced with 2, 4, 8"):
+    with pytest.raises(PlanError, match=r"loss_tiles: 3, .* knows 1, 2, 4, 8"):
         compile_schedule(plan_of(known, is_offloaded=False, loss_tiles=3), known)

@@ -13,8 +13,8 @@ from torch import nn
 from protwin.shared.basics.errors import ScheduleError
 from protwin.shared.compile.activation_levels import ActivationAccount, SharedBytes
 from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.phases.shared_inputs import SharedInput
 from protwin.shared.schema.schedule import Content, Schedule, TaskKind
-from protwin.shared.schema.shared_inputs import SharedInput
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.verify.verify import verify_schedule
 from tests.proof_size import some_quick

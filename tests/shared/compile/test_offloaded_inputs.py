@@ -11,9 +11,9 @@ from protwin.shared.basics.errors import PlanError, ScheduleError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import layout_of
 from protwin.shared.layout.travelling_inputs import input_bytes
+from protwin.shared.phases.shared_inputs import SharedInput
 from protwin.shared.schema.plan import ActivationMode, Plan, place_activation_modes
 from protwin.shared.schema.schedule import Content, Lane, Memory, Schedule, Task, TaskId, TaskKind
-from protwin.shared.schema.shared_inputs import SharedInput
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.verify.verify import verify_schedule

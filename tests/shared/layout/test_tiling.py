@@ -54,7 +54,7 @@ def test_a_tiled_plan_is_compiled_as_a_workload_that_has_these_phases(
         assert replace(found, plan_id=plan.identity) == substituted
         again = tiled(known, chosen)
         assert tiled(again, chosen) is again
-    with pytest.raises(PlanError, match=r"loss_tiles: 3, .* was traced with 2, 8"):
+    with pytest.raises(PlanError, match=r"loss_tiles: 3, .* knows 1, 2, 8"):
         compile_schedule(plan.model_copy(update={"loss_tiles": 3}), known)
 
 

@@ -145,6 +145,7 @@ def test_the_identity_covers_every_knob() -> None:
         {"parallel": ParallelMode.SHARDED},
         {"num_ranks": 2},
         {"shard_ranks": 2},
+        {"sequence_ranks": 2},
     ]
     assert {name for change in changes for name in change} == set(Plan.model_fields) - {"note"}
     identities = [plan.identity, *(plan.model_copy(update=change).identity for change in changes)]

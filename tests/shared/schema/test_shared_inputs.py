@@ -15,9 +15,9 @@ from protwin.shared.compile.activation_levels import SharedBytes
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.observed.observed_inputs import ObservedInput, PhaseKey
+from protwin.shared.phases.shared_inputs import SharedInput
 from protwin.shared.schema.plan import ActivationMode, Plan
 from protwin.shared.schema.schedule import OuterSection, Section, TaskKind
-from protwin.shared.schema.shared_inputs import SharedInput
 from protwin.shared.schema.workload import BlockId, Phase, Workload
 from tests.shared.small_models import chain
 

@@ -1,0 +1,73 @@
+"""The search turns the knobs of long sequences: it finds what brute force over the simulator finds."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protwin.shared.basics.errors import InfeasibleError, PlanError
+from protwin.shared.phases.tiling import LossTiling
+from protwin.shared.schema.workload import Workload
+from protwin.sim.searching.problem import SearchProblem
+from protwin.sim.searching.search import search
+from protwin.sim.space.space import SearchSpace
+from tests.proof_size import examples
+from tests.sim.brute_force import Case, cases_with_long_knobs
+from tests.sim.fastest import fastest_request
+from tests.sim.hand_made import machine, phase, workload
+
+
+def _check(found: Case, share: float) -> None:
+    peaks = sorted({outcome.device_bytes for outcome in found.outcomes})
+    budget_bytes = peaks[round(share * (len(peaks) - 1))]
+    best_s = min(outcome.iteration_s for outcome in found.feasible(budget_bytes))
+    if best_s == 0:
+        return
+    result = found.search(budget_bytes)
+    assert result.prediction.iteration_s == best_s
+    chosen = next(outcome for outcome in found.outcomes if outcome.plan == result.plan)
+    assert (chosen.iteration_s, chosen.device_bytes <= budget_bytes) == (best_s, True)
+    assert result.gap_frac <= 1e-4
+
+
+@given(cases_with_long_knobs(), st.floats(0, 1))
+@settings(max_examples=examples(300, 16), deadline=None)
+def test_the_search_finds_what_brute_force_finds(found: Case, share: float) -> None:
+    _check(found, share)
+
+
+def _with_large_epilogue(least_bytes: int) -> Workload:
+    """Its epilogue takes ``least_bytes`` at its peak, and a fifth of that in 2 tiles, which take longer."""
+    model = workload(num_blocks=2)
+    tiling = LossTiling(
+        loss_tiles=2, epilogue_forward=phase(9, 40, least_bytes // 5), epilogue_backward=phase(9, -40, 60)
+    )
+    fields = {name: getattr(model, name) for name in Workload.model_fields}
+    return Workload(**fields | {"epilogue_forward": phase(1, 40, least_bytes), "loss_tilings": (tiling,)})
+
+
+def _loss_tiles(model: Workload, device_budget_bytes: int) -> int:
+    request = fastest_request(
+        workload=model, hardware=machine(), device_budget_bytes=device_budget_bytes, host_budget_bytes=2**30
+    )
+    return search(request).plan.loss_tiles
+
+
+def test_the_loss_runs_in_tiles_where_it_does_not_fit_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _with_large_epilogue(100_000)
+    assert _loss_tiles(model, 200_000) == 1, "whole, it is faster"
+    assert _loss_tiles(model, 60_000) == 2
+    with pytest.raises(InfeasibleError):
+        _loss_tiles(model, 15_000)
+    # A wrong variant: tables of the whole say that no plan fits.
+    monkeypatch.setattr(SearchProblem, "in_tiles", lambda self, request, **tiles: self)
+    with pytest.raises(InfeasibleError):
+        _loss_tiles(model, 60_000)
+
+
+def test_tiles_that_nobody_traced_are_refused() -> None:
+    model: Workload = workload(num_blocks=2)
+    for space, knob in ((SearchSpace(mlp_tiles=3), "mlp_tiles"), (SearchSpace(loss_tiles=3), "loss_tiles")):
+        with pytest.raises(PlanError, match=rf"{knob}: 3, .* knows none. Trace the model with that number"):
+            search(fastest_request(workload=model, hardware=machine(), space=space))
