@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from protwin.calibration.commands.demo import CONFIGURATION
+from protwin.calibration.demos.demo import CONFIGURATION
 from protwin.calibration.fitting.subject import Subject
 from protwin.calibration.validation.fidelity import Fidelity
 from protwin.calibration.validation.tables import fidelity_tables

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from protwin.calibration.commands.demo import CONFIGURATION
+from protwin.calibration.demos.demo import CONFIGURATION
 from protwin.runtime import make_orthogonal
 from protwin.runtime.data.byte_text import head_batches, python_reference
 from protwin.runtime.devices.cpu_device import CpuDevice
@@ -90,9 +90,9 @@ _OSFT: Final[dict[str, tuple[str, float]]] = {"llama-osft": ("llama", 0.25), "gp
 _LONG: Final[dict[str, dict[str, Any]]] = {
     "llama-long": {
         "model_type": "llama",
-        "vocab_size": 3000,
+        "vocab_size": 2000,
         "hidden_size": 96,
-        "num_hidden_layers": 5,
+        "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "intermediate_size": 512,
@@ -101,14 +101,14 @@ _LONG: Final[dict[str, dict[str, Any]]] = {
         "eos_token_id": None,
     },
     "gpt2-long": _ENDS
-    | {"model_type": "gpt2", "vocab_size": 3000, "n_embd": 112, "n_layer": 5, "n_head": 4, "n_positions": 1024},
+    | {"model_type": "gpt2", "vocab_size": 2000, "n_embd": 112, "n_layer": 4, "n_head": 4, "n_positions": 1024},
 }
 """Models of one long sequence, traced in tiles too: many words and wide MLPs, so that these take the memory."""
 _BATCHES: Final[dict[str, tuple[int, int]]] = {
     "llama-wide-ends": (1, 128),
     "t5": (4, 64),
     "bert": (3, 96),
-    **dict.fromkeys(_LONG, (1, 1024)),
+    **dict.fromkeys(_LONG, (1, 512)),
 }
 """Samples, and tokens of each, where it is not (2, 128)."""
 _SLOW: Final = frozenset(
@@ -117,7 +117,7 @@ _SLOW: Final = frozenset(
 MODELS: Final = (*_CONFIGURATIONS, "widths")
 ORTHOGONAL: Final = tuple(_OSFT)
 LONG: Final = tuple(_LONG)
-_TILES: Final = (4, 16)
+_TILES: Final = (8,)
 """Numbers of tiles of MLPs and of the loss that long sequences may run in."""
 
 

@@ -39,10 +39,8 @@ CONFIGURATION: Final[dict[str, Any]] = {
 }
 MODEL_NAME: Final = "llama of 4 blocks, 128 wide, MLPs of 1,024, 8,192 words"
 BATCH_SIZE: Final = 1
-SEQUENCE_LENGTH: Final = 2048
+SEQUENCE_LENGTH: Final = 1024
 NUM_TILES: Final = 8
-VARIANTS: Final = ("whole", "mlp", "loss", "all")
-"""What runs in tiles: nothing, MLPs, the loss, both.  The first and the last have a twin with recomputed blocks."""
 _CHUNK_BYTES: Final = 2**26
 _SEED: Final = 0
 _MAKE_OPTIMIZER: Final = partial(torch.optim.AdamW, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)

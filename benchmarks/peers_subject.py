@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from protwin.calibration.commands.demo import CONFIGURATION
+from protwin.calibration.demos.demo import CONFIGURATION
 from protwin.runtime.data.byte_text import byte_batches, python_reference
 from protwin.runtime.model.configurations import build_model
 

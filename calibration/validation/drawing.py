@@ -148,7 +148,7 @@ class _Drawing:
             "micro_batches": chance.choice((1, chance.randint(1, self._draw.most_micro_batches))),
             "limits_norm": self._trains and chance.random() < 0.25,
         }
-        knobs["tiles"] = tiled
+        knobs |= {"tiles": tiled, "most_tiles": {knob: max(numbers) for knob, numbers in known.items() if numbers}}
         knobs["on_device"] = bool(workload.subspaces) and chance.random() < _ON_DEVICE
         return knobs | {"parallel": self._mode(), "optimizer": self._draw.optimizer}
 
@@ -228,6 +228,7 @@ def _smaller(knobs: Knobs) -> Iterator[Knobs]:
         yield {"chunk": min(knobs["chunk"], chunk)}
     if knobs["modes"] is not None:
         yield {"modes": (ActivationMode.CHECKPOINT,) * len(knobs["modes"])}
+    yield {"tiles": knobs["most_tiles"]}
     yield {"micro_batches": 1}
 
 
