@@ -156,17 +156,9 @@ def run_long_demo(folder: Path, console: Console, size: LongDemo = STANDARD) -> 
         moved = _plainly(_moved(model), batches)
 
     comparison = {
-        **predictions_held(found.prediction, planned.record),
         "plain_peak_device_bytes": need_bytes,
         "device_budget_bytes": budget_bytes,
-        "same_tiles_identical": planned.losses == resident.losses and _distance(planned, resident).weight == 0,
-        "from_plain": _distance(planned, plain).described,
-        "plain_from_itself": _distance(moved, plain).described,
-        "is_within_tolerance": _distance(planned, plain).is_within(_distance(moved, plain)),
-        "mlp_tiles": found.plan.mlp_tiles,
-        "loss_tiles": found.plan.loss_tiles,
-        "n_checkpoint": found.plan.n_checkpoint,
-        "n_offload_input": found.plan.n_offload_input,
+        **_compared(found, planned, resident, plain, moved),
     }
     subject.workload.save(folder / "workload.json")
     write_atomically(folder / "hardware.toml", hardware_to_toml(subject.hardware))
@@ -229,6 +221,24 @@ def _distance(one: _Trained, other: _Trained) -> _Distance:
     weights = torch.stack([(a.detach().double() - b.detach().double()).norm() for a, b in pairs])
     loss = max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
     return _Distance(loss, weights.norm().item(), max(other.losses))
+
+
+def _compared(
+    found: SearchResult, planned: _Planned, resident: _Trained, plain: _Trained, moved: _Trained
+) -> dict[str, Any]:
+    """Predicted beside measured, and how far trainings ended apart."""
+    from_resident, from_plain, itself = (
+        _distance(one, other) for one, other in ((planned, resident), (planned, plain), (moved, plain))
+    )
+    knobs = ("mlp_tiles", "loss_tiles", "n_checkpoint", "n_offload_input")
+    return {
+        **predictions_held(found.prediction, planned.record),
+        "same_tiles_identical": from_resident.loss == from_resident.weight == 0,
+        "from_plain": from_plain.described,
+        "plain_from_itself": itself.described,
+        "is_within_tolerance": from_plain.is_within(itself),
+        **{knob: getattr(found.plan, knob) for knob in knobs},
+    }
 
 
 def _limits(model: nn.Module, batches: Sequence[Batch], size: LongDemo, console: Console) -> tuple[int, int, str]:
