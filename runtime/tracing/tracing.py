@@ -27,7 +27,7 @@ from ...shared.schema.schedule import OuterSection, TaskKind
 from ...shared.schema.workload import BlockId, DType, Workload
 from ...shared.workloads.assembly import TracedModel, TracedShape, assemble
 from ...shared.workloads.tilings import checked_tiles, with_tilings
-from ..data.packed_batches import packing_of_batch, samples_apart
+from ..data.packed_batches import is_told_ends, packing_of_batch, samples_apart
 from ..devices.device import device_description
 from ..hooks.row_reads import agreed
 from ..model.batches import Batch, Loss, batch_shapes, batch_tensors, count_samples_and_tokens
@@ -276,8 +276,11 @@ class FakeSubject:
     ) -> TracedShape:
         """What one iteration on a batch of this shape does.
 
-        A model that looks at what the batch holds is run again with the values of its integers.
+        A model that looks at what the batch holds is run again with the values of its integers; attention that is told
+        where samples end needs them anyway.
         """
+        if is_told_ends(self._model, batch):
+            return self._at(batch, loss, on_progress, with_values=True)
         return with_values_if_wanted(batch, lambda with_values: self._at(batch, loss, on_progress, with_values))
 
     def _at(
