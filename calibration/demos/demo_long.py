@@ -121,10 +121,7 @@ def run_long_demo(folder: Path, console: Console, size: LongDemo = STANDARD) -> 
     """The whole demo; gives what ``comparison.json`` holds."""
     started = time.perf_counter()
     leave_a_core_for_lanes()
-    text = python_reference()
-    batches = list(
-        byte_batches(text, batch_size=1, sequence_length=size.sequence_length, num_batches=size.steps, seed=_SEED)
-    )
+    batches = _batches(size)
     torch.manual_seed(_SEED)
     model = build_model(dict(size.configuration), "demo-long", torch.float32, device="cpu")
     console.print(
@@ -160,9 +157,7 @@ def run_long_demo(folder: Path, console: Console, size: LongDemo = STANDARD) -> 
         "device_budget_bytes": budget_bytes,
         **_compared(found, planned, resident, plain, moved),
     }
-    subject.workload.save(folder / "workload.json")
-    write_atomically(folder / "hardware.toml", hardware_to_toml(subject.hardware))
-    calibration.save(folder / "calibration.json")
+    _write_subject(folder, subject, calibration)
     write_atomically(folder / "comparison.json", json.dumps(comparison, indent=1) + "\n")
     facts = Facts(
         predicted=found.prediction,
@@ -221,6 +216,11 @@ def _distance(one: _Trained, other: _Trained) -> _Distance:
     weights = torch.stack([(a.detach().double() - b.detach().double()).norm() for a, b in pairs])
     loss = max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
     return _Distance(loss, weights.norm().item(), max(other.losses))
+
+
+def _batches(size: LongDemo) -> list[Batch]:
+    length, text = size.sequence_length, python_reference()
+    return list(byte_batches(text, batch_size=1, sequence_length=length, num_batches=size.steps, seed=_SEED))
 
 
 def _compared(
@@ -340,6 +340,12 @@ def _knobs_table(plan: Plan, subject: Subject, calibration: Calibration) -> Tabl
             rows.append((name, format_seconds(record.iteration_s), format_bytes(record.peak_device_bytes)))
     columns = ("what runs", ">iteration", ">peak")
     return Table(title="Predicted, with one knob of the plan undone", columns=columns, rows=tuple(rows))
+
+
+def _write_subject(folder: Path, subject: Subject, calibration: Calibration) -> None:
+    subject.workload.save(folder / "workload.json")
+    write_atomically(folder / "hardware.toml", hardware_to_toml(subject.hardware))
+    calibration.save(folder / "calibration.json")
 
 
 def _write_records(folder: Path, found: SearchResult, measured: Record, facts: Facts) -> None:
