@@ -51,6 +51,7 @@ class Outer(nn.Module):
 def ran(block: Block, num_tiles: int, *, is_checkpointed: bool) -> tuple[Result, Counter[str]]:
     """All gradients, and how often MLP and normalization ran, and gradients became final."""
     counts: Counter[str] = Counter()
+    modules = modules_of((NamedBlock("block", block),), (("mlp",),))
 
     def counting(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any) -> Any:
@@ -66,8 +67,7 @@ def ran(block: Block, num_tiles: int, *, is_checkpointed: bool) -> tuple[Result,
     for name, parameter in block.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: counts.update([f"{name} is final"]))
     x = torch.randn(3, 5, HIDDEN, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    blocks = (NamedBlock("block", block),)
-    with in_tiles(modules_of(blocks, (("mlp",),)), num_tiles):
+    with in_tiles(modules, num_tiles):
         found = results(Outer(block, is_checkpointed), x)
     return found, counts
 
