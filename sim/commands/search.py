@@ -94,6 +94,7 @@ from .space_options import (
     AllowedModes,
     AllowedPersistent,
     AllowedPrefetchDepths,
+    AllowedSequenceRanks,
     AllowedShardRanks,
     AllowedShards,
     AllowedStaging,
@@ -163,6 +164,7 @@ def search_command(
     num_ranks: NumRanks = None,
     parallel: AllowedModes = None,
     shard_ranks: AllowedShardRanks = None,
+    sequence_ranks: AllowedSequenceRanks = None,
     questions: WhatIfQuestions = None,
     goal: GoalName = Goal.FASTEST,
     risk: RiskName = Risk.MEAN,
@@ -216,6 +218,7 @@ def search_command(
         "prefetch_depth": prefetch_depth,
         "n_checkpoint": n_checkpoint,
         "n_swap": n_swap,
+        "sequence_ranks": sequence_ranks,
     }
     space = SearchSpace.model_validate(
         {knob: tuple(values) for knob, values in allowed.items() if values} | {"looks_up_rows": looks_up_rows}
