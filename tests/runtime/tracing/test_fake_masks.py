@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from tests.proof_size import some_quick
 
 BATCH, LENGTH = 2, 24
 RENAMED = "renamed_sdpa"
+CACHE = next(name for name in ("cache", "past_key_values") if name in inspect.signature(create_causal_mask).parameters)
+"""What this version of transformers calls it."""
 
 
 def falcon(**changes: Any) -> nn.Module:
@@ -74,7 +77,7 @@ def test_real_masks_keep_their_padding_meanwhile() -> None:
     embedded = torch.empty(BATCH, LENGTH, 64)
     mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
     mask[0, -3:] = 0
-    asked = {"config": model.config, "inputs_embeds": embedded, "past_key_values": None}
+    asked = {"config": model.config, "inputs_embeds": embedded, CACHE: None}
     plain = create_causal_mask(attention_mask=mask, **asked)
     with plain_batches():
         assert torch.equal(create_causal_mask(attention_mask=mask, **asked), plain)
@@ -87,7 +90,7 @@ def test_masks_are_made_where_values_could_not_spare_them() -> None:
             "config": model.config,
             "inputs_embeds": torch.empty(BATCH, LENGTH, 64),
             "attention_mask": torch.ones(BATCH, LENGTH, dtype=torch.long),
-            "past_key_values": None,
+            CACHE: None,
         }
         assert create_causal_mask(**asked) is not None
         with plain_batches():
