@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import typer
@@ -51,6 +52,7 @@ from ...shared.schema.workload import Workload
 from ..memory.libraries import rank_host_bytes
 from ..questions.goals import SEQUENCE_STEP, Shapes, search_goal
 from ..questions.host_bound import with_host_bound
+from ..questions.in_tiles import AskedTiles
 from ..questions.remedies import with_remedies
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..searching.request import GlobalBatch, SearchRequest, Step
@@ -90,6 +92,8 @@ from .space_options import (
     AllowedDisk,
     AllowedDiskState,
     AllowedHostStepped,
+    AllowedLossTiles,
+    AllowedMlpTiles,
     AllowedModes,
     AllowedPersistent,
     AllowedPrefetchDepths,
@@ -154,6 +158,8 @@ def search_command(
     prefetch_depth: AllowedPrefetchDepths = None,
     n_checkpoint: AllowedCheckpoints = None,
     n_swap: AllowedSwaps = None,
+    mlp_tiles: AllowedMlpTiles = None,
+    loss_tiles: AllowedLossTiles = None,
     micro_batches: MicroBatches = None,
     max_gradient_norm: MaxGradientNorm = None,
     optimizer: OptimizerName = None,
@@ -215,6 +221,8 @@ def search_command(
         "prefetch_depth": prefetch_depth,
         "n_checkpoint": n_checkpoint,
         "n_swap": n_swap,
+        "mlp_tiles": mlp_tiles,
+        "loss_tiles": loss_tiles,
     }
     space = SearchSpace.model_validate(
         {knob: tuple(values) for knob, values in allowed.items() if values} | {"looks_up_rows": looks_up_rows}
@@ -236,6 +244,9 @@ def search_command(
         method=method,
         student_path=student,
         packed_lengths=packed_lengths,
+        tiles=AskedTiles(
+            mlp=None if mlp_tiles is None else tuple(mlp_tiles), loss=None if loss_tiles is None else tuple(loss_tiles)
+        ),
     )
 
     def workload_with(change: MethodChange) -> Workload | GlobalBatch:
@@ -274,7 +285,8 @@ def search_command(
     with progress_bar("searching") as on_progress:
         # A question that cannot be answered is told at once.
         asked = what_ifs(request, workload_with if choice.has_shapes else None)
-        found = with_run(_found(goal, request, choice, on_progress), tokens)
+        found, request = _found(goal, request, choice, on_progress)
+        found = with_run(found, tokens)
         found, is_interrupted = _with_more(found, goal, request, asked, on_progress)
     if not is_interrupted:
         found = with_remedies(found, request, choice.untraced)
@@ -299,16 +311,45 @@ def _first_workload(goal: Goal, choice: ModelChoice) -> Workload:
     return choice.workload()
 
 
-def _found(goal: Goal, request: SearchRequest, choice: ModelChoice, on_progress: OnProgress) -> BatchSearchResult:
-    """The best plan.  Raises InfeasibleError, which says what would fit instead, and what ``search_goal`` raises."""
+def _found(
+    goal: Goal, request: SearchRequest, choice: ModelChoice, on_progress: OnProgress
+) -> tuple[BatchSearchResult, SearchRequest]:
+    """The best plan, and the request that it answers: where nothing fits whole, one for tiles.
+
+    Raises InfeasibleError, which says what would fit instead, and what ``search_goal`` raises.
+    """
     shapes = Shapes(choice.at_batch_size, choice.at_sequence_length) if choice.has_shapes else None
     try:
-        return search_goal(goal, request, shapes, on_progress=on_progress, keep_interrupted=True)
+        return search_goal(goal, request, shapes, on_progress=on_progress, keep_interrupted=True), request
     except InfeasibleError as error:
+        tiled = _with_needed_tiles(request, choice)
+        if tiled is not None:
+            return _found(goal, tiled, choice.with_needed_tiles, on_progress)
         if isinstance(request.workload, GlobalBatch):
             raise
         sized = choice.at_batch_size if choice.is_known and goal is Goal.FASTEST else None
         raise InfeasibleError(f"{error}{_what_fits_instead(request, sized)}") from error
+
+
+def _with_needed_tiles(request: SearchRequest, choice: ModelChoice) -> SearchRequest | None:
+    """The request about a workload that knows tiles, if the one that it is about does not and has some."""
+    if choice.tiles.is_needed or choice.tiles.are_named or not choice.has_shapes:
+        return None
+    workload, needed = request.workload, choice.with_needed_tiles
+    if isinstance(workload, GlobalBatch):
+        # Of a batch that does not fit in its smallest parts.
+        smallest = workload.sizes(request.step.num_ranks)[0]
+        found = needed.at_batch_size(smallest)
+        batch = replace(workload, workload_at=needed.at_batch_size, micro_batch_sizes=(smallest,))
+        return replace(request, workload=batch) if _has_tilings(found) else None
+    if _has_tilings(workload):
+        return None
+    found = needed.at(choice.batch_size or 1, choice.sequence_length)
+    return replace(request, workload=found) if _has_tilings(found) else None
+
+
+def _has_tilings(workload: Workload) -> bool:
+    return bool(workload.tilings or workload.loss_tilings)
 
 
 def _with_more(
