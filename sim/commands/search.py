@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import typer
@@ -95,6 +94,7 @@ from .space_options import (
     AllowedLossTiles,
     AllowedMlpTiles,
     AllowedModes,
+    AllowedOffloadedInputs,
     AllowedPersistent,
     AllowedPrefetchDepths,
     AllowedShardRanks,
@@ -158,6 +158,7 @@ def search_command(
     prefetch_depth: AllowedPrefetchDepths = None,
     n_checkpoint: AllowedCheckpoints = None,
     n_swap: AllowedSwaps = None,
+    n_offload_input: AllowedOffloadedInputs = None,
     mlp_tiles: AllowedMlpTiles = None,
     loss_tiles: AllowedLossTiles = None,
     micro_batches: MicroBatches = None,
@@ -221,6 +222,7 @@ def search_command(
         "prefetch_depth": prefetch_depth,
         "n_checkpoint": n_checkpoint,
         "n_swap": n_swap,
+        "n_offload_input": n_offload_input,
         "mlp_tiles": mlp_tiles,
         "loss_tiles": loss_tiles,
     }
@@ -244,9 +246,7 @@ def search_command(
         method=method,
         student_path=student,
         packed_lengths=packed_lengths,
-        tiles=AskedTiles(
-            mlp=None if mlp_tiles is None else tuple(mlp_tiles), loss=None if loss_tiles is None else tuple(loss_tiles)
-        ),
+        tiles=AskedTiles.named(mlp_tiles, loss_tiles),
     )
 
     def workload_with(change: MethodChange) -> Workload | GlobalBatch:
@@ -322,34 +322,14 @@ def _found(
     try:
         return search_goal(goal, request, shapes, on_progress=on_progress, keep_interrupted=True), request
     except InfeasibleError as error:
-        tiled = _with_needed_tiles(request, choice)
+        needed = choice.with_needed_tiles
+        tiled = choice.tiles.search_in_tiles(request, needed.at_batch_size) if choice.has_shapes else None
         if tiled is not None:
-            return _found(goal, tiled, choice.with_needed_tiles, on_progress)
+            return _found(goal, tiled, needed, on_progress)
         if isinstance(request.workload, GlobalBatch):
             raise
         sized = choice.at_batch_size if choice.is_known and goal is Goal.FASTEST else None
         raise InfeasibleError(f"{error}{_what_fits_instead(request, sized)}") from error
-
-
-def _with_needed_tiles(request: SearchRequest, choice: ModelChoice) -> SearchRequest | None:
-    """The request about a workload that knows tiles, if the one that it is about does not and has some."""
-    if choice.tiles.is_needed or choice.tiles.are_named or not choice.has_shapes:
-        return None
-    workload, needed = request.workload, choice.with_needed_tiles
-    if isinstance(workload, GlobalBatch):
-        # Of a batch that does not fit in its smallest parts.
-        smallest = workload.sizes(request.step.num_ranks)[0]
-        found = needed.at_batch_size(smallest)
-        batch = replace(workload, workload_at=needed.at_batch_size, micro_batch_sizes=(smallest,))
-        return replace(request, workload=batch) if _has_tilings(found) else None
-    if _has_tilings(workload):
-        return None
-    found = needed.at(choice.batch_size or 1, choice.sequence_length)
-    return replace(request, workload=found) if _has_tilings(found) else None
-
-
-def _has_tilings(workload: Workload) -> bool:
-    return bool(workload.tilings or workload.loss_tilings)
 
 
 def _with_more(

@@ -88,6 +88,14 @@ AllowedSwaps = Annotated[
         "--n-swap", "Allow this number of swapped blocks (repeatable), or all that are sensible; 0 unless given."
     ),
 ]
+AllowedOffloadedInputs = Annotated[
+    list[int] | None,
+    _allowed_or_all(
+        "--n-offload-input",
+        "Allow this number of checkpointed blocks whose input waits on the host (repeatable), or all that are "
+        "sensible; some only where nothing fits unless given.",
+    ),
+]
 AllowedMlpTiles = Annotated[
     list[int] | None,
     _allowed(

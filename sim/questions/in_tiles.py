@@ -10,7 +10,7 @@ nothing fits without, and not before.  Then sequences count from 2,048 tokens on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Final, Self
@@ -18,6 +18,8 @@ from typing import Final, Self
 from ...shared.basics.errors import ProtwinError
 from ...shared.schema.plan import Plan
 from ...shared.schema.workload import Workload
+from ..searching.request import GlobalBatch, SearchRequest
+from ..space.space import SearchSpace
 
 LONG_SEQUENCE: Final = 8192
 """Tokens of a sample."""
@@ -53,10 +55,21 @@ class AskedTiles:
         """Those of one plan; none if it is None."""
         return cls(mlp=(1,), loss=(1,)) if plan is None else cls(mlp=(plan.mlp_tiles,), loss=(plan.loss_tiles,))
 
+    @classmethod
+    def named(cls, mlp: Sequence[int] | None, loss: Sequence[int] | None) -> Self:
+        """Those of options; None or none: whatever is sensible."""
+        return cls(mlp=tuple(mlp) if mlp else None, loss=tuple(loss) if loss else None)
+
     @property
     def are_named(self) -> bool:
         """Whether the user names some, or that there shall be none."""
         return self.mlp is not None or self.loss is not None
+
+    @property
+    def space(self) -> SearchSpace:
+        """With the numbers of tiles that are named."""
+        named = {"mlp_tiles": self.mlp, "loss_tiles": self.loss}
+        return SearchSpace.model_validate({knob: numbers for knob, numbers in named.items() if numbers is not None})
 
     @property
     def needed(self) -> AskedTiles:
@@ -86,6 +99,23 @@ class AskedTiles:
                 return found
         return resolve(*wanted[-1])
 
+    def search_in_tiles(self, request: SearchRequest, at_size: Callable[[int], Workload]) -> SearchRequest | None:
+        """``request``, in which nothing fits whole, about a workload that knows tiles; None if there is none.
+
+        ``at_size``: the workload of so many samples, with tiles that are needed.  Of a batch of a whole step, the
+        smallest micro-batches alone.
+        """
+        if self.is_needed or self.are_named:
+            return None
+        workload = request.workload
+        if isinstance(workload, GlobalBatch):
+            smallest = workload.sizes(request.step.num_ranks)[0]
+            if _has_tilings(workload.workload_at(smallest)) or not _has_tilings(at_size(smallest)):
+                return None
+            return replace(request, workload=replace(workload, workload_at=at_size, micro_batch_sizes=(smallest,)))
+        found = None if _has_tilings(workload) else at_size(workload.num_samples)
+        return None if found is None or not _has_tilings(found) else replace(request, workload=found)
+
     def _wanted(self, num_samples: int | None, sequence_length: int | None) -> Iterator[tuple[Tiles, Tiles]]:
         """The most first, and last without what nobody has named."""
         sensible: Tiles = ()
@@ -94,3 +124,7 @@ class AskedTiles:
         open_choice = (sensible, ()) if sensible else ((),)
         of_mlp, of_loss = (open_choice if named is None else (named,) for named in (self.mlp, self.loss))
         yield from product(of_mlp, of_loss)
+
+
+def _has_tilings(workload: Workload) -> bool:
+    return bool(workload.tilings or workload.loss_tilings)
