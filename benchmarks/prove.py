@@ -5,6 +5,7 @@
 - optimizers: the same with every optimizer that can step the model here.
 - orthogonal: the same of orthogonal subspace fine-tuning, and its peaks beside the schedule's own account.
 - memory: the measured peak is the schedule's own account, nothing is left, a thousand steps grow nothing.
+- tiles: plans with tiles of MLPs and losses train as the plain loop but for the order of sums, in the accounted memory.
 - faults: trainings that are killed at random moments resume from a complete checkpoint and end equal.
 - exhaustion: out of memory at every task of a schedule ends in one error with its cause, and loses nothing.
 - ranks: processes that train together give the bits of DistributedDataParallel, in the guaranteed memory.
@@ -47,6 +48,7 @@ from . import (
     prove_orthogonal,
     prove_properties,
     prove_ranks,
+    prove_tiles,
 )
 from .prove_claims import Claim, Settings, show
 
@@ -55,6 +57,7 @@ _SECTIONS: Final[dict[str, Callable[[Settings, OnProgress], list[Claim]]]] = {
     "optimizers": prove_optimizers.prove,
     "orthogonal": prove_orthogonal.prove,
     "memory": prove_memory.prove,
+    "tiles": prove_tiles.prove,
     "faults": prove_faults.prove,
     "exhaustion": prove_exhaustion.prove,
     "ranks": prove_ranks.prove,

@@ -32,9 +32,11 @@ from ...shared.cli.options import (
     keep_apart,
     options_of,
     osft_of,
+    warn,
 )
 from ...shared.cli.output import give
 from ...shared.phases.packing import parse_packed_lengths
+from ...shared.phases.quadratic import attention_words
 from ...shared.phases.tiling import MOST_TILES
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import TrainingMethod
@@ -174,6 +176,9 @@ def trace_command(
     from ...shared.tables.workloads import workload_tables
 
     workload = chosen.note_in(workload)
+    words = attention_words(workload.quadratic, workload.model_name, workload.num_tokens // workload.num_samples)
+    if words is not None:
+        warn(words)
     give(workload, output, as_json=as_json, tables=lambda: workload_tables(workload))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 import torch
@@ -13,17 +13,22 @@ from torch import nn
 
 from ...shared.basics.errors import PlanError, ScheduleError
 from ...shared.phases.tiling import MOST_TILES
-from .loss_logits import DeferredLogits, TiledHead, head_function, refused
+from ..model.blocks import NamedBlock
+from .deferred_hidden import DeferredHidden, Scope, Surroundings, TokenSteps, defer, made_whole
+from .final_modules import FinalModules, final_modules
+from .head_function import head_function
+from .loss_logits import DeferredLogits, TiledHead, refused
 
 _BY_TOKEN: Final = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity, nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh)
 """Modules that treat each token by itself."""
 
 
 @contextmanager
-def tiled_loss(model: nn.Module, loss_tiles: int) -> Iterator[None]:
+def tiled_loss(model: nn.Module, loss_tiles: int, final: FinalModules | None = None) -> Iterator[None]:
     """Within the block, ``model`` computes its loss in ``loss_tiles`` tiles of tokens wherever it is given labels.
 
-    Head, what follows it and cross-entropy run tile by tile, so that the output has no logits (None).  A forward
+    Head, what follows it and cross-entropy run tile by tile, so that the output has no logits (None); so do those of
+    the ``final`` modules that run ahead of the head, unless they have hooks or hidden states are asked for.  A forward
     without labels gives logits as ever, unless gradients are on: a training whose loss others compute needs them whole,
     which is refused (ScheduleError).  Modules, parameters and hooks stay as they are.  Raises PlanError if the model
     has no head that treats each token by itself, or ``loss_tiles`` is no number of tiles.
@@ -34,8 +39,20 @@ def tiled_loss(model: nn.Module, loss_tiles: int) -> Iterator[None]:
         return
     head = head_of_tokens(model)
     state = _State(head, loss_tiles)
-    with _forward_as(head, state.head_forward), _forward_as(model, functools.partial(state.model_forward, model)):
+    with ExitStack() as stack:
+        stack.enter_context(_forward_as(head, state.head_forward))
+        stack.enter_context(_forward_as(model, functools.partial(state.model_forward, model)))
+        if final is not None:
+            stack.callback(final.last_block.register_forward_hook(state.note_last_block).remove)
+            for module in final.modules:
+                stack.enter_context(_forward_as(module, functools.partial(state.final_forward, module)))
         yield
+
+
+def final_of_loss(model: nn.Module, blocks: Sequence[NamedBlock], loss_tiles: int) -> FinalModules | None:
+    """What may run by tiles with the loss, ahead of the head; None for nothing.  Raises as ``tiled_loss``."""
+    check_tiled_loss(model, loss_tiles)
+    return final_modules(model, blocks, head_of_tokens(model)) if loss_tiles > 1 else None
 
 
 def check_loss_tiles(loss_tiles: int) -> None:
@@ -106,9 +123,23 @@ class _State:
         self._depth = 0
         self._losses = 0
         self._heads = 0
+        self._scope = Scope(is_open=False)
+        self._may_defer = False
+        self._defers = False
+        """Whether final modules give stand-ins: behind the last block."""
 
     def _note_loss(self) -> None:
         self._losses += 1
+
+    def note_last_block(self, *_: Any) -> None:
+        """A hook on it."""
+        self._defers = self._depth > 0 and self._may_defer
+
+    def final_forward(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """That of a token-wise module: a stand-in for what it gives behind the last block."""
+        if not self._defers or kwargs or len(args) != 1 or not _are_hidden(args[0]) or _has_hooks(module):
+            return forward(*args, **kwargs)
+        return defer(module, forward, args[0], self._scope)
 
     def head_forward(self, forward: Callable[..., Any], hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The head's: a stand-in where the model computes a loss."""
@@ -118,8 +149,14 @@ class _State:
             raise refused(f"a head that takes more than hidden states ({type(self._head).__name__})")
         self._heads += 1
         run, weights = head_function(self._head, forward)
+        around = Surroundings.of(hidden.device.type)
+        if isinstance(hidden, DeferredHidden) and hidden.is_whole_for(around):
+            hidden = hidden.computed()
         size = _vocabulary(self._head, run, hidden, weights)
-        return DeferredLogits(TiledHead(run, weights, size, self._tiles, self._note_loss), hidden)
+        todo = hidden.todo if isinstance(hidden, DeferredHidden) else TokenSteps()
+        todo = todo.then(run, weights)
+        head = TiledHead(around.casting(todo.run), todo.weights, size, self._tiles, self._note_loss)
+        return DeferredLogits(head, hidden.base if isinstance(hidden, DeferredHidden) else hidden)
 
     def model_forward(self, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The model's."""
@@ -130,15 +167,40 @@ class _State:
                     f"outside of it, and needs whole logits. Put labels into the batch, or train with loss_tiles 1."
                 )
             return forward(*args, **kwargs)
+        if not self._depth:
+            self._scope = Scope()
+            self._may_defer = not _gives_hidden_states(model, kwargs)
         self._depth, self._losses, self._heads = self._depth + 1, 0, 0
         try:
-            output = forward(*args, **kwargs)
+            output = made_whole(forward(*args, **kwargs))
         finally:
             self._depth -= 1
+            self._scope.is_open, self._defers = self._depth > 0, False
         if not self._losses:
             what = "no cross-entropy of what its head gives" if self._heads else "another head than it names"
             raise refused(f"{what} ({type(model).__name__})")
         return without_logits(output)
+
+
+def _are_hidden(given: Any) -> bool:
+    """Whether it is a tensor of tokens, of which the first module makes hidden states that the head reads."""
+    return isinstance(given, torch.Tensor) and given.ndim > 1 and given.is_floating_point()
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether somebody sees what a module or a part of it is given or gives."""
+    own = (
+        hooks
+        for part in module.modules()
+        for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
+    )
+    return any(own)
+
+
+def _gives_hidden_states(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+    """Whether the model's output is to have the hidden states, of which the final norm's are the last."""
+    asked = kwargs.get("output_hidden_states")
+    return bool(getattr(getattr(model, "config", None), "output_hidden_states", False) if asked is None else asked)
 
 
 def _vocabulary(head: nn.Module, run: Any, hidden: torch.Tensor, weights: Any) -> int:

@@ -17,14 +17,12 @@ from types import EllipsisType
 from typing import Any, Final
 
 import torch
-from torch import nn
 from torch.nn import functional
 
 from ...shared.basics.errors import ScheduleError
+from .head_function import TokenFunction
 from .loss_function import TiledWork, tiled
 
-HeadFunction = Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
-"""Logits (tokens, vocabulary) of hidden states (tokens, hidden), with the values of the head's parameters."""
 _Step = Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
 
 
@@ -32,7 +30,8 @@ _Step = Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
 class TiledHead:
     """A head whose logits are computed by tiles."""
 
-    run: HeadFunction
+    run: TokenFunction
+    """Logits (tokens, vocabulary) of hidden states (tokens, hidden)."""
     weights: tuple[torch.Tensor, ...]
     vocabulary: int
     num_tiles: int
@@ -336,36 +335,3 @@ _CROSS_ENTROPY: Final = (
 
 def _name(function: Any) -> str:
     return str(getattr(function, "__name__", function))
-
-
-def head_function(head: nn.Module, forward: Callable[..., Any]) -> tuple[HeadFunction, tuple[torch.Tensor, ...]]:
-    """``forward`` of ``head``, which stands under another one's name, as a function of its parameters; and these.
-
-    In place of each parameter stands a value of the same storage while it runs, so that gradients of a tile reach no
-    hook of the parameter's own.
-    """
-    names, weights = [], []
-    for name, parameter in head.named_parameters():
-        names.append(f"module.{name}")
-        weights.append(parameter)
-
-    alone = _Alone(head, forward)
-
-    def run(hidden: torch.Tensor, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        logits: torch.Tensor = torch.func.functional_call(alone, dict(zip(names, values, strict=True)), (hidden,))
-        return logits
-
-    return run, tuple(weights)
-
-
-class _Alone(nn.Module):
-    """A module's forward without the module's own hooks, which fire once for all tiles."""
-
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        super().__init__()
-        self.module = module
-        self._forward = forward
-
-    def forward(self, hidden: torch.Tensor) -> Any:
-        """What the module gives."""
-        return self._forward(hidden)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
@@ -37,26 +37,32 @@ _ERRORS: Final = (RuntimeError, ValueError, TypeError, IndexError, AssertionErro
 _Given = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]
 
 
-def why_not_token_wise(module: nn.Module, name: str) -> str | None:
-    """Why ``module`` cannot run in tiles of tokens; None if it can.  Nothing of it is changed."""
+def why_not_token_wise(
+    module: nn.Module, name: str, *, widths: Sequence[int] = (), may_draw: bool = True
+) -> str | None:
+    """Why ``module`` cannot run in tiles of tokens; None if it can.  Nothing of it is changed.
+
+    ``widths``: numbers of features that it may be given, beside those that its weights suggest; a module without
+    weights is tried with these alone.  ``may_draw``: whether it may use random numbers in training.
+    """
     norm = next((path for path, part in module.named_modules() if isinstance(part, _BatchNorm)), None)
     if norm is not None:
         return f"it mixes tokens: {name}.{norm} normalizes over all of them"
-    if next(module.parameters(), None) is None:
+    if next(module.parameters(), None) is None and not widths:
         return "it has no weights"
-    return _Trial(module, name).verdict()
+    return _Trial(module, name, widths).verdict(may_draw=may_draw)
 
 
 class _Trial:
     """One module on made-up values."""
 
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self._module, self._name = module, name
+    def __init__(self, module: nn.Module, name: str, widths: Sequence[int]) -> None:
+        self._module, self._name, self._widths = module, name, widths
         self._generator = torch.Generator().manual_seed(0)
         self._values = {key: self._made(parameter) for key, parameter in module.named_parameters()}
         self._buffers = {key: self._made(buffer) for key, buffer in module.named_buffers()}
 
-    def verdict(self) -> str | None:
+    def verdict(self, *, may_draw: bool) -> str | None:
         """As ``why_not_token_wise``."""
         given = self._given()
         if isinstance(given, str):
@@ -64,7 +70,9 @@ class _Trial:
         tensors = pytree.tree_leaves((given, self._buffers))
         before = [tensor.clone() for tensor in tensors]
         try:
-            for training in (True, False):
+            if not may_draw and not _are_close(*(self._whole(given, training=True, seed=seed) for seed in (0, 1))):
+                return "it draws random numbers"
+            for training in (True, False) if may_draw else (True,):
                 whole, tiled = self._whole(given, training), self._tiled(given, training)
                 if any(not torch.equal(a, b) for a, b in zip(before, tensors, strict=True)):
                     return "it changes its input or a buffer of its own whenever it runs"
@@ -96,7 +104,8 @@ class _Trial:
         """Arguments that the module accepts: of how many features, the shapes of its weights suggest."""
         num_given, names = _required(self._module.forward)
         error: BaseException | None = None
-        sizes = dict.fromkeys(size for value in self._values.values() for size in reversed(value.shape) if size > 1)
+        shapes = [*(value.shape for value in self._values.values()), self._widths]
+        sizes = dict.fromkeys(size for shape in shapes for size in reversed(shape) if size > 1)
         for lead in ((1, _EQUAL + _OTHERS), (_EQUAL + _OTHERS,)):
             for size in sizes:
                 args = tuple(self._tokens(lead, size) for _ in range(num_given))

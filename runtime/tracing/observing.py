@@ -24,6 +24,7 @@ from ...shared.schema.workload import BlockId
 from ..devices.ledger import MemoryLedger
 from ..hooks.row_reads import RowReads
 from ..hooks.section_walker import SectionWalker
+from ..hooks.square_tensors import SquareTensors
 from ..hooks.swapping import SwappableTally
 from ..model.batches import Batch, Loss, batch_tensors, loss_of
 from ..model.blocks import NamedBlock
@@ -64,8 +65,9 @@ class SectionObserver:
     of a block holds until the block has returned, its input above all, goes with the block.
     """
 
-    def __init__(self, ledger: MemoryLedger, model: nn.Module) -> None:
+    def __init__(self, ledger: MemoryLedger, model: nn.Module, batch: Sequence[torch.Tensor] = ()) -> None:
         self._ledger = ledger
+        self._squares = SquareTensors(model, batch)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.uses = {name: SeenUses() for name, _ in model.named_parameters()}
         """By the name of the parameter; of all iterations."""
@@ -139,6 +141,7 @@ class SectionObserver:
             self._key = key
             self._current = self.sections[key] = Observation(self._ledger.watched_bytes)
             self._current.gradient_bytes = -self._gradient_bytes()
+            self._current.square_bytes = -self._squares.total_bytes
 
     def _end(self) -> None:
         current, self._current = self._current, None
@@ -147,6 +150,7 @@ class SectionObserver:
                 current.passes.append((len(current.operations), self._heard.pop(0)))
             current.end_bytes = self._ledger.watched_bytes
             current.gradient_bytes += self._gradient_bytes()
+            current.square_bytes += self._squares.total_bytes
 
     def _gradient_bytes(self) -> int:
         return storage_bytes(parameter.grad for parameter in self._parameters)
@@ -156,12 +160,16 @@ class SectionObserver:
         if current is None:
             return
         self._note_heard(current)
+        self._squares.note(result)
         self.note_uses(operator, args, kwargs)
         self.values.note(self._key, operator, args)
         call = observe_call(operator, args, kwargs, result)
         if call is not None:
             current.calls.append(call)
             current.operations.append(call.operation())
+            # Until its end, square_bytes is minus what there was at its start.
+            more_bytes = current.square_bytes + self._squares.total_bytes
+            current.square_peak_bytes = max(current.square_peak_bytes, more_bytes)
             level = self._ledger.watched_bytes - current.start_bytes
             current.levels.append(level)
             current.adding_levels.append(level - current.final_bytes)
@@ -181,8 +189,11 @@ class SectionObserver:
             return
         self.row_reads.note(announced, function, args, kwargs)
         kind, section = announced
-        for tensor in tensors_in((args, kwargs)):
-            seen = self._uses_of_storage.get(tensor.untyped_storage()._cdata)
+        # Classes of tensors are not asked: a look is no use.
+        with torch._C.DisableTorchFunctionSubclass():
+            storages = [tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))]
+        for storage in storages:
+            seen = self._uses_of_storage.get(storage)
             if seen is not None:
                 (seen.forward if kind in _FORWARDS else seen.backward).add(section)
 
@@ -231,7 +242,7 @@ def observe_sections(
     lasting = [*model.parameters(), *model.buffers(), *batch_tensors(batch).values()]
     ledger.adopt(lasting)
     ledger.adopt(kept_tensors(model.modules()))
-    observer = SectionObserver(ledger, model)
+    observer = SectionObserver(ledger, model, list(batch_tensors(batch).values()))
     ledger.place = observer.place
     if forced is not None:
         forced.place = observer.place

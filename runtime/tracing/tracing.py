@@ -44,7 +44,7 @@ from ..osft.subspaces import described_subspaces
 from ..routing.forced_choices import ForcedChoices
 from ..routing.tried import with_other_values
 from ..routing.value_dependence import ValueWatch, joined
-from ..tiles.loss_installing import loss_tile_counts, tiled_loss
+from ..tiles.loss_installing import final_of_loss, loss_tile_counts, tiled_loss
 from ..tiles.loss_tilings import with_loss_tilings
 from ..tiles.mlp_modules import Mlps, find_mlps, in_tiles, modules_of, names_of
 from .block_inputs import shared_inputs
@@ -168,7 +168,8 @@ class _Asked:
                 with samples_apart(model, batch, subject.packing):
                     shape = subject.at(batch, loss, on_progress)
             return assemble(traced_as(subject.uses, traced_with="fake", row_lookups=subject.row_lookups), shape)
-        with in_tiles(modules_of(named, mlps), mlp_tiles), tiled_loss(model, loss_tiles):
+        final = final_of_loss(model, named, loss_tiles)
+        with in_tiles(modules_of(named, mlps), mlp_tiles), tiled_loss(model, loss_tiles, final):
             packing = packing_of_batch(model, batch)
             with samples_apart(model, batch, packing):
                 seen, seconds = _observe_real(model, batch, loss, named, self.repeats, on_progress)
@@ -231,6 +232,7 @@ class FakeSubject:
         kept = keep_representatives(self._twin, blocks)
         stands_for, remaining = kept if kept is not None else (list(range(len(blocks))), None)
         self._blocks = blocks if remaining is None else find_blocks(self._twin, remaining)
+        self._final = final_of_loss(self._twin, self._blocks, loss_tiles)
         self.stands_for = stands_for
         """For every block of the model, the one that is observed for it."""
         self.packing: Packing | None = None
@@ -292,7 +294,7 @@ class FakeSubject:
             plain_batches(self.packing),
             left_as_found(self._twin),
             attributes_as_found(self._twin) as held,
-            tiled_loss(self._twin, self._loss_tiles),
+            tiled_loss(self._twin, self._loss_tiles, self._final),
         ):
             observe = partial(observe_sections, self._twin, given, loss, self._blocks, passes=1, held=held)
             seen = {mode: observe(mode, progress.advance) for mode in TRACED_MODES}

@@ -55,7 +55,7 @@ from ..recording.ledger_metering import LedgerMetering
 from ..recording.metering import Metering
 from ..recording.recorder import Recorder
 from ..recording.replanning import Replanning
-from ..tiles.loss_installing import check_tiled_loss, tiled_loss
+from ..tiles.loss_installing import check_tiled_loss, final_of_loss, tiled_loss
 from ..tiles.mlp_modules import as_planned as in_tiles_of
 from .compute_lane import ComputeLane
 from .consensus import check_ranks_on, facts_of_optimizer, facts_of_pipeline, facts_of_plan
@@ -344,7 +344,7 @@ class Assembly:
         lanes = TransferLanes(schedule, held.placed, device, travelling, collectives, stage)
         undo.callback(lanes.close)
         compute = ComputeLane(schedule, held.placed, lanes, metering, device, travelling, self.progress)
-        undo.enter_context(tiled_loss(model, plan.loss_tiles))
+        undo.enter_context(tiled_loss(model, plan.loss_tiles, final_of_loss(model, blocks, plan.loss_tiles)))
         walker = self._follow(blocks, compute, swapping, inputs)
         undo.callback(walker.remove)
         for handle in self._hooks(held.placed, compute):

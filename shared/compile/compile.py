@@ -194,6 +194,7 @@ def compile_schedule(
         num_ranks=plan.num_ranks,
         parallel=plan.parallel,
         shard_ranks=plan.shard_ranks,
+        sequence_ranks=plan.sequence_ranks,
         optimizer=plan.optimizer,
         projects_gradients_on=plan.projects_gradients_on,
     )

@@ -59,7 +59,8 @@ def sequences_of_tasks(draft: Draft, num_lanes: int) -> tuple[IntArray, tuple[in
     lane_of = list(range(num_lanes))
     for lane in range(1, num_lanes):
         here = [(ids, group.part) for ids, group in draft.groups if LANE_NUMBER[group.kind.lane] == lane]
-        if {Part.COMES, Part.LEAVES} <= {part for _, part in here}:
+        parts = {part for _, part in here}
+        if Part.COMES in parts and parts & {Part.LEADS, Part.LEAVES}:
             for ids, part in here:
                 if part is Part.COMES:
                     sequence[ids] = len(lane_of)

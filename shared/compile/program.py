@@ -36,9 +36,11 @@ class Part(IntEnum):
 
     RUNS = 0
     """The compute task itself."""
-    LEAVES = 1
-    """Behind it: what takes something away, or steps it."""
-    COMES = 2
+    LEADS = 1
+    """Behind it, ahead of all else: what the next compute task waits for."""
+    LEAVES = 2
+    """Behind that: what takes something away, or steps it."""
+    COMES = 3
     """Behind these: what brings something."""
 
 

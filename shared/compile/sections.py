@@ -1,4 +1,15 @@
-"""Section programs: what computes, in which order; that of full training ([Note: Steps] in ``compile.py``)."""
+"""Section programs: what computes, in which order; that of full training ([Note: Steps] in ``compile.py``).
+
+[Note: Exchanges]
+Ranks that share a sequence exchange parts of it within the compute tasks of blocks, ahead of attention and behind it.
+Nothing of the rank's own computes meanwhile, whatever else its lanes do.  So a schedule has all exchanges of a step
+(those of a recomputation and of the backward behind it together) as one task of the collective lane ahead of the step:
+it waits for the compute task before, and the step waits for it.  Seconds add up as they do in truth; where in the step
+an exchange lies, no schedule says.
+
+In the collective lane it stands ahead of the reductions of the compute task before, since these have time, and behind
+all-gathers whose room and window are open by then.  What an exchange takes on the device the phases' curves contain.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +19,30 @@ from typing import ClassVar
 import numpy as np
 
 from ..layout.positions import Positions
-from ..schema.schedule import Content, Memory, TaskKind
+from ..schema.schedule import Content, Memory, RankAxis, TaskKind
 from ..schema.workload import BlockProfile, Phase, Workload
 from .activation_levels import ActivationAccount, ActivationLevels, activation_levels
 from .family import Family
-from .program import NOT_THERE, BoolArray, BufferGroup, Draft, IntArray, Operand, Part, PhaseWork, TaskGroup, spread
+from .program import (
+    NOT_THERE,
+    BoolArray,
+    BufferGroup,
+    Draft,
+    IntArray,
+    Operand,
+    Part,
+    PhaseWork,
+    TaskGroup,
+    Work,
+    spread,
+)
 
 _PROLOGUE_FORWARD, _EPILOGUE_FORWARD, _EPILOGUE_BACKWARD, _PROLOGUE_BACKWARD, _PROFILES = range(5)
 """Rows of the work of compute tasks."""
 _FORWARD, _CHECKPOINT_FORWARD, _RECOMPUTE, _BACKWARD, _CHECKPOINT_BACKWARD, _PER_PROFILE = range(6)
 """Rows of each profile, after those."""
+_EXCHANGES = (("forward",), ("checkpoint_forward",), ("backward",), ("recompute", "checkpoint_backward"))
+"""Phases of a profile's steps, which exchange what they do together: forward kept and checkpointed, and backward."""
 
 
 class Sections(ABC):
@@ -205,9 +230,40 @@ class FullTraining(Sections):
             around(_EPILOGUE_BACKWARD, of_profile[::-1] + _BACKWARD, _PROLOGUE_BACKWARD),
             around(_EPILOGUE_BACKWARD, of_profile[::-1] + _CHECKPOINT_BACKWARD, _PROLOGUE_BACKWARD),
         )
+        self._add_exchanges()
         again, last = self.recomputations[:, ::-1], self.backwards[:, -1:]
         begin = np.concatenate([self.forwards, again, last], axis=1)
         return begin, np.concatenate([self.forwards[:, :-1], self.backwards], axis=1)
+
+    def _add_exchanges(self) -> None:
+        """Those of blocks, where they share sequences; see [Note: Exchanges]."""
+        work = self.family.once(_exchange_work)
+        if work is None:
+            return
+        row = len(_EXCHANGES) * np.array([block.profile for block in self.family.workload.blocks])
+        has_any = np.asarray(work.num_tensors) > 0
+        back = self.backwards[:, ::-1]  # of the prologue, of blocks, and of the epilogue
+        places = self.positions.backward(self._blocks) - 2
+        for kept, before, behind, position in (
+            (row, self.forwards[:, :-2], self.forwards[:, 1:-1], self._blocks - 1),
+            (row + 2, back[:, 2:], self.recomputations, places),
+        ):
+            # A block exchanges in both modes, or in none.
+            here = np.flatnonzero(has_any[kept])
+            shape = (len(self.micro_batch), len(here))
+            group = TaskGroup(
+                TaskKind.SEQUENCE_EXCHANGE,
+                (self.positions.micro_length * self.micro_batch + position[here]).ravel(),
+                Part.LEADS,
+                work,
+                spread(kept[here], shape),
+                spread(kept[here] + 1, shape),
+                section=spread(self._blocks[here], shape),
+                micro_batch=spread(self.micro_batch, shape),
+            )
+            exchanges = self.draft.tasks(group)
+            self.draft.wait(exchanges, before[:, here].ravel())
+            self.draft.wait(behind[:, here].ravel(), exchanges)
 
     # -- one plan ----------------------------------------------------------------------------------------------------
 
@@ -307,6 +363,24 @@ def _phase_work(workload: Workload) -> PhaseWork:
             workload.prologue_backward,
             *(phase for profile in workload.profiles for phase in _phases_of(profile)),
         )
+    )
+
+
+def _exchange_work(workload: Workload) -> Work | None:
+    """What every profile exchanges in the steps of ``_EXCHANGES``, row by row; None where none exchanges anything."""
+    exchanged = [
+        [size_bytes for name in of_step for size_bytes in getattr(profile, name).exchanges]
+        for profile in workload.profiles
+        for of_step in _EXCHANGES
+    ]
+    if not any(exchanged):
+        return None
+    (sharing,) = workload.sequence_sharings
+    return Work(
+        moved_bytes=np.array([sum(sizes) for sizes in exchanged], dtype=np.int64),
+        num_tensors=np.array([len(sizes) for sizes in exchanged], dtype=np.int64),
+        num_ranks=sharing.sequence_ranks,
+        axis=RankAxis.SEQUENCE,
     )
 
 

@@ -42,7 +42,7 @@ def tasks_and_buffers(
         _operands(uses, rank, number, len(order))
         for uses in (*_lifetimes(draft.buffer_groups), draft.reads, draft.updates)
     )
-    kinds, axes, stated_s, places, work = _of_tasks(draft, order)
+    kinds, axes, stated_s, places, work = _of_tasks(draft, order, family.is_checkpoint[row])
     arrived = _arrived_bytes(draft, family.is_checkpoint[row])[order].tolist()
     section, chunk, micro_batch = places
     tasks = map(
@@ -70,11 +70,11 @@ def tasks_and_buffers(
 
 
 def _of_tasks(
-    draft: Draft, order: IntArray
+    draft: Draft, order: IntArray, is_checkpoint: BoolArray
 ) -> tuple[list[TaskKind], list[RankAxis], list[float | None], list[list[int]], list[list[int]]]:
     """Kinds of tasks, the ranks that meet in them, and the seconds that they state.
 
-    Their sections, chunks and micro-batches; and what they do.
+    Their sections, chunks and micro-batches; and what they do where these blocks, (n,), are checkpointed.
     """
     values = np.zeros((len(_PLACES) + len(_WORK), draft.num_tasks), dtype=np.int64)
     values[-1] = 1  # ranks
@@ -89,9 +89,10 @@ def _of_tasks(
         for row, name in enumerate(_PLACES):
             values[row, here] = getattr(group, name)
         if isinstance(group.work, Work):
+            rows = group.rows if group.checkpointed is None else group.rows_in(is_checkpoint[None])[0]
             for row, name in enumerate(_WORK, len(_PLACES)):
                 of_rows = getattr(group.work, name)
-                values[row, here] = of_rows[group.rows] if isinstance(of_rows, np.ndarray) else of_rows
+                values[row, here] = of_rows[rows] if isinstance(of_rows, np.ndarray) else of_rows
     columns = values[:, order].tolist()
     numbers = order.tolist()
     return (

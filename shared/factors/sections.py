@@ -202,6 +202,8 @@ def _observation(
         operations=[step.call.operation() for step in steps],
         calls=[step.call for step in steps],
         gradient_bytes=gradient_bytes,
+        square_bytes=dense.square_bytes,
+        square_peak_bytes=dense.square_peak_bytes,
         output_bytes=dense.output_bytes,
         saved_bytes=saved,
     )

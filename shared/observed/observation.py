@@ -88,6 +88,10 @@ class Observation:
     """Gradients that became final in this section so far, of parameters that had none when it began."""
     gradient_bytes: int = 0
     """Of parameters that had none when it began."""
+    square_bytes: int = 0
+    """Of what it leaves behind, less what it found: tensors of the sequence's length squared."""
+    square_peak_bytes: int = 0
+    """Highest level of such tensors after any operation, relative to the start."""
     output_bytes: int = 0
     saved_bytes: list[int] = field(default_factory=list)
     """Of a block's forward: the storages that it made, saved and did not hand on."""

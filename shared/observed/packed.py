@@ -34,6 +34,12 @@ def attending_within_samples(observed: Observed, packing: Packing, model_name: s
             f"samples end. Leave them out, or trace the model with a packed batch in Python: "
             f"protwin.runtime.trace(model, batch)."
         )
+    if any(seen.square_bytes or seen.square_peak_bytes for sections in observed.values() for seen in sections.values()):
+        raise WorkloadError(
+            f"packed lengths: attention of {model_name} adds a bias or a mask of a row's length squared, which no "
+            f"kernel takes that is told lengths. Leave them out, or trace the model with a packed batch in Python: "
+            f"protwin.runtime.trace(model, batch)."
+        )
     return packed
 
 

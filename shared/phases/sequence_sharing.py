@@ -69,6 +69,22 @@ class SequenceSharing(FrozenModel):
         return self
 
     @model_validator(mode="after")
+    def _exchanges_in_blocks(self) -> Self:
+        outer = [self.prologue_forward, self.epilogue_forward, self.epilogue_backward, self.prologue_backward]
+        outer += [phase for of in self.loss_tilings for phase in (of.epilogue_forward, of.epilogue_backward)]
+        if any(phase.exchanges for phase in outer):
+            raise ValueError("exchanges: blocks alone exchange parts of a sequence")
+        for profile in (*self.profiles, *(profile for tiling in self.tilings for profile in tiling.profiles)):
+            again = profile.recompute.exchanges + profile.checkpoint_backward.exchanges
+            for kept, checkpointed in (
+                (profile.forward.exchanges, profile.checkpoint_forward.exchanges),
+                (profile.backward.exchanges, again),
+            ):
+                if bool(kept) != bool(checkpointed):
+                    raise ValueError("exchanges: a block exchanges something in either activation mode, or in neither")
+        return self
+
+    @model_validator(mode="after")
     def _knows_tilings_once(self) -> Self:
         if (reason := why_no_tilings(self.tilings, len(self.profile_of))) is not None:
             raise ValueError(f"tilings: {reason}")

@@ -44,6 +44,7 @@ KIND_COLOURS: Final[dict[TaskKind, str]] = {
     TaskKind.GRADIENTS_FROM_OWNERS: "steel",
     TaskKind.PARAMETERS_TO_OWNERS: "wine",
     TaskKind.PARAMETERS_FROM_OWNERS: "moss",
+    TaskKind.SEQUENCE_EXCHANGE: "clay",
     TaskKind.RECEIVE: "mint",
     TaskKind.SEND: "plum",
     TaskKind.DISK_READ: "lime",

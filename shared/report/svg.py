@@ -44,6 +44,7 @@ STROKES: Final[dict[str, str]] = {
     "steel": "M2 0v3M6 5v3",
     "wine": "M0 8l8-4",
     "moss": "M1 1l3 3 3-3",
+    "clay": "M1 2l3 4 3-4M4 0v2",
     "rest": "M3 4h2",
 }
 """Every colour also has a texture, so that areas stay apart without colour: strokes upon it in a tile of 8 by 8."""

@@ -67,6 +67,9 @@ class RankAxis(StrEnum):
     """Those of one shard group, which have a chunk in parts between them: neighbours."""
     REPLICA = "replica"
     """Those that have the same part, one of every shard group."""
+    SEQUENCE = "sequence"
+    """Those of one sequence group, which share sequences: neighbours ([Note: Sequence groups] in
+    ``shared/phases/sequence_sharing.py``)."""
 
 
 class TaskKind(StrEnum):
@@ -125,6 +128,9 @@ class TaskKind(StrEnum):
     """Send every owner of subspaces the parameters that device Adam has stepped in parts, or their masters."""
     PARAMETERS_FROM_OWNERS = "parameters_from_owners"
     """Send every rank its parts of those that owners have projected."""
+    SEQUENCE_EXCHANGE = "sequence_exchange"
+    """All-to-alls of a compute task among the ranks that share a sequence: from parts of it to heads, and back
+    ([Note: Exchanges] in ``shared/compile/sections.py``)."""
     RECEIVE = "receive"
     """The teacher's activation before a stage's first pair comes from the stage before, into the prologue's output."""
     SEND = "send"
@@ -178,6 +184,7 @@ LANE_OF: dict[TaskKind, Lane] = {
     TaskKind.GRADIENTS_FROM_OWNERS: Lane.COLLECTIVE,
     TaskKind.PARAMETERS_TO_OWNERS: Lane.COLLECTIVE,
     TaskKind.PARAMETERS_FROM_OWNERS: Lane.COLLECTIVE,
+    TaskKind.SEQUENCE_EXCHANGE: Lane.COLLECTIVE,
     TaskKind.RECEIVE: Lane.COLLECTIVE,
     TaskKind.SEND: Lane.COLLECTIVE,
     TaskKind.DISK_READ: Lane.DISK,
@@ -193,6 +200,8 @@ OF_OWNERS: Final = (
     TaskKind.PARAMETERS_FROM_OWNERS,
 )
 """What ranks exchange of subspaces, in order."""
+ALL_TO_ALLS: Final = (*OF_OWNERS, TaskKind.SEQUENCE_EXCHANGE)
+"""Tasks in which every rank sends something of its own to every other one."""
 
 
 def add_task_kind(name: str, lane: Lane) -> TaskKind:
@@ -315,15 +324,15 @@ class Task:
     """What a forward, recomputation or backward does."""
     moved_bytes: int = 0
     """Bytes that a copy moves; of a collective, the whole buffer that every rank begins or ends with, or, of exchanges
-    with owners of subspaces, that of the rank with the most; what is sent; of a norm, the gradients that it reads on
-    the device."""
+    with owners of subspaces, that of the rank with the most; of all exchanges of a sequence that the task stands for,
+    together; what is sent; of a norm, the gradients that it reads on the device."""
     num_stepped: int = 0
     """Scalars that an Adam task steps, or that a projection changes."""
     stepped_bytes: int = 0
     """Bytes of memory that a task of Adam, of adding gradients up, of their norm, or a projection reads and writes."""
     num_tensors: int = 0
     """Tensors that an Adam task steps, each by itself unless the optimizer has one kernel for all; matrices that a
-    projection changes."""
+    projection changes; all-to-alls that an exchange of a sequence stands for."""
     flops: int = 0
     """Operations of a projection's matrix products."""
     num_ranks: int = 1
@@ -369,6 +378,8 @@ class Schedule(Shown):
     parallel: ParallelMode = ParallelMode.SINGLE
     shard_ranks: int | None = None
     """Ranks of one shard group; None where all are one, or none shards anything."""
+    sequence_ranks: int = 1
+    """Ranks that share each sequence."""
     optimizer: Optimizer = Optimizer.ADAMW
     """What tasks of the kinds CPU_ADAM and DEVICE_ADAM step with."""
     projects_gradients_on: ProjectionPlace = ProjectionPlace.HOST

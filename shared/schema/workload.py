@@ -40,6 +40,7 @@ from ..phases.parameters import Parameter as Parameter
 from ..phases.parameters import Uses as Uses
 from ..phases.parameters import in_forward_order as in_forward_order
 from ..phases.phase import Phase as Phase
+from ..phases.quadratic import QuadraticMemory as QuadraticMemory
 from ..phases.sequence_sharing import SequenceSharing as SequenceSharing
 from ..phases.sequence_sharing import why_no_sequence_ranks, why_no_sharings
 from ..phases.shared_inputs import SharedInput as SharedInput
@@ -138,6 +139,9 @@ class Workload(Document):
     packing: Packing | None = None
     """How samples lie in the batch's rows; None where each row is one, or nobody says.  A file has the field where it
     is set."""
+    quadratic: QuadraticMemory | None = None
+    """Tensors of attention that grow with the square of the sequence; None where there are none, or nobody knows.  A
+    file has the field where it is set."""
     row_lookups: RowLookups | None = None
     """Embeddings whose rows the prologue may look up on the host; None where there are none, or nobody knows."""
     resident_bytes: Bytes = 0
@@ -236,8 +240,9 @@ class Workload(Document):
             fields.pop("sequence_sharings", None)
         if not self.loss_tilings:
             fields.pop("loss_tilings", None)
-        if self.packing is None:
-            fields.pop("packing", None)
+        for name in ("packing", "quadratic"):
+            if getattr(self, name) is None:
+                fields.pop(name, None)
         return fields
 
     def _check_uses(self, name: str, block: int | None, uses: Uses) -> None:

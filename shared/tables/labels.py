@@ -39,6 +39,7 @@ KIND_NAMES: Final[dict[TaskKind, str]] = {
     TaskKind.GRADIENTS_FROM_OWNERS: "gradients from owners",
     TaskKind.PARAMETERS_TO_OWNERS: "parameters to owners",
     TaskKind.PARAMETERS_FROM_OWNERS: "parameters from owners",
+    TaskKind.SEQUENCE_EXCHANGE: "exchange of the sequence",
     TaskKind.RECEIVE: "receive",
     TaskKind.SEND: "send",
     TaskKind.DISK_READ: "disk read",

@@ -62,6 +62,8 @@ def _facts(workload: Workload) -> Table:
     ]
     if workload.packing is not None:
         rows.append(("packed", packing_words(workload.packing)))
+    if workload.quadratic is not None:
+        rows.append(("squares", f"{workload.quadratic.where()}: tensors of attention"))
     if (words := memory_words(workload)) is not None:
         rows.append(("memory", words))
     return Table(title=f"Workload {workload.model_name}", columns=("", ""), rows=rows)

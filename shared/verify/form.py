@@ -21,6 +21,7 @@ def check_form(claim: Claim) -> None:
         ("num_ranks", schedule.num_ranks, plan.num_ranks),
         ("parallel", schedule.parallel, plan.parallel),
         ("shard_ranks", schedule.shard_ranks, plan.shard_ranks),
+        ("sequence_ranks", schedule.sequence_ranks, plan.sequence_ranks),
         ("optimizer", schedule.optimizer, plan.optimizer),
         ("projects_gradients_on", schedule.projects_gradients_on, plan.projects_gradients_on),
     ):

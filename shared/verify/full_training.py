@@ -22,7 +22,7 @@ from .residency import (
     check_swaps,
 )
 from .rules import Rule, Rules, Stage, compare_meetings
-from .sections import check_program
+from .sections import check_exchange_order, check_exchanges, check_program
 from .updates import (
     check_accumulations,
     check_all_reduces,
@@ -46,7 +46,11 @@ def check_meetings(claim: Claim) -> None:
 
 
 FULL_TRAINING: Final = Rules(
-    sections=(Rule(Stage.PROGRAM, check_program, (TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD)),),
+    sections=(
+        Rule(Stage.PROGRAM, check_program, (TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD)),
+        Rule(Stage.RANKS, check_exchanges, (TaskKind.SEQUENCE_EXCHANGE,)),
+        Rule(Stage.RANK_ORDER, check_exchange_order),
+    ),
     residency=(
         Rule(Stage.CHUNKS, check_homes),
         Rule(Stage.CHUNKS, check_places),

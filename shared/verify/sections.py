@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 
 from ..schema.plan import ActivationMode
-from ..schema.schedule import ChunkId, Content, OuterSection, Section, TaskKind
+from ..schema.schedule import ChunkId, Content, Lane, OuterSection, Section, Task, TaskKind
 from ..schema.workload import BlockId, Phase
-from .claim import Claim, check_amounts, reject
+from .claim import Claim, check_amounts, check_earlier, reject
 from .compute_tasks import (
     Expected,
     Name,
@@ -39,6 +40,46 @@ def check_program(claim: Claim) -> None:
     for task, entry in zip(found[:-1], expected, strict=True):
         check_compute_task(claim, task, entry)
         check_amounts(task)
+
+
+def check_exchanges(claim: Claim) -> None:
+    """Ranks that share sequences exchange what each step says, in a task of its own that moves just that."""
+    for step, exchange in _exchanges(claim):
+        sizes = _exchanged(step)
+        check_amounts(exchange, moved_bytes=sum(sizes), num_tensors=len(sizes))
+        if exchange.phase is not None or exchange.chunk is not None:
+            reject(f"{exchange.name} names a phase or a chunk")
+        if exchange.reads or exchange.writes or exchange.allocates or exchange.frees:
+            reject(f"{exchange.name} uses buffers; what exchanges take is part of {step[0].name}")
+
+
+def check_exchange_order(claim: Claim) -> None:
+    """Exchanges begin behind the compute task before their step, which begins behind them."""
+    before = dict(pairwise(reversed(claim.schedule.lanes[Lane.COMPUTE])))
+    for step, exchange in _exchanges(claim):
+        check_earlier(claim, before[step[0].id], exchange.id)
+        check_earlier(claim, exchange.id, step[0].id)
+
+
+def _exchanged(step: list[Task]) -> list[int]:
+    return [size_bytes for task in step if task.phase is not None for size_bytes in task.phase.exchanges]
+
+
+def _exchanges(claim: Claim) -> Iterator[tuple[list[Task], Task]]:
+    """Steps that exchange something, each with its task.  Raises ScheduleError unless each has one, in order."""
+    found: dict[tuple[Section | None, int], list[Task]] = {}
+    for task in claim.tasks_of(TaskKind.SEQUENCE_EXCHANGE):
+        found.setdefault((task.section, task.micro_batch), []).append(task)
+    for numbers in claim.steps:
+        step = [claim.schedule.tasks[number] for number in numbers]
+        if _exchanged(step):
+            own = found.get((step[0].section, step[0].micro_batch))
+            if not own:
+                reject(f"{step[0].name} lacks its exchanges of the sequence")
+            yield step, own.pop(0)
+    left = [task for tasks in found.values() for task in tasks]
+    if left:
+        reject(f"{left[0].name} is of no step that exchanges anything")
 
 
 def _shown(entry: tuple[TaskKind, Section | None]) -> str:

@@ -389,8 +389,8 @@ def check_axes(claim: Claim) -> None:
     """Every collective has the ranks that it is for.
 
     Where groups of ranks have parts: those of one group gather, scatter and add up parts of the norm; those that have
-    the same part, one of every group, add it up; all ranks add up gradients of chunks that stay whole.  What stages
-    of a pipeline exchange joins two neighbours.
+    the same part, one of every group, add it up; all ranks add up gradients of chunks that stay whole.  Ranks that
+    share sequences exchange parts of these.  What stages of a pipeline exchange joins two neighbours.
     """
     plan = claim.plan
     is_grouped = plan.parallel is ParallelMode.SHARDED and groups_of(plan) > 1
@@ -398,6 +398,7 @@ def check_axes(claim: Claim) -> None:
         RankAxis.WORLD: plan.num_ranks,
         RankAxis.SHARD: ranks_of_group(plan),
         RankAxis.REPLICA: groups_of(plan),
+        RankAxis.SEQUENCE: plan.sequence_ranks,
     }
     for task in claim.schedule.tasks:
         axis = RankAxis.WORLD
@@ -405,6 +406,8 @@ def check_axes(claim: Claim) -> None:
             axis = RankAxis.SHARD
         elif is_grouped and task.kind is TaskKind.ALL_REDUCE and task.chunk not in claim.persistent:
             axis = RankAxis.SHARD if task.chunk is None else RankAxis.REPLICA
+        elif task.kind is TaskKind.SEQUENCE_EXCHANGE:
+            axis = RankAxis.SEQUENCE
         num_ranks = numbers[axis] if task.lane is Lane.COLLECTIVE else 1
         if task.kind in (TaskKind.RECEIVE, TaskKind.SEND):
             num_ranks = _NEIGHBOURS

@@ -11,7 +11,19 @@ from ..observed.observed_inputs import ObservedInput, PhaseKey, unshared
 from ..phases.packing import Packing
 from ..schema.plan import ActivationMode
 from ..schema.schedule import OuterSection, Section, TaskKind
-from ..schema.workload import Block, BlockId, BlockProfile, DType, Parameter, Phase, RowLookups, Subspace, Workload
+from ..schema.workload import (
+    Block,
+    BlockId,
+    BlockProfile,
+    DType,
+    OperationClass,
+    Parameter,
+    Phase,
+    QuadraticMemory,
+    RowLookups,
+    Subspace,
+    Workload,
+)
 from .row_lookups import Observed, looking_up, lookups_of, tables_of
 
 Seconds = Mapping[ActivationMode, Mapping[PhaseKey, float]]
@@ -81,11 +93,31 @@ def assemble(
         row_lookups=_row_lookups(model, num_observed, observed, seconds or {}),
         shared_inputs=tuple(given.shared_input(model.stands_for) for given in shape.shared_inputs),
         packing=shape.packing,
+        quadratic=_quadratic(model, shape.observed),
         resident_bytes=shape.resident_bytes,
         traced_with=model.traced_with,
         measured_on=measured_on,
         software=model.software,
     )
+
+
+def _quadratic(
+    model: TracedModel, observed: Mapping[ActivationMode, Mapping[PhaseKey, Observation]]
+) -> QuadraticMemory | None:
+    """What attention has that grows with the square of the sequence; None where it has nothing."""
+    keep = observed[ActivationMode.KEEP]
+    kept = [max(0, keep[TaskKind.FORWARD, BlockId(block)].square_bytes) for block in range(1 + max(model.stands_for))]
+    of_blocks = [
+        seen for sections in observed.values() for (_, section), seen in sections.items() if isinstance(section, int)
+    ]
+    found = QuadraticMemory(
+        lasting_bytes=max(0, keep[TaskKind.FORWARD, OuterSection.PROLOGUE].square_bytes),
+        kept_bytes=sum(kept[block] for block in model.stands_for),
+        most_kept_bytes=max(kept),
+        within_bytes=max(seen.square_peak_bytes for seen in of_blocks),
+        has_kernel=any(c.operation_class is OperationClass.ATTENTION for seen in of_blocks for c in seen.calls),
+    )
+    return found if found.is_any else None
 
 
 def _row_lookups(model: TracedModel, num_blocks: int, observed: Observed, seconds: Seconds) -> RowLookups | None:

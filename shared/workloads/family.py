@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import accumulate
 from math import prod
 from typing import ClassVar, Final, Self
 
@@ -37,6 +38,7 @@ from ..observed.observation import Observation, OperatorCall
 from ..observed.observed_inputs import ObservedInput, PhaseKey
 from ..observed.packed import attending_within_samples
 from ..phases.packing import Packing
+from ..phases.quadratic import SHORTEST_SQUARE
 from ..schema.plan import ActivationMode
 from ..schema.schedule import OuterSection, TaskKind
 from ..schema.workload import BlockId, DType, Operation, OperationClass, Parameter, Workload
@@ -172,7 +174,8 @@ class FamilyPiece(FrozenModel):
         numbers = self._numbers(values)
         calls = [_call_at(call, numbers) for call in self.calls]
         operations = [call.operation() for call in calls]
-        seen = [_section_at(section, calls, operations, numbers) for section in self.sections]
+        squares = self._numbers(values, of_squares=True) if max(values[1:], default=0) >= SHORTEST_SQUARE else None
+        seen = [_section_at(section, calls, operations, numbers, squares) for section in self.sections]
         observed: dict[ActivationMode, dict[PhaseKey, Observation]] = {}
         for place in self.places:
             observed.setdefault(place.mode, {})[_phase_key((place.kind, place.section))] = seen[place.seen]
@@ -188,16 +191,19 @@ class FamilyPiece(FrozenModel):
             ),
         )
 
-    def _numbers(self, values: tuple[int, ...]) -> list[int]:
-        """Every polynomial's value."""
+    def _numbers(self, values: tuple[int, ...], *, of_squares: bool = False) -> list[int]:
+        """Every polynomial's value, or that of its terms which are of second degree in lengths of sequences."""
         powers = [
             prod(value**exponent for value, exponent in zip(values, exponents, strict=True))
+            if not of_squares or sum(exponents[1:]) > 1
+            else 0
             for exponents in self.monomials
         ]
         sums = [sum(c * p for c, p in zip(row, powers, strict=True) if c) for row in self.polynomials]
         if self.denominator == 1:
             return sums
-        assert not any(total % self.denominator for total in sums), "a polynomial of counts is no whole number"
+        is_whole = of_squares or not any(total % self.denominator for total in sums)
+        assert is_whole, "a polynomial of counts is no whole number"
         return [total // self.denominator for total in sums]
 
 
@@ -219,7 +225,11 @@ def _call_at(call: FamilyCall, numbers: list[int]) -> OperatorCall:
 
 
 def _section_at(
-    section: FamilySection, calls: list[OperatorCall], operations: list[Operation], numbers: list[int]
+    section: FamilySection,
+    calls: list[OperatorCall],
+    operations: list[Operation],
+    numbers: list[int],
+    squares: list[int] | None,
 ) -> Observation:
     observation = Observation(
         0,
@@ -235,6 +245,10 @@ def _section_at(
         level += numbers[step]
         observation.levels.append(level)
         observation.adding_levels.append(level + numbers[adding])
+    if squares is not None:
+        observation.square_bytes = squares[section.net]
+        levels = accumulate(squares[step] for step in section.steps)
+        observation.square_peak_bytes = max(0, max(levels, default=0))
     return observation
 
 

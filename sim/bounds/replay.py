@@ -63,6 +63,12 @@ class ReplayPlan:
     num_left_out: int = 0
     """Micro-batches that the plan has beyond those of its lanes."""
 
+    @property
+    def in_mode(self) -> ReplayPlan:
+        """The plan of a family whose lanes beside compute take what they take in its mode."""
+        family = self.family.in_mode(self.mode)
+        return self if family is self.family else replace(self, family=family)
+
 
 @dataclass(frozen=True, eq=False)
 class _Copies:
@@ -105,6 +111,7 @@ class Replayer:
 
     def periods_s(self, plans: Sequence[ReplayPlan]) -> FloatArray:
         """(J,) the period of every plan, NaN where it is not periodic after ``MIN_ITERATIONS`` iterations."""
+        plans = [plan.in_mode for plan in plans]
         if not kernels.is_available():
             return rounded_s(self._numpy_s(plans) if plans else np.zeros(0))
         periods_s = np.full(len(plans), np.nan)
@@ -125,6 +132,7 @@ class Replayer:
         """
         if not kernels.is_available():
             return np.full(NUM_DRAWS, np.nan)
+        plan = plan.in_mode
         lanes, compute_s = self._lanes_of(plan), plan.family.compute_s(np.array([plan.mode]))[0]
         found_s = [self._period_s(plan, lanes, compute_s, self._slowdowns)]
         drawn_s = plan.family.drawn_s(plan.mode, plan.depth, machine.factors, machine.arrivals)

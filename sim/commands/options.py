@@ -15,10 +15,12 @@ from ...shared.basics.units import format_bytes
 from ...shared.catalogue.machines import load_hardware, override_hardware
 from ...shared.cli.options import MethodName as MethodName
 from ...shared.cli.options import changes_of, warn
+from ...shared.phases.quadratic import attention_words
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.record import Record
 from ...shared.schema.search_result import BatchSearchResult, Goal, Risk
+from ...shared.schema.workload import Workload
 from ...shared.workloads.dtypes import TRAINABLE
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..space.step_spec import MOST_MICRO_BATCHES, MOST_RANKS, check_ranks
@@ -288,6 +290,13 @@ def warn_of_dtype(record: Record, hardware: Hardware) -> None:
         f"{device.name} has no matrix units for {dtype}: its products are predicted at {rate / 1e12:.4g} TFLOP/s, the "
         f"rate of {device.rate_dtype(dtype) or 'its vector units'}, at most{remedy}."
     )
+
+
+def warn_of_attention(workload: Workload) -> None:
+    """Warn of attention that takes memory with the square of the sequence."""
+    words = attention_words(workload.quadratic, workload.model_name, workload.num_tokens // workload.num_samples)
+    if words is not None:
+        warn(words)
 
 
 def warn_of_memory(record: Record, host_bytes: int) -> None:

@@ -79,6 +79,7 @@ from .options import (
     price_files,
     ranks_to_search,
     unused_devices,
+    warn_of_attention,
     warn_of_dtype,
     warn_of_memory,
     with_run,
@@ -292,6 +293,7 @@ def search_command(
         found = with_remedies(found, request, choice.untraced)
     result, document = found.result, found.result if global_batch is None else found
     warn_of_dtype(result.prediction, machine)
+    warn_of_attention(_workload_of(request, found, choice))
     warn_of_memory(result.prediction, rank_host_bytes(machine, result.plan.num_ranks))
     save(result.certificate.noted(result.plan), output)
     write_report(report, lambda: _report(document, _workload_of(request, found, choice)))

@@ -70,6 +70,7 @@ from .options import (
     machine_of,
     price_files,
     unused_devices,
+    warn_of_attention,
     warn_of_dtype,
     warn_of_memory,
     with_ranks,
@@ -193,6 +194,7 @@ def simulate_command(
     )
     record = record.model_copy(update={"remedies": told})
     _warn(record, machine, budget_bytes)
+    warn_of_attention(workload)
     save(record, output)
     if timeline is not None:
         from ...shared.records.chrome_trace import chrome_trace

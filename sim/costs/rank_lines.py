@@ -28,12 +28,13 @@ class RankLine:
     def of(cls, axis: RankAxis, num_ranks: int, shard_ranks: int | None, num_stages: int = 1) -> Self:
         """The ranks of ``axis`` among ``num_ranks``, with shard groups of ``shard_ranks`` if there are some.
 
+        Of SEQUENCE ``shard_ranks`` are those that share a sequence: neighbours, as those of a shard group are.
         ``num_stages``: of the pipelines that the ranks are one stage of; the ranks of other stages lie between them.
         """
         world = num_ranks * num_stages
         if shard_ranks is None or axis is RankAxis.WORLD:
             return cls(num_ranks) if num_stages == 1 else cls(num_ranks, num_stages, world)
-        if axis is RankAxis.SHARD:
+        if axis in (RankAxis.SHARD, RankAxis.SEQUENCE):
             return cls(shard_ranks, num_stages, world)
         return cls(num_ranks // shard_ranks, num_stages * shard_ranks, world)
 
@@ -55,8 +56,8 @@ class RankLine:
             sizes = [size for size in range(2, self.world + 1) if self.world % size == 0]
             fitting = [size for size in sizes if max(size, per_node) % min(size, per_node) == 0]
             raise HardwareError(
-                f"shard groups of {group} ranks lie across nodes of {per_node} devices on {hardware.name}. "
-                f"Use shard_ranks = {' or '.join(map(str, fitting))}."
+                f"groups of {group} ranks lie across nodes of {per_node} devices on {hardware.name}. "
+                f"Use groups of {' or '.join(map(str, fitting))} (shard_ranks, sequence_ranks)."
             )
         return per_node, max(1, min(self.num_ranks, per_node // self.stride))
 

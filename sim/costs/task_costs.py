@@ -27,7 +27,7 @@ from ...shared.optimizers.work import PAGED_BYTES_PER_SCALAR, device_operations_
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Device, DeviceKind, Disk, Hardware, Host, Link
 from ...shared.schema.optimizer import Optimizer
-from ...shared.schema.schedule import OF_OWNERS, Memory, RankAxis, Schedule, Section, Task, TaskKind
+from ...shared.schema.schedule import ALL_TO_ALLS, OF_OWNERS, Memory, RankAxis, Schedule, Section, Task, TaskKind
 from ...shared.schema.workload import Operation, OperationClass, Phase, Workload
 from ...shared.workloads.check import check_kernels
 from .collectives import Collective
@@ -191,6 +191,8 @@ class CostModel:
                 return self._calibrated(self._meeting_s(task), task.kind)
             case kind if kind in OF_OWNERS:
                 return self._calibrated(self._meeting_s(task), task.kind)
+            case TaskKind.SEQUENCE_EXCHANGE:
+                return self._calibrated(self._exchanges_s(task), task.kind)
             case TaskKind.RECEIVE | TaskKind.SEND:
                 return self._calibrated(self._passing_s(task.moved_bytes), task.kind)
             case TaskKind.DISK_READ:
@@ -255,6 +257,17 @@ class CostModel:
             + self.collective_s(TaskKind.ALL_GATHER, task.moved_bytes, within)
         )
 
+    def _exchanges_s(self, task: Task) -> float:
+        """Seconds of all-to-alls of the ranks that share a sequence, one after the other, before calibration.
+
+        ``num_tensors`` of them have ``moved_bytes`` together; each is taken to have an equal part.
+        """
+        number = max(1, task.num_tensors)
+        line = RankLine(task.num_ranks)
+        if task.num_ranks < self.num_ranks:
+            line = RankLine.of(task.axis, self.num_ranks, task.num_ranks, self.num_stages)
+        return number * self.collective_s(task.kind, -(-task.moved_bytes // number), line)
+
     def _passing_s(self, size_bytes: int) -> float:
         """Seconds of sending so many bytes to a neighbour and receiving as many, before calibration."""
         assert self.together is not None, "stages have a machine together"
@@ -269,7 +282,7 @@ class CostModel:
         seconds = self._collective_s.get(key)
         if seconds is None:
             assert self.together is not None, "several ranks have a machine together"
-            collective = Collective.ALL_TO_ALL if kind in OF_OWNERS else Collective(kind.value)
+            collective = Collective.ALL_TO_ALL if kind in ALL_TO_ALLS else Collective(kind.value)
             found = machine_collective(collective, size_bytes, self.together, line)
             seconds = self._collective_s[key] = found.seconds
         return seconds

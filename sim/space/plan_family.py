@@ -148,7 +148,10 @@ class PlanFamily:
 
     def let_go(self) -> None:
         """Keep what replays read, and no more, since searches have many families.  All else is made again if needed."""
-        _ = self._task_s, self._section_at, self.place_at
+        _ = self._task_s, self._section_at, self.place_at, self._moded
+        if len(self._moded):
+            _ = self._moded_s, self._section_of_moded
+        vars(self).pop("_all_task_s", None)
         for name in ("draft", "buffers", "_sequences"):
             vars(self).pop(name, None)
         lanes = self.lanes
@@ -158,7 +161,63 @@ class PlanFamily:
     # -- seconds -----------------------------------------------------------------------------------------------------
 
     @cached_property
+    def _moded(self) -> IntArray:
+        """Tasks beside compute that take other seconds where their block is checkpointed."""
+        found = [
+            ids
+            for ids, group in self.draft.groups
+            if group.checkpointed is not None and group.kind.lane is not Lane.COMPUTE
+        ]
+        return np.concatenate([*found, np.zeros(0, dtype=np.int64)])
+
+    def in_mode(self, mode: int) -> PlanFamily:
+        """The family with what its lanes beside compute take under one choice of modes; itself where that is one.
+
+        They take the least of all choices otherwise: bounds hold for all of them.
+        """
+        if not len(self._moded):
+            return self
+        key = self.family.is_checkpoint[mode].tobytes()
+        if key not in self._in_modes:
+            found = replace(self)
+            # What does not depend on seconds is the same.
+            vars(found).update({name: made for name, made in vars(self).items() if name != "_in_modes"})
+            sections = self._section_of_moded
+            again = np.append(np.append(False, self.family.is_checkpoint[mode]), (False, False))[sections]
+            seconds = self._task_s.copy()
+            seconds[:, self._moded] = np.where(again, self._moded_s[1], self._moded_s[0])
+            vars(found)["_task_s"] = seconds
+            self._in_modes[key] = found
+        return self._in_modes[key]
+
+    @cached_property
+    def _in_modes(self) -> dict[bytes, PlanFamily]:
+        return {}
+
+    @cached_property
+    def _section_of_moded(self) -> IntArray:
+        """The numbers of their sections."""
+        sections = np.zeros(self.draft.num_tasks, dtype=np.int64)
+        for ids, group in self.draft.groups:
+            sections[ids] = group.section
+        return sections[self._moded]
+
+    @cached_property
+    def _moded_s(self) -> FloatArray:
+        """(2, tasks) their seconds, and those where their blocks are checkpointed."""
+        return self._all_task_s[:, self._moded]
+
+    @cached_property
     def _task_s(self) -> FloatArray:
+        """As ``_all_task_s``; of tasks beside compute what they take at the least in any mode (``in_mode``)."""
+        seconds = self._all_task_s
+        if len(self._moded):
+            seconds = seconds.copy()
+            seconds[:, self._moded] = self._moded_s.min(axis=0)
+        return seconds
+
+    @cached_property
+    def _all_task_s(self) -> FloatArray:
         """(2, N) seconds of tasks alone on the machine, and those of tasks whose block is checkpointed."""
         seconds = np.empty((2, self.draft.num_tasks))
         for ids, group in self.draft.groups:

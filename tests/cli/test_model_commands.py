@@ -58,6 +58,16 @@ def test_packed_rows_of_a_model_of_the_catalogue_need_no_torch(protwin: Protwin,
     assert question.packing.squares == 1024**2 + 768**2 + 256**2
 
 
+def test_attention_that_grows_with_the_square_is_told_once(protwin_here: Protwin) -> None:
+    asked = ("--hardware", "rtx-3090", "--batch-size", "1", "--n-checkpoint", "0", "--prefetch-depth", "1")
+    warned, silent = (
+        protwin_here("search", "--model", model, *asked, "--sequence-length", "512").stderr
+        for model in ("t5-small", "gpt2")
+    )
+    assert warned.count("attention of t5-small takes memory with the square of 512 tokens: it forms whole scores") == 1
+    assert "square" not in silent
+
+
 def test_training_that_is_not_shipped_is_traced(protwin: Protwin, without_torch: dict[str, str]) -> None:
     result = protwin("search", *SMALL, "--sequence-length", "64", "--lora-rank", "4", **without_torch)
     assert "torch was imported" in result.stderr

@@ -39,9 +39,11 @@ class _Enough(Exception):
     """No more plans are wanted."""
 
 
-def random_plans(workload: Workload, number: int, seed: int, optimizer: Optimizer = Optimizer.ADAMW) -> list[Plan]:
+def random_plans(
+    workload: Workload, number: int, seed: int, optimizer: Optimizer = Optimizer.ADAMW, *, has_disk: bool = True
+) -> list[Plan]:
     """So many different plans that ``workload`` can follow on one rank, the same ones for the same seed."""
-    return different(plans(workload, optimizers=st.just(optimizer), has_disk=True), number, seed)
+    return different(plans(workload, optimizers=st.just(optimizer), has_disk=has_disk), number, seed)
 
 
 def different(drawn: SearchStrategy[tuple[Plan, Layout]], number: int, seed: int) -> list[Plan]:

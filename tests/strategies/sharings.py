@@ -10,8 +10,6 @@ from hypothesis.strategies import DrawFn
 from protwin.shared.phases.sequence_sharing import SequenceSharing
 from protwin.shared.schema.workload import BlockProfile, Phase, Workload
 
-_PHASES = ("forward", "backward", "checkpoint_forward", "recompute", "checkpoint_backward")
-
 
 def changed(workload: Workload, **fields: Any) -> Workload:
     """``workload`` with other fields, validated, and nothing that was cached."""
@@ -19,11 +17,11 @@ def changed(workload: Workload, **fields: Any) -> Workload:
 
 
 @st.composite
-def _exchanging(draw: DrawFn, phase: Phase, exchanges: tuple[int, ...] | None) -> Phase:
-    drawn = tuple(draw(st.lists(st.integers(0, 10**8), max_size=3))) if exchanges is None else exchanges
+def _exchanging(draw: DrawFn, phase: Phase, exchanges: tuple[int, ...]) -> Phase:
+    """``phase``, of any seconds if it was measured, that exchanges so much."""
     seconds = phase.measured_s if phase.measured_s is None else draw(st.integers(0, 2000)) / 1000
     fields = {name: getattr(phase, name) for name in Phase.model_fields}
-    return Phase(**fields | {"exchanges": drawn, "measured_s": seconds})
+    return Phase(**fields | {"exchanges": exchanges, "measured_s": seconds})
 
 
 @st.composite
@@ -36,7 +34,19 @@ def sharings(
     """
 
     def shared(profile: BlockProfile) -> BlockProfile:
-        phases = {name: draw(_exchanging(getattr(profile, name), exchanges)) for name in _PHASES}
+        """In either mode something, or nothing, is exchanged."""
+        phases = {}
+        for names in (("forward", "checkpoint_forward"), ("backward", "checkpoint_backward"), ("recompute",)):
+            is_any = exchanges is not None or draw(st.booleans())
+            for name in names:
+                sizes = exchanges
+                if exchanges is None:
+                    most = 3 if is_any else 0
+                    is_needed = is_any and name != "recompute"
+                    sizes = tuple(draw(st.lists(st.integers(0, 10**8), min_size=int(is_needed), max_size=most)))
+                if name == "recompute" and not phases["backward"].exchanges:
+                    sizes = ()
+                phases[name] = draw(_exchanging(getattr(profile, name), sizes))
         return profile.model_copy(update=phases)
 
     return SequenceSharing(

@@ -70,6 +70,7 @@ def test_every_kind_of_plan_comes() -> None:
     kinds = {task.kind for plan in drawn for task in compile_schedule(plan, workload).tasks}
     of_ranks = {TaskKind.ALL_GATHER, TaskKind.REDUCE_SCATTER, TaskKind.ALL_REDUCE, TaskKind.RECEIVE, TaskKind.SEND}
     of_methods = {TaskKind.TEACHER_FORWARD, TaskKind.LOSS, *OF_OWNERS}
+    of_ranks |= {TaskKind.SEQUENCE_EXCHANGE}
     of_methods |= {kind for kind in TaskKind if "projection" in kind}
     assert kinds == set(TaskKind) - of_ranks - of_methods
     mixtures = {frozenset(plan.activation_modes or ()) for plan in drawn}

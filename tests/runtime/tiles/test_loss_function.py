@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
+from protwin.runtime.tiles.head_function import head_function
 from protwin.runtime.tiles.loss_function import spans
-from protwin.runtime.tiles.loss_logits import DeferredLogits, TiledHead, WholeLogitsError, head_function
+from protwin.runtime.tiles.loss_logits import DeferredLogits, TiledHead, WholeLogitsError
 from protwin.shared.basics.errors import ScheduleError
 from tests.proof_size import examples
 

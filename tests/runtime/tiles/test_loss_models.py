@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 from protwin.runtime import CpuDevice, carry_out, trace
-from protwin.runtime.tiles.loss_installing import tiled_loss
+from protwin.runtime.model.blocks import find_blocks
+from protwin.runtime.tiles.loss_installing import final_of_loss, tiled_loss
 from protwin.shared.basics.errors import PlanError, ScheduleError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import layout_of
@@ -119,8 +120,9 @@ def test_a_model_as_it_is_has_the_loss_and_gradients_of_whole_logits(build: Call
     (whole.loss * 3).backward()
     wanted = gradients(model)
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    final = final_of_loss(model, find_blocks(model), 2)
     for tiles in (2, 7):
-        with tiled_loss(model, tiles):
+        with tiled_loss(model, tiles, final):
             found = model(**given)
             assert getattr(found, "logits", None) is None
             assert "logits" not in found

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 from functools import cache, cached_property, partial
 
 import pytest
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from protwin.runtime import CpuDevice, carry_out, trace
 from protwin.runtime.model.blocks import find_blocks
@@ -163,6 +164,28 @@ def test_intermediates_fall_with_the_number_of_tiles() -> None:
     by_hand = [max(first * 3 * 256 * 4, second * 3 * 256 * 4 + 33 * 32 * 4) for first, second in SIZES]
     assert {one - other for one, other in zip(forwards, by_hand, strict=True)} == {forwards[0] - by_hand[0]}
     assert workload.profile_of(0).checkpoint_forward.peak_bytes - forwards[-1] >= (33 - 5) * 3 * 256 * 4 - 33 * 32 * 4
+
+
+def test_intermediates_of_long_sequences_fall_as_one_over_tiles() -> None:
+    """In forward and in backward, traced without memory for them: each halving of a tile halves what it adds."""
+    tokens, features = 8192, 4096
+    sizes = {"hidden_size": 16, "intermediate_size": features, "num_hidden_layers": 1, "vocab_size": 64}
+    config = LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=tokens)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        row = torch.zeros(1, tokens, dtype=torch.long)
+    workload = trace(model, {"input_ids": row, "labels": row}, repeats=0, mlp_tiles=(2, 4, 8, 16))
+    one_bytes = tokens * features * 2
+    for phase, num_tensors in (("forward", 3), ("checkpoint_forward", 3), ("backward", 6), ("checkpoint_backward", 6)):
+        whole, *peaks = [
+            getattr(known.profile_of(0), phase).peak_bytes
+            for known in (workload, *(workload.tiled(number) for number in (2, 4, 8, 16)))
+        ]
+        for number, (more, fewer) in zip((2, 4, 8), itertools.pairwise(peaks), strict=True):
+            assert more - fewer == pytest.approx(num_tensors * one_bytes / (2 * number), rel=0.01), (phase, number)
+        assert phase.endswith("backward") or whole - peaks[0] > 1.4 * one_bytes
+    saved = [known.profile_of(0).recompute.net_bytes for known in (workload, workload.tiled(2))]
+    assert saved[0] - saved[1] > 3.9 * one_bytes, "a block keeps none of its MLP's intermediates"
 
 
 def test_files_and_identities_keep_their_meaning() -> None:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from protwin.shared.basics.errors import PlanError
 from protwin.shared.layout.tiling import tiled
-from protwin.shared.phases.block_profile import Tiling
+from protwin.shared.phases.block_profile import BlockProfile, Tiling
 from protwin.shared.phases.phase import Phase
 from protwin.shared.phases.sequence_sharing import SequenceSharing
 from protwin.shared.phases.tiling import LossTiling
@@ -55,8 +55,13 @@ def _phase(seconds: float, exchanges: tuple[int, ...] = ()) -> Phase:
     return Phase(net_bytes=5, curve=((1.0, 9),), measured_s=seconds, exchanges=exchanges)
 
 
+def _exchanging(profile: BlockProfile, seconds: float) -> BlockProfile:
+    forwards = {name: _phase(seconds, (300, 100)) for name in ("forward", "checkpoint_forward")}
+    return profile.model_copy(update=forwards)
+
+
 def _sharing(workload: Workload, sequence_ranks: int, **fields: Any) -> SequenceSharing:
-    profile = workload.profiles[0].model_copy(update={"forward": _phase(0.5, (300, 100))})
+    profile = _exchanging(workload.profiles[0], 0.5)
     outer = {name: _phase(0.25) for name in ("prologue_forward", "epilogue_forward")}
     outer |= {name: _phase(0.125) for name in ("prologue_backward", "epilogue_backward")}
     given = {"sequence_ranks": sequence_ranks, "profiles": (profile,), "profile_of": (0,) * workload.num_blocks}
@@ -65,7 +70,7 @@ def _sharing(workload: Workload, sequence_ranks: int, **fields: Any) -> Sequence
 
 def test_tiles_of_a_share_are_those_of_its_own_tokens() -> None:
     workload = chain(2)
-    tile = workload.profiles[0].model_copy(update={"forward": _phase(0.75, (300, 100))})
+    tile = _exchanging(workload.profiles[0], 0.75)
     mlps = Tiling(mlp_tiles=4, modules=("mlp",), profiles=(tile,), profile_of=(0, 0))
     of_loss = LossTiling(loss_tiles=3, epilogue_forward=_phase(9), epilogue_backward=_phase(8))
     sharing = _sharing(workload, 2, tilings=(mlps,), loss_tilings=(of_loss,))

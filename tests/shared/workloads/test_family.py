@@ -83,6 +83,7 @@ def trace(batch: int, length: int, *, odd: Callable[[int, int], int] = lambda b,
             scores = batch * length * length * 4
             levels = [rows + odd(batch, length), rows + scores, rows, rows]
             seen.levels = levels[: len(calls)]
+            seen.square_peak_bytes = scores if length > 256 else 0
             seen.adding_levels = [level - 16 for level in seen.levels]
             seen.gradient_bytes = WIDTH * WIDTH * 2 if kind is TaskKind.BACKWARD else 0
             seen.output_bytes = rows

@@ -151,7 +151,7 @@ def test_groups_across_nodes_that_others_are_within_are_refused() -> None:
     three = with_nodes("h100-80gb-x8", 3)
     for line in lines(24, 6):
         with pytest.raises(
-            HardwareError, match=r"groups of 6 ranks lie across nodes of 8 .* Use shard_ranks = 2 or 4 or 8 or 24\."
+            HardwareError, match=r"groups of 6 ranks lie across nodes of 8 .* Use groups of 2 or 4 or 8 or 24 "
         ):
             fabric_levels(three, line)
 
