@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Final, Self
 
-from ...shared.basics.errors import ProtwinError
+from ...shared.basics.errors import ProtwinError, WorkloadError
 from ...shared.schema.plan import Plan
 from ...shared.schema.workload import Workload
 from ..searching.request import GlobalBatch, SearchRequest
@@ -85,8 +85,10 @@ class AskedTiles:
     ) -> Workload:
         """The workload of so many samples, with all tiles that are named, and else with those that it can have.
 
-        ``resolve``: traces if it has to; ``untraced``: None where that takes a trace.  Raises what ``resolve`` raises.
+        ``resolve``: traces if it has to; ``untraced``: None where that takes a trace.  Raises what ``resolve`` raises,
+        and WorkloadError if there are fewer tokens than tiles.
         """
+        self._check(num_samples, sequence_length)
         wanted = list(self._wanted(num_samples, sequence_length))
         for mlp, loss in wanted[:-1]:
             if self.is_needed or self.are_named:
@@ -98,6 +100,17 @@ class AskedTiles:
             if found is not None:
                 return found
         return resolve(*wanted[-1])
+
+    def _check(self, num_samples: int | None, sequence_length: int | None) -> None:
+        if sequence_length is None:
+            return
+        num_tokens = (num_samples or 1) * sequence_length
+        for knob, named in (("mlp_tiles", self.mlp), ("loss_tiles", self.loss)):
+            if (most := max(named or (1,))) > num_tokens:
+                raise WorkloadError(
+                    f"{knob} is {most:,}, but the batch has {num_tokens:,} tokens, of which every tile has at least "
+                    f"one. Name numbers from 1 to {num_tokens:,}."
+                )
 
     def search_in_tiles(self, request: SearchRequest, at_size: Callable[[int], Workload]) -> SearchRequest | None:
         """``request``, in which nothing fits whole, about a workload that knows tiles; None if there is none.

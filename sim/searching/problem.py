@@ -264,10 +264,12 @@ class SearchProblem:
         )
 
     def in_tiles(self, request: SearchRequest, *, mlp_tiles: int, loss_tiles: int) -> SearchProblem:
-        """The space whose plans run their MLPs and loss in so many tiles; of one whose plans run them whole.
+        """The space whose plans run their MLPs and loss in so many tiles, and are the same else.
 
         It has the same chunks, and shares what is known of them.  Raises PlanError as ``Workload.tiled``.
         """
+        if (mlp_tiles, loss_tiles) == (self.step.mlp_tiles, self.step.loss_tiles):
+            return self
         step = replace(self.step, mlp_tiles=mlp_tiles, loss_tiles=loss_tiles)
         first, policies = self.layouts[0].grid, self.method.policies
         planned = _planned(self.workload.tiled(mlp_tiles, loss_tiles), first)

@@ -133,10 +133,12 @@ def _search(request: SearchRequest, *, on_progress: OnProgress | None, keep_inte
     result = search_result(request, choice, tuple(branches.values()), is_interrupted=interrupted)
     if request.baselines is not None:
         # Other systems run MLPs and the loss whole.
-        asked = (chosen.grouping, chosen.place, (1, 1))
-        alike = {at: b.problem for at, b in branches.items() if (at.grouping, at.place, at.tiles) == asked}
-        problems = {where.size: problem for where, problem in alike.items()}
-        found = baselines(problems, SegmentRoom.of(request), result.plan, own=request.baselines)
+        alike: dict[int, SearchProblem] = {}
+        for at, branch in branches.items():
+            if (at.grouping, at.place) == (chosen.grouping, chosen.place):
+                alike.setdefault(at.size, branch.problem)
+        whole = {size: problem.in_tiles(request, mlp_tiles=1, loss_tiles=1) for size, problem in alike.items()}
+        found = baselines(whole, SegmentRoom.of(request), result.plan, own=request.baselines)
         result = result.model_copy(update={"baselines": found})
         if not interrupted:
             distinct = {id(branch.problem): branch.problem for branch in branches.values()}
