@@ -138,6 +138,13 @@ def samples_apart(model: nn.Module, batch: Any, packing: Packing | None) -> Iter
         )
 
 
+def is_told_ends(model: nn.Module, batch: Any) -> bool:
+    """Whether the model's attention takes cumulative lengths, which are in the batch."""
+    return (
+        isinstance(batch, Mapping) and batch.get(_ENDS[0]) is not None and _attention_of(model) not in (None, *_MASKED)
+    )
+
+
 def _attention_of(model: nn.Module) -> str | None:
     found = getattr(getattr(model, "config", None), "_attn_implementation", None)
     return found if isinstance(found, str) else None

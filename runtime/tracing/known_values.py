@@ -98,7 +98,12 @@ class _KnownElements(TorchFunctionMode):
 
 
 def known(real: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """The fake tensor of ``mode`` that carries ``real`` along."""
+    """The fake tensor of ``mode`` that carries ``real`` along.
+
+    Of a view torch makes a view of a fake base, which carries nothing along: the twin of a copy is made instead.
+    """
+    if real._is_view():
+        real = real.clone()
     return mode.fake_tensor_converter.from_real_tensor(mode, real, make_constant=True)
 
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import pairwise
 from math import prod
 from typing import Any, Final
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 from ...shared.observed.observation import OperatorCall
 from ...shared.schema.workload import DType, Operation, OperationClass
 from ..model.nested_tensors import tensors_in
 
-_ATTENTION: Final = ("scaled_dot_product", "_flash_attention", "_efficient_attention")
+_ATTENTION: Final = ("scaled_dot_product", "_flash_attention", "_efficient_attention", "flash_attn")
+_ENDS: Final = ("cum_seq_q", "cu_seqlens_q")
+"""What kernels call the ends of samples, cumulative and from 0 on."""
+_LONGEST: Final = ("max_q", "max_seqlen_q")
 _MATMUL: Final = ("mm", "addmm", "bmm", "baddbmm", "dot", "mv", "convolution", "conv2d", "linear", "_grouped_mm")
 _NORMALIZATION: Final = ("layer_norm", "rms_norm", "batch_norm", "group_norm")
 _EMBEDDING: Final = ("embedding", "index_select", "gather", "scatter", "index", "index_put", "index_add")
@@ -52,7 +59,7 @@ def observe_call(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], r
         flops=_flops(operator, name, operation_class, args, kwargs, result, outputs),
         reads=tuple((numbers.setdefault(t.untyped_storage()._cdata, len(numbers)), _bytes(t)) for t in inputs),
         writes_bytes=tuple(_bytes(t) for t in outputs),
-        shape=_shape(name, operation_class, args),
+        shape=_shape(operator, name, operation_class, args, kwargs),
     )
 
 
@@ -88,7 +95,8 @@ def _flops(
     """Floating-point operations of one call.
 
     Matrix products by torch's own formulas; attention by its two products (five in backward, which forms the
-    probabilities again), halved under a causal mask; otherwise one per output element.
+    probabilities again), halved under a causal mask, and within samples where their ends are told; otherwise one per
+    output element.
     """
     if operation_class is OperationClass.ATTENTION:
         return _attention_flops(operator, name, args, kwargs)
@@ -103,12 +111,18 @@ def _flops(
     return sum(t.numel() for t in outputs[:1])
 
 
-def _shape(name: str, operation_class: OperationClass, args: tuple[Any, ...]) -> tuple[int, ...]:
+def _shape(
+    operator: Any, name: str, operation_class: OperationClass, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[int, ...]:
     """``Operation.shape``.  A group of products of unequal sizes, and what is no matrix product, have none."""
     if operation_class is OperationClass.ATTENTION:
         shift = 1 if name.endswith("_backward") else 0
         query, key = args[shift], args[shift + 1]
-        return (prod(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1])
+        named = _named(operator, args, kwargs)
+        if (squares := _packed_squares(named, query)) is not None:
+            equal = max(1, round(squares / query.shape[0]))
+            return (-(-query.shape[1] * query.shape[0] // equal), equal, equal, query.shape[2])
+        return (*_sizes(name, query, key), query.shape[-1])
     if name not in _FACTORS:
         return ()
     first, second = args[_FACTORS[name] : _FACTORS[name] + 2]
@@ -127,13 +141,41 @@ def _attention_flops(operator: Any, name: str, args: tuple[Any, ...], kwargs: di
     is_backward = name.endswith("_backward")
     shift = 1 if is_backward else 0
     query, key, value = args[shift], args[shift + 1], args[shift + 2]
-    batch_and_heads = prod(query.shape[:-2])
-    rows, columns = query.shape[-2], key.shape[-2]
     widths = (3 * query.shape[-1] + 2 * value.shape[-1]) if is_backward else query.shape[-1] + value.shape[-1]
-    # Every kernel has its own order of arguments.
-    named = dict(zip((argument.name for argument in operator._schema.arguments), args, strict=False)) | kwargs
-    is_causal = named.get("is_causal", False)
-    return int(2 * batch_and_heads * rows * columns * widths) // (2 if is_causal else 1)
+    named = _named(operator, args, kwargs)
+    squares = _packed_squares(named, query)
+    pairs = prod(_sizes(name, query, key)) if squares is None else query.shape[1] * squares
+    is_causal = named.get("is_causal", named.get("causal", False))
+    return int(2 * pairs * widths) // (2 if is_causal else 1)
+
+
+def _sizes(name: str, query: torch.Tensor, key: torch.Tensor) -> tuple[int, int, int]:
+    """(batch * heads, queries, keys).  Flash attention itself, beneath torch's choice of kernels, has heads behind."""
+    if "scaled_dot_product" in name or query.dim() != 4:
+        return prod(query.shape[:-2]), query.shape[-2], key.shape[-2]
+    return query.shape[0] * query.shape[2], query.shape[1], key.shape[1]
+
+
+def _named(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by name: every kernel has its own order of them."""
+    return dict(zip((argument.name for argument in operator._schema.arguments), args, strict=False)) | kwargs
+
+
+def _packed_squares(named: Mapping[str, Any], query: torch.Tensor) -> int | None:
+    """Sum of the squares of samples' lengths where a kernel is told them; None where it is not.
+
+    Queries are (tokens, heads, width) then.  Where lengths have no values, all samples count as long as the longest.
+    """
+    ends = next((named[name] for name in _ENDS if named.get(name) is not None), None)
+    if ends is None or query.dim() != 3:
+        return None
+    known = getattr(ends, "constant", None) if isinstance(ends, FakeTensor) else ends
+    if known is None or known.is_meta:
+        longest = next((named[name] for name in _LONGEST if named.get(name) is not None), query.shape[0])
+        return int(query.shape[0]) * int(longest)
+    with unset_fake_temporarily(), _disable_current_modes():
+        told: list[int] = known.tolist()
+    return sum((end - begin) ** 2 for begin, end in pairwise(told))
 
 
 def _bytes(tensor: torch.Tensor) -> int:

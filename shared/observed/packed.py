@@ -20,15 +20,15 @@ def attending_within_samples(observed: Observed, packing: Packing, model_name: s
 
     A kernel that is told lengths computes for each sample what it computes for a row of that length, so that its
     arithmetic is the row's times ``squares`` / ``row_tokens``**2, under a causal mask or not.  What it reads, writes
-    and keeps has one element per token, and stays; so does everything else.  Raises WorkloadError if attention is no
-    such kernel, or is between two sequences.
+    and keeps has one element per token, and stays; so does everything else, and a kernel that was seen to be told.
+    Raises WorkloadError if attention is no such kernel, or is between two sequences.
     """
     packed = {
         mode: {key: _within_samples(seen, packing, model_name) for key, seen in sections.items()}
         for mode, sections in observed.items()
     }
     calls = (call for sections in observed.values() for seen in sections.values() for call in seen.calls)
-    if not any(_is_own(call, packing.row_tokens) for call in calls):
+    if not any(_is_own(call, packing.row_tokens) or _is_told(call, packing) for call in calls):
         raise WorkloadError(
             f"packed lengths: {model_name} runs no attention kernel over the tokens of a row that could be told where "
             f"samples end. Leave them out, or trace the model with a packed batch in Python: "
@@ -46,6 +46,12 @@ def attending_within_samples(observed: Observed, packing: Packing, model_name: s
 def _is_own(call: OperatorCall, row_tokens: int) -> bool:
     """Whether a call is attention of the tokens of a row to each other."""
     return call.operation_class is OperationClass.ATTENTION and call.shape[1:3] == (row_tokens, row_tokens)
+
+
+def _is_told(call: OperatorCall, packing: Packing) -> bool:
+    """Whether a call was seen to be told lengths."""
+    equal = packing.equal_length
+    return call.operation_class is OperationClass.ATTENTION and call.shape[1:3] == (equal, equal)
 
 
 def _within_samples(seen: Observation, packing: Packing, model_name: str) -> Observation:

@@ -71,6 +71,7 @@ def question_of(
         packing=workload.packing,
         micro_batches=plan.micro_batches,
         num_ranks=plan.num_ranks,
+        sequence_ranks=plan.sequence_ranks,
         hardware_name="" if hardware is None else hardware.name,
         overrides=() if hardware is None else hardware.overrides,
         device_budget_bytes=device_budget_bytes,

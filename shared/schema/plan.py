@@ -399,7 +399,12 @@ class Plan(Document):
     @property
     def num_batches(self) -> int:
         """Batches of the workload's shape in one step, of all ranks."""
-        return self.micro_batches * (self.num_ranks // self.sequence_ranks)
+        return self.micro_batches * self.num_groups
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of ranks with batches of their own: each shares its sequences, where ranks do."""
+        return self.num_ranks // self.sequence_ranks
 
     @property
     def widens_on_host(self) -> bool:

@@ -54,6 +54,8 @@ class Question(FrozenModel):
     """Micro-batches per step and rank."""
     num_ranks: PositiveInt = 1
     """Devices that train together, one for each rank."""
+    sequence_ranks: PositiveInt = 1
+    """Of these, neighbours that share each sequence."""
     hardware_name: str = ""
     """The machine; empty where it is not known."""
     overrides: tuple[str, ...] = ()
@@ -70,7 +72,7 @@ class Question(FrozenModel):
     @property
     def num_samples(self) -> int:
         """Samples per step, of all ranks together."""
-        return self.samples_per_micro_batch * self.micro_batches * self.num_ranks
+        return self.samples_per_micro_batch * self.micro_batches * (self.num_ranks // self.sequence_ranks)
 
     @property
     def num_tokens(self) -> int | None:

@@ -42,7 +42,7 @@ from ..phases.parameters import in_forward_order as in_forward_order
 from ..phases.phase import Phase as Phase
 from ..phases.quadratic import QuadraticMemory as QuadraticMemory
 from ..phases.sequence_sharing import SequenceSharing as SequenceSharing
-from ..phases.sequence_sharing import why_no_sequence_ranks, why_no_sharings
+from ..phases.sequence_sharing import why_no_sequence_ranks, why_no_sharings, why_not_shared
 from ..phases.shared_inputs import SharedInput as SharedInput
 from ..phases.subspaces import Subspace as Subspace
 from ..phases.subspaces import SubspaceAxis as SubspaceAxis
@@ -465,6 +465,8 @@ def check_plan(plan: Plan, workload: Workload) -> None:
             f"({workload.model_name}, {shapes}, {workload.compute_dtype}). Search a plan for this one, or name the "
             f"element type that the plan was made for (--dtype)."
         )
+    if (reason := why_not_shared(plan.sequence_ranks, plan.num_ranks)) is not None:
+        raise PlanError(f"{reason}.")
     sharings = workload.sequence_sharings
     if (reason := why_no_sequence_ranks(plan.sequence_ranks, sharings, workload.model_name)) is not None:
         raise PlanError(f"{reason}.")

@@ -214,6 +214,8 @@ def short_plan(outcome: PlanOutcome) -> str:
         shown.append(f"shard_ranks {plan.shard_ranks:,}")
     if plan.looks_up_rows:
         shown.append("looks_up_rows")
+    if plan.sequence_ranks > 1:
+        shown.append(f"sequence_ranks {plan.sequence_ranks:,}")
     shown += [f"n_buffer {plan.n_buffer}", f"prefetch_depth {plan.prefetch_depth}"]
     if plan.method is not TrainingMethod.BYPASS:
         shown.append(f"n_checkpoint {plan.n_checkpoint}")

@@ -171,11 +171,14 @@ def _knobs_of_ranks(plan: Plan) -> list[Knob]:
     shown = []
     if plan.num_ranks > 1:
         shown.append(Knob("parallel", plan.parallel, _PARALLEL_WORDS[plan.parallel]))
-        shown.append(Knob("num_ranks", f"{plan.num_ranks:,}", "devices that train together, each on its own batches"))
+        batches = "its own batches" if plan.sequence_ranks == 1 else "its part of batches"
+        shown.append(Knob("num_ranks", f"{plan.num_ranks:,}", f"devices that train together, each on {batches}"))
     if plan.shard_ranks is not None:
         shown.append(
             Knob("shard_ranks", f"{plan.shard_ranks:,}", "neighbours that share chunks; such groups have replicas")
         )
+    if plan.sequence_ranks > 1:
+        shown.append(Knob("sequence_ranks", f"{plan.sequence_ranks:,}", "neighbours that share each sequence"))
     return shown
 
 

@@ -122,6 +122,8 @@ def _step(question: Question) -> str:
         samples += f", {question.micro_batches:,} micro-batches"
     if question.num_ranks > 1:
         samples += f", {question.num_ranks:,} ranks"
+    if question.sequence_ranks > 1:
+        samples += f" of which {question.sequence_ranks:,} share each sequence"
     if question.num_tokens is not None:
         return f"{samples}: {question.num_tokens:,} tokens"
     return f"{samples}: {question.num_samples:,} in all" if question.num_samples > 1 else samples

@@ -98,6 +98,7 @@ from .space_options import (
     AllowedOffloadedInputs,
     AllowedPersistent,
     AllowedPrefetchDepths,
+    AllowedSequenceRanks,
     AllowedShardRanks,
     AllowedShards,
     AllowedStaging,
@@ -170,6 +171,7 @@ def search_command(
     num_ranks: NumRanks = None,
     parallel: AllowedModes = None,
     shard_ranks: AllowedShardRanks = None,
+    sequence_ranks: AllowedSequenceRanks = None,
     questions: WhatIfQuestions = None,
     goal: GoalName = Goal.FASTEST,
     risk: RiskName = Risk.MEAN,
@@ -226,6 +228,7 @@ def search_command(
         "n_offload_input": n_offload_input,
         "mlp_tiles": mlp_tiles,
         "loss_tiles": loss_tiles,
+        "sequence_ranks": sequence_ranks,
     }
     space = SearchSpace.model_validate(
         {knob: tuple(values) for knob, values in allowed.items() if values} | {"looks_up_rows": looks_up_rows}

@@ -9,7 +9,7 @@ import typer
 
 from ...shared.basics.errors import PlanError
 from ...shared.cli.options import size_option
-from ...shared.schema.plan import ParallelMode, why_not_shard_ranks
+from ...shared.schema.plan import MOST_RANKS, ParallelMode, why_not_shard_ranks
 from ..space.space import ALL, LARGEST_KNOB
 
 
@@ -115,6 +115,17 @@ AllowedShardRanks = Annotated[
         "--shard-ranks",
         "Allow shard groups of this number of neighbouring ranks, with replicas across them, in mode sharded "
         "(repeatable), or all that make equal groups; all ranks and those of one node unless given.",
+    ),
+]
+AllowedSequenceRanks = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--sequence-ranks",
+        metavar="N",
+        min=1,
+        max=MOST_RANKS,
+        help="Allow this number of neighbouring ranks that share each sequence (repeatable); 1 and all that the "
+        "workload knows unless given.",
     ),
 ]
 AllowedModes = Annotated[

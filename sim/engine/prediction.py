@@ -103,8 +103,8 @@ def predicted_record(
         plan_id=plan.identity,
         model_name=workload.model_name,
         hardware_name=hardware.name,
-        num_samples=workload.num_samples * plan.micro_batches * plan.num_ranks,
-        num_tokens=workload.num_tokens * plan.micro_batches * plan.num_ranks,
+        num_samples=workload.num_samples * plan.num_batches,
+        num_tokens=workload.num_tokens * plan.num_batches,
         iteration_s=timing.iteration_s,
         iteration_noise_frac=calibration.iteration_noise_frac if calibration is not None else 0.0,
         forward_s=found.forward_s,
@@ -132,7 +132,9 @@ def predicted_record(
             device_peak_bytes=device_curve.peak_bytes,
         ),
         price_usd_per_hour=machine.price_usd_per_hour,
-        model_flops=_times(plan.micro_batches * plan.num_ranks, model_flops(workload)),
+        model_flops=_times(
+            plan.micro_batches * plan.num_ranks, model_flops(workload.shared_among(plan.sequence_ranks))
+        ),
         hardware_flops=_times(plan.num_ranks, found.hardware_flops),
         peak_flop_per_s=_times(plan.num_ranks, hardware.device.matrix_flop_per_s(matrix_dtype(workload))),
         power_w=_times(plan.num_ranks, hardware.device.power_w),

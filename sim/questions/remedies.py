@@ -182,7 +182,7 @@ def _remedy(
         iteration_s = simulate_timing(schedule, costs.durations_s(schedule), contention).iteration_s
     else:
         iteration_s = simulate_plan(plan, workload, costs, contention)[1].iteration_s
-    num_tokens = workload.num_tokens * plan.micro_batches * plan.num_ranks
+    num_tokens = workload.num_tokens * plan.num_batches
     return Remedy(
         kind=kind,
         num_samples=workload.num_samples,
@@ -218,7 +218,7 @@ def _larger_batches(
         if larger is None:
             return
         least_s = least_compute_s(larger, costs)
-        if larger.num_tokens * record.plan.num_ranks >= _LEAST_SPEEDUP * record.tokens_per_s * least_s:
+        if larger.num_tokens * record.plan.num_groups >= _LEAST_SPEEDUP * record.tokens_per_s * least_s:
             yield larger
 
 

@@ -103,7 +103,8 @@ def tokens_per_step(request: SearchRequest) -> float:
     if isinstance(request.workload, GlobalBatch):
         num_samples = request.workload.num_samples
     else:
-        num_samples = workload.num_samples * request.step.micro_batches * request.step.num_ranks
+        num_groups = request.step.num_ranks // request.sequence_unit
+        num_samples = workload.num_samples * request.step.micro_batches * num_groups
     return num_samples * workload.num_tokens / workload.num_samples
 
 

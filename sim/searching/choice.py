@@ -56,6 +56,8 @@ class Where:
     """Tiles of tokens that the MLPs of blocks run in."""
     loss_tiles: int = 1
     """Tiles of tokens that head and loss run in."""
+    sequence_ranks: int = 1
+    """Ranks that share each sequence."""
 
     @property
     def grouping(self) -> Grouping:
@@ -370,11 +372,14 @@ def _high_end_s(branch: BranchAndBound, plan: Simulated | Replayed) -> float:
 
 
 def _simplest(where: Where) -> tuple[float, ...]:
-    """Orders by kind, mode, larger shard groups, fewer micro-batches, projections on the host, and fewer tiles."""
+    """Orders by kind, mode, larger shard groups, fewer micro-batches, projections on the host.
+
+    Then by fewer ranks that share a sequence, and fewer tiles.
+    """
     mode, group = where.mode, np.inf if where.shard_ranks is None else where.shard_ranks
     is_on_device = where.place is ProjectionPlace.DEVICE
     of_mode = SEVERAL.index(mode) if mode in SEVERAL else 0
-    return where.kind.complexity, of_mode, -group, -where.size, is_on_device, *where.tiles
+    return where.kind.complexity, of_mode, -group, -where.size, is_on_device, where.sequence_ranks, *where.tiles
 
 
 def _dominates(one: Simulated | Replayed, other: Simulated) -> bool:

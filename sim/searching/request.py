@@ -1,15 +1,25 @@
-"""A search as it is asked for: one frozen object, from the command line down to the tables of each space."""
+"""A search as it is asked for: one frozen object, from the command line down to the tables of each space.
+
+[Note: Equal steps]
+Plans are compared by the time of a step, so that all of a search have steps of equally many samples.  Where several
+ranks share each sequence, fewer batches are under way at once: such plans have as many more micro-batches.  So
+``Step.micro_batches``, a number per rank, holds for the least sharing that the space allows: 8 ranks of which all share
+each sequence, and no others are searched, have that number; beside plans of ranks with sequences of their own they have
+8 times as many.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from math import gcd
 
 from ...shared.basics.errors import PlanError
 from ...shared.basics.units import as_bytes
 from ...shared.catalogue.rank_share import machine_of_rank
 from ...shared.methods.known import method_named
 from ...shared.methods.method import Method
+from ...shared.phases.sequence_sharing import why_not_shared
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import DeviceKind, Hardware
 from ...shared.schema.optimizer import HostGradients, Optimizer
@@ -203,6 +213,9 @@ class SearchRequest:
         for budget in ("device_budget_bytes", "host_budget_bytes"):
             if isinstance(size := getattr(self, budget), str):
                 object.__setattr__(self, budget, as_bytes(size))
+        for number in self.space.sequence_ranks or ():
+            if (reason := why_not_shared(number, self.step.num_ranks)) is not None:
+                raise PlanError(f"{reason}.")
         if self.margin_frac is not None and not 0 <= self.margin_frac < 1:
             raise PlanError(f"margin_frac is {self.margin_frac}; it must be at least 0 and below 1.")
 
@@ -274,14 +287,26 @@ class SearchRequest:
     def micro_batches(self) -> Iterator[tuple[int, Workload, int]]:
         """Every micro-batch to search, smallest first: samples, workload, number per step and rank.
 
+        Where ranks share sequences, the number is that of ``sequence_unit`` ranks (``micro_batches_of``).
+
         Raises PlanError as ``GlobalBatch.sizes``.
         """
         if isinstance(self.workload, Workload):
             yield self.workload.num_samples, self.workload, self.step.micro_batches
             return
-        of_one = self.workload.num_samples // self.step.num_ranks
-        for size in self.workload.sizes(self.step.num_ranks):
+        num_groups = self.step.num_ranks // self.sequence_unit
+        of_one = self.workload.num_samples // num_groups
+        for size in self.workload.sizes(num_groups):
             yield size, self.workload.workload_at(size), of_one // size
+
+    @property
+    def sequence_unit(self) -> int:
+        """The largest number of ranks that divides every number that may share a sequence; 1 where none is named."""
+        return gcd(*(self.space.sequence_ranks or (1,)))
+
+    def micro_batches_of(self, sequence_ranks: int, micro_batches: int) -> int:
+        """Micro-batches per step of ranks of which so many share each sequence ([Note: Equal steps])."""
+        return micro_batches * sequence_ranks // self.sequence_unit
 
     def smallest_workload(self) -> Workload:
         """The workload of the smallest micro-batch.  Raises PlanError as ``GlobalBatch.sizes``."""

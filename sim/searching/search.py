@@ -29,6 +29,7 @@ from dataclasses import replace
 from itertools import product
 
 from ...shared.basics.errors import InfeasibleError, PlanError
+from ...shared.phases.sequence_sharing import why_no_sequence_ranks, why_not_shared
 from ...shared.phases.tiling import why_no_loss_tiles, why_no_mlp_tiles
 from ...shared.schema.plan import ParallelMode, ProjectionPlace, TrainingMethod
 from ...shared.schema.plan_kind import PlanKind
@@ -132,10 +133,11 @@ def _search(request: SearchRequest, *, on_progress: OnProgress | None, keep_inte
     chosen = choice.chosen.where
     result = search_result(request, choice, tuple(branches.values()), is_interrupted=interrupted)
     if request.baselines is not None:
-        # Other systems run MLPs and the loss whole.
+        # Other systems run MLPs and the loss whole; some share sequences.
+        asked = (chosen.grouping, chosen.place, chosen.sequence_ranks)
         alike: dict[int, SearchProblem] = {}
         for at, branch in branches.items():
-            if (at.grouping, at.place) == (chosen.grouping, chosen.place):
+            if (at.grouping, at.place, at.sequence_ranks) == asked:
                 alike.setdefault(at.size, branch.problem)
         whole = {size: problem.in_tiles(request, mlp_tiles=1, loss_tiles=1) for size, problem in alike.items()}
         found = baselines(whole, SegmentRoom.of(request), result.plan, own=request.baselines)
@@ -157,7 +159,7 @@ def _search(request: SearchRequest, *, on_progress: OnProgress | None, keep_inte
         )
         result = result.model_copy(update={"modes": modes})
     return BatchSearchResult(
-        global_batch_size=chosen.size * result.plan.micro_batches * result.plan.num_ranks,
+        global_batch_size=chosen.size * result.plan.num_batches,
         micro_batch_size=chosen.size,
         result=result,
         choices=tuple(
@@ -203,6 +205,7 @@ def _branches(request: SearchRequest) -> tuple[dict[Where, BranchAndBound], dict
                         place=step.projects_gradients_on,
                         mlp_tiles=step.mlp_tiles,
                         loss_tiles=step.loss_tiles,
+                        sequence_ranks=step.sequence_ranks,
                     )
                     branches[where] = branch
         if len(refusals) == len(groupings):
@@ -222,24 +225,29 @@ def _problems_of(
 ) -> Iterator[tuple[SearchProblem, Grouping]]:
     """The spaces of one size of the micro-batch; ``refusals`` gets why some modes have none."""
     modes, groupings = request.step.allowed_modes, _groupings(request)
-    tiles = _tile_counts(request, workload)
+    shares = _shares(request, workload)
     for mode, group in groupings:
         # Plans that keep every chunk count once, whatever the groups.
         is_first = (mode, group) == next(one for one in groupings if one[0] is mode)
         is_offloading = _is_offloading(mode, modes) if is_first else True
-        for place in _places(workload, mode):
-            first: SearchProblem | None = None
+        found_any = False
+        for place, (sequence_ranks, tiles) in product(_places(workload, mode), shares.items()):
+            shared, first = workload.shared_among(sequence_ranks), None
             for mlp_tiles, loss_tiles in tiles:
                 try:
                     if first is None:
-                        step = request.step.spec(mode, micro_batches, group, place=place)
-                        first = search_problem(request, workload, step, is_offloading=is_offloading)
+                        number = request.micro_batches_of(sequence_ranks, micro_batches)
+                        step = request.step.spec(mode, number, group, place=place)
+                        step = replace(step, sequence_ranks=sequence_ranks)
+                        first = search_problem(request, shared, step, is_offloading=is_offloading)
                     is_whole = mlp_tiles == loss_tiles == 1
                     own = first if is_whole else first.in_tiles(request, mlp_tiles=mlp_tiles, loss_tiles=loss_tiles)
                 except PlanError as error:
-                    if place is ProjectionPlace.HOST:
+                    if place is ProjectionPlace.HOST and not found_any:
                         refusals[mode, group] = error
                     break
+                found_any = True
+                refusals.pop((mode, group), None)
                 yield own, (mode, group)
 
 
@@ -249,6 +257,30 @@ def _places(workload: Workload, mode: ParallelMode) -> tuple[ProjectionPlace, ..
     if workload.method is not TrainingMethod.OSFT or none_leave:
         return (ProjectionPlace.HOST,)
     return tuple(ProjectionPlace)
+
+
+def _shares(request: SearchRequest, workload: Workload) -> dict[int, list[tuple[int, int]]]:
+    """The ranks that may share each sequence, the fewest first, with the numbers of tiles that each of them may have.
+
+    All that the workload knows and the ranks allow, or those that the space names.  Raises PlanError if the workload
+    knows one that is named for no ranks, or none of the tiles for any.
+    """
+    known = (1, *(sharing.sequence_ranks for sharing in workload.sequence_sharings))
+    named = request.space.sequence_ranks
+    for number in named or ():
+        if (reason := why_no_sequence_ranks(number, workload.sequence_sharings, workload.model_name)) is not None:
+            raise PlanError(f"{reason}.")
+    num_ranks, found = request.step.num_ranks, {}
+    refusal: PlanError | None = None
+    for number in known:
+        if number in named if named is not None else why_not_shared(number, num_ranks) is None:
+            try:
+                found[number] = _tile_counts(request, workload.shared_among(number))
+            except PlanError as error:
+                refusal = refusal or error
+    if not found and refusal is not None:
+        raise refusal
+    return found
 
 
 def _tile_counts(request: SearchRequest, workload: Workload) -> list[tuple[int, int]]:

@@ -79,6 +79,9 @@ class SearchSpace(FrozenModel):
     """Tiles of tokens that MLPs run in; None for whole and all numbers that the workload knows."""
     loss_tiles: _Positive | None = None
     """The same of head and loss."""
+    sequence_ranks: _Positive | None = None
+    """Neighbouring ranks that share each sequence; None for 1 and all numbers that the workload knows and the ranks
+    allow."""
 
     @field_validator("n_swap", "n_host_stepped", "n_offload_input", mode="before")
     @classmethod
@@ -276,6 +279,7 @@ class LayoutGrid:
             parallel=self.step.parallel,
             num_ranks=self.step.num_ranks,
             shard_ranks=self.step.shard_ranks,
+            sequence_ranks=self.step.sequence_ranks,
         )
 
     def simplicity(self, residency: int, depth: int, mode: int) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from math import isfinite
 from typing import Final
 
 from ...shared.basics.errors import PlanError
+from ...shared.phases.sequence_sharing import why_not_shared
 from ...shared.schema.optimizer import HostGradients, Optimizer
 from ...shared.schema.plan import (
     MOST_MICRO_BATCHES,
@@ -80,6 +81,9 @@ class StepSpec:
     loss_tiles: int = field(default=1, kw_only=True)
     """Tiles of tokens that head and loss run in (``Plan.loss_tiles``)."""
 
+    sequence_ranks: int = 1
+    """Neighbouring ranks that share each sequence (``Plan.sequence_ranks``)."""
+
     def __post_init__(self) -> None:
         if not 1 <= self.micro_batches <= MOST_MICRO_BATCHES:
             raise PlanError(
@@ -90,6 +94,8 @@ class StepSpec:
 
         check_ranks(self.num_ranks, self.parallel)
         if (reason := why_not_parallel(self.optimizer, self.parallel)) is not None:
+            raise PlanError(f"{reason}.")
+        if (reason := why_not_shared(self.sequence_ranks, self.num_ranks)) is not None:
             raise PlanError(f"{reason}.")
         if (reason := why_not_shard_ranks(self.shard_ranks, self.num_ranks, self.parallel)) is not None:
             raise PlanError(f"{reason}.")

@@ -14,6 +14,7 @@ from tests.sim.bound_cases import Case, case
 from tests.strategies.machines import hardware
 from tests.strategies.pairs import cases_of_ranks
 from tests.strategies.plans import parallel_workloads, shard_groups
+from tests.strategies.sharings import shared_workloads
 
 RANKS = 4
 
@@ -58,6 +59,17 @@ def ranked_cases(draw: DrawFn) -> Case:
         st.sampled_from([ContentionModel.of(box, num_ranks=num_ranks), ContentionModel.none(num_ranks=num_ranks)])
     )
     return case(planned.workload, chosen, planned.layout, costs, contention)
+
+
+@st.composite
+def sharing_cases(draw: DrawFn) -> Case:
+    """The same, of two to four ranks that share sequences, all of them or in pairs."""
+    found = draw(ranked_cases())
+    num_ranks = found.plan.num_ranks
+    number = draw(st.sampled_from([of for of in range(2, num_ranks + 1) if num_ranks % of == 0]))
+    model = draw(shared_workloads(found.workload, (number,))).shared_among(number)
+    chosen = found.plan.model_copy(update={"sequence_ranks": number})
+    return case(model, chosen, found.layout, found.costs, found.contention)
 
 
 @st.composite
