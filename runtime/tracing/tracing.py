@@ -275,7 +275,7 @@ class FakeSubject:
         observed = dict(zip(self.stands_for, mlps, strict=True)) if mlps else {}
         if any(observed[of] != paths for of, paths in zip(self.stands_for, mlps, strict=False)):
             raise WorkloadError("mlp_modules: equal blocks have other MLPs each. Name the same parts of all of them.")
-        modules = modules_of(self._blocks, self._paths_in_blocks(observed)) if mlps else {}
+        modules = modules_of(self._blocks, self._paths_in_blocks(observed) if mlps else ())
         with in_tiles(modules, mlp_tiles):
             yield
 
