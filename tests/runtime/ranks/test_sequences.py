@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
 
+from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import layout_of
 from protwin.shared.schema.plan import ParallelMode, Plan, mode_counts
+from protwin.shared.schema.schedule import Lane, TaskKind
 from tests.proof_size import some_quick
 from tests.runtime.accounts import BAR, MIXTURES
 from tests.runtime.ranks.processes import Pool, Ranks
-from tests.runtime.ranks.sharing import Trained, differ, peak_error, plainly, train, workload
+from tests.runtime.ranks.sharing import Trained, differ, peak_error, plainly, recorded, train, workload
 
 CHUNK_BYTES = 20_000
 TOLERANCE = 4e-6
@@ -149,3 +151,22 @@ def test_the_peak_is_the_schedules(mixture: str, tiles: tuple[int, int], pool: P
     plan = plan_of("tiled", 2, 2, mixture, "offloaded", **knobs)
     for error in pool.of(2).run(peak_error, "tiled", plan, workload("tiled")):
         assert error == pytest.approx(0, abs=BAR)
+
+
+def test_a_record_has_the_schedules_exchanges(two_ranks: Ranks) -> None:
+    """As many seconds as another clock has measured; the lanes' busy times end where their tasks do."""
+    plan = plan_of("llama", 2, 2, "mixed")
+    schedule = compile_schedule(plan, workload("llama"))
+    for record, seconds in two_ranks.run(recorded, "llama", plan, workload("llama")):
+        exchanges = [task for task in record.tasks if task.kind is TaskKind.SEQUENCE_EXCHANGE]
+        planned = [task.id for task in schedule.tasks if task.kind is TaskKind.SEQUENCE_EXCHANGE]
+        assert [task.task for task in exchanges] == planned
+        assert planned
+        measured = sum(task.duration_s for task in exchanges)
+        assert measured > 0
+        # Iterations are chosen and ranks wait for each other: the same order, and not the same numbers.
+        assert seconds / 5 < measured < seconds * 5
+        compute = [task for task in record.tasks if task.lane is Lane.COMPUTE]
+        assert all(task.duration_s > 0 for task in compute)
+        assert all(a.end_s <= b.start_s + 1e-9 for a, b in pairwise(compute))
+        assert record.num_samples == workload("llama").num_samples
