@@ -201,7 +201,7 @@ class RunRequest:
         """Of as many epochs as are asked for, the last step filled up from the next epoch."""
         if not isinstance(source, PackedSource):
             return TEXT_STEPS
-        of_step = workload.num_samples * self.plan.micro_batches * self.plan.num_ranks
+        of_step = workload.num_samples * self.plan.num_batches
         return -(-source.num_sequences(self.epochs or 1) // of_step)
 
 

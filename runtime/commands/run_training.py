@@ -106,7 +106,7 @@ class RunTraining:
                 training.set_learning_rate(self.extent.rates.at(step - 1, steps))
                 losses.append(self._step(training, batches))
                 report(step, steps)
-                num_batches += self.plan.micro_batches * self.plan.num_ranks
+                num_batches += self.plan.num_batches
                 is_last = step == steps
                 self.checkpoints.after_step(training, self.source, num_batches=num_batches, is_last=is_last)
                 if is_last or (self.extent.evaluate_every is not None and step % self.extent.evaluate_every == 0):
@@ -152,12 +152,14 @@ class RunTraining:
         """One step; gives its mean loss, of which that of all ranks is the mean again.
 
         Every rank goes through the same batches and takes each ``num_ranks``-th of them, so that the data are those of
-        one rank with as many more micro-batches, whatever the number of ranks.  It also knows how many learned tokens
+        one rank with as many more micro-batches, whatever the number of ranks; ranks that share sequences take the same
+        ones.  It also knows how many learned tokens
         the others have, and weighs its own by them: the mean over ranks is the mean over tokens.
         """
-        of_ranks = list(islice(batches, self.plan.micro_batches * self.plan.num_ranks))
-        divisors = [divisor / self.plan.num_ranks for divisor in self.source.divisors(of_ranks)]
-        own = slice(self.rank.rank, None, self.plan.num_ranks)
+        of_ranks = list(islice(batches, self.plan.num_batches))
+        num_groups = self.plan.num_ranks // self.plan.sequence_ranks
+        divisors = [divisor / num_groups for divisor in self.source.divisors(of_ranks)]
+        own = slice(self.rank.rank // self.plan.sequence_ranks, None, num_groups)
         losses = []
         for batch, divisor in zip(of_ranks[own], divisors[own], strict=True):
             loss = training.model(**_on(training.device, batch)).loss
@@ -174,8 +176,8 @@ class RunTraining:
         Where batches are left over for some ranks alone, the others run the last one too.
         """
         batches = list(evaluation.in_file_order())
-        for begin in range(0, len(batches), self.plan.num_ranks):
-            place = begin + self.rank.rank
+        for begin in range(0, len(batches), self.plan.num_ranks // self.plan.sequence_ranks):
+            place = begin + self.rank.rank // self.plan.sequence_ranks
             yield batches[min(place, len(batches) - 1)], place < len(batches)
 
     def _evaluate(self, training: Training, tell: Tell) -> None:

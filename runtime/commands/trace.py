@@ -37,6 +37,7 @@ from ...shared.cli.options import (
 from ...shared.cli.output import give
 from ...shared.phases.packing import parse_packed_lengths
 from ...shared.phases.quadratic import attention_words
+from ...shared.phases.sequence_sharing import MOST_SEQUENCE_RANKS
 from ...shared.phases.tiling import MOST_TILES
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import TrainingMethod
@@ -73,6 +74,16 @@ MlpTiles = Annotated[
         "--mlp-tiles",
         metavar="N",
         help="Tiles of tokens that the MLPs of blocks may run in, besides whole; may be given more than once.",
+    ),
+]
+SequenceRanks = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--sequence-ranks",
+        min=1,
+        max=MOST_SEQUENCE_RANKS,
+        metavar="N",
+        help="Ranks that may share each sequence, besides one; may be given more than once.",
     ),
 ]
 MlpModules = Annotated[
@@ -113,6 +124,7 @@ def trace_command(
     seed: Seed = 0,
     mlp_tiles: MlpTiles = None,
     mlp_modules: MlpModules = None,
+    sequence_ranks: SequenceRanks = None,
     time_limit_s: Annotated[
         float, typer.Option("--time-limit", metavar="SECONDS", min=1, help="Give up a trace that takes longer.")
     ] = 300,
@@ -152,7 +164,7 @@ def trace_command(
             dtype=chosen.dtype,
             seed=seed,
             options=options,
-            tiles=(mlp_tiles or (), mlp_modules, loss_tiles or ()),
+            tiles=(mlp_tiles or (), mlp_modules, loss_tiles or (), sequence_ranks or ()),
         )
     else:
         from ..devices.time_limit import time_limit
@@ -170,6 +182,7 @@ def trace_command(
                 mlp_tiles=mlp_tiles or (),
                 mlp_modules=mlp_modules,
                 loss_tiles=loss_tiles or (),
+                sequence_ranks=sequence_ranks or (),
                 packing=packing,
                 on_progress=on_progress,
             )
@@ -190,11 +203,11 @@ def _timed_workload(
     dtype: str | None,
     seed: int,
     options: TrainingOptions,
-    tiles: tuple[Sequence[int], list[str] | None, Sequence[int]],
+    tiles: tuple[Sequence[int], list[str] | None, Sequence[int], Sequence[int]],
 ) -> Workload:
     """The workload of the model with random weights, on text, timed on this machine.
 
-    ``tiles``: ``mlp_tiles``, ``mlp_modules`` and ``loss_tiles`` of ``trace``.
+    ``tiles``: ``mlp_tiles``, ``mlp_modules``, ``loss_tiles`` and ``sequence_ranks`` of ``trace``.
     """
     from ..data.byte_text import head_batches, read_text
     from ..tracing.tracing import trace as trace_model
@@ -212,5 +225,6 @@ def _timed_workload(
             mlp_tiles=tiles[0],
             mlp_modules=tiles[1],
             loss_tiles=tiles[2],
+            sequence_ranks=tiles[3],
             on_progress=report,
         )

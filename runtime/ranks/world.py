@@ -26,7 +26,7 @@ import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -64,6 +64,8 @@ class World:
     """As ``lane_group``, of this rank's shard group alone; None where ranks form none."""
     lane_replica_group: dist.ProcessGroup | None = field(init=False, default=None)
     """As ``lane_group``, of the ranks alone that have the same parts."""
+    sequence_group: dist.ProcessGroup | None = field(init=False, default=None)
+    """Of the ranks alone that share sequences with this one: the compute thread uses it while lanes run."""
     control_group: dist.ProcessGroup
     """For agreement, reading and saving, with tensors of the host: the compute thread alone uses it."""
     control_shard_group: dist.ProcessGroup | None = field(init=False, default=None)
@@ -77,11 +79,14 @@ class World:
     is all of them."""
     watch: FailureWatch | None = field(init=False, default=None)
     """Ends collectives that would never end ([Note: Collectives that never end])."""
+    users: list[Callable[[], None]] = field(init=False, default_factory=list)
+    """Let go of groups, which are closed only when nobody holds them."""
 
-    def open_lane(self, device: torch.device, shard_ranks: int | None = None) -> None:
+    def open_lane(self, device: torch.device, shard_ranks: int | None = None, sequence_ranks: int = 1) -> None:
         """Make the lane's groups, for tensors of the host and of ``device``; to be called on all ranks, once.
 
-        ``shard_ranks``: ranks of a shard group, if they form some.  Raises RanksError if a rank does not come, or NCCL
+        ``shard_ranks``: ranks of a shard group, if they form some; ``sequence_ranks``: those that share each sequence,
+        which are neighbours.  Raises RanksError if a rank does not come, or NCCL
         cannot connect the devices.
         """
         is_cuda = device.type == "cuda"
@@ -96,8 +101,14 @@ class World:
                 self._open("lane_shard_group", backend, shards)
                 self._open("lane_replica_group", backend, replicas)
                 self._open("control_shard_group", "gloo", shards)
+            if sequence_ranks > 1:
+                firsts = range(0, self.num_ranks, sequence_ranks)
+                neighbours = [team[first : first + sequence_ranks] for team in teams for first in firsts]
+                self._open("sequence_group", backend, neighbours)
             if is_cuda:
-                groups = [g for g in (self.lane_group, self.lane_shard_group, self.lane_replica_group) if g is not None]
+                lanes = (self.lane_group, self.lane_shard_group, self.lane_replica_group, self.sequence_group)
+                groups = [group for group in lanes if group is not None]
+                del lanes
                 # NCCL connects devices in their first collective: here, where all ranks are told if it cannot.
                 for group in groups:
                     dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -143,6 +154,8 @@ class World:
         ``failures``).
         """
         let_go_of_groups(sys.exc_info()[1])
+        for let_go in self.users:
+            let_go()
         watch = self.__dict__.pop("watch", None)
         if watch is not None:
             watch.stop()
@@ -190,7 +203,14 @@ def _abort(groups: list[dist.ProcessGroup]) -> None:
         group.abort()
 
 
-_GROUPS: Final = ("lane_group", "lane_shard_group", "lane_replica_group", "control_group", "control_shard_group")
+_GROUPS: Final = (
+    "lane_group",
+    "lane_shard_group",
+    "lane_replica_group",
+    "sequence_group",
+    "control_group",
+    "control_shard_group",
+)
 
 
 class _OpenWorlds:

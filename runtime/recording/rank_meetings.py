@@ -92,7 +92,12 @@ def groups_of(schedule: Schedule) -> npt.NDArray[np.int64]:
     """(R, C): the number of the group in which each rank does each collective of the schedule, by its axis."""
     num_ranks = schedule.num_ranks
     ranks, shard_ranks = np.arange(num_ranks), schedule.shard_ranks or num_ranks
-    numbers = {RankAxis.WORLD: 0 * ranks, RankAxis.SHARD: ranks // shard_ranks, RankAxis.REPLICA: ranks % shard_ranks}
+    numbers = {
+        RankAxis.WORLD: 0 * ranks,
+        RankAxis.SHARD: ranks // shard_ranks,
+        RankAxis.REPLICA: ranks % shard_ranks,
+        RankAxis.SEQUENCE: ranks // schedule.sequence_ranks,
+    }
     columns = [numbers[schedule.tasks[task].axis] for task in schedule.lanes[Lane.COLLECTIVE]]
     return np.stack(columns, axis=1) if columns else np.zeros((num_ranks, 0), dtype=np.int64)
 

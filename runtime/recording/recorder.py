@@ -27,6 +27,7 @@ from ...shared.schema.schedule import Content, Lane, Memory, Schedule, Task, Tas
 from ...shared.schema.workload import Workload
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ..devices.device import TrainingDevice
+from ..devices.lanes import Span
 from ..model.identity import software_versions
 from .iteration_memory import Floats, Ints, IterationMemory, MemoryOverTime
 from .rank_meetings import Meetings, RankStamps, clock_name, groups_of
@@ -44,6 +45,9 @@ class IterationLog:
     index: int
     started: Any = None
     spans: dict[TaskId, Any] = field(default_factory=dict)
+    exchanged: dict[TaskId, tuple[TaskId, list[tuple[Any, Any]]]] = field(default_factory=dict)
+    """By task of the collective lane that happens within a compute task: that one, and when each exchange began and
+    ended.  Until ``Recorder`` takes them apart."""
     is_metered: bool = False
     follows_pause: bool = False
     memory: IterationMemory | None = None
@@ -92,7 +96,18 @@ class Recorder:
         self.logs.append(log)
         del self.logs[:-_KEPT_LOGS]
         if self._device.runs_behind and len(self.logs) > 2:
+            self._take_apart(self.logs[-3])
             self._settle(self.logs[-3])
+
+    def _take_apart(self, log: IterationLog) -> None:
+        """Give exchanges within a compute task a span of their own, ahead of the rest of it, as the schedule has it."""
+        seconds = self._device.seconds
+        while log.exchanged:
+            exchange, (task, times) = log.exchanged.popitem()
+            begin_s = seconds(log.spans[task].start)
+            end_s = begin_s + sum(seconds(end) - seconds(begin) for begin, end in times)
+            log.spans[exchange] = Span(begin_s)
+            log.spans[exchange].end = log.spans[task].start = end_s
 
     def _settle(self, log: IterationLog) -> None:
         """Turn the stamps of a finished iteration into seconds, so that 200 of them keep no thousands of events."""
@@ -163,6 +178,8 @@ class Recorder:
             for log, following in zip(self.logs, self.logs[1:], strict=False)
             if max(WARM_UP, since) <= log.index and (until is None or log.index < until)
         ]
+        for log in self.logs:
+            self._take_apart(log)
         timed = [pair for pair in warm if not any(log.is_metered or log.follows_pause for log in pair)]
         if not timed:
             disturbed = ((any(a.is_metered for a in pair), any(a.follows_pause for a in pair)) for pair in warm)
@@ -197,8 +214,8 @@ class Recorder:
             machine=self._device.description,
             software=software_versions(),
             emulated=self._device.emulated,
-            num_samples=self._workload.num_samples * self._plan.micro_batches * self._plan.num_ranks,
-            num_tokens=self._workload.num_tokens * self._plan.micro_batches * self._plan.num_ranks,
+            num_samples=self._workload.num_samples * self._plan.num_batches,
+            num_tokens=self._workload.num_tokens * self._plan.num_batches,
             iteration_s=iteration_s,
             iteration_noise_frac=noise,
             num_iterations=len(periods),

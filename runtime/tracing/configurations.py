@@ -47,15 +47,16 @@ def workload_of_configuration(
     mlp_tiles: Sequence[int] = (),
     mlp_modules: Sequence[str] | None = None,
     loss_tiles: Sequence[int] = (),
+    sequence_ranks: Sequence[int] = (),
     packing: Packing | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Workload:
     """The workload of training the model that a Hugging Face ``config.json`` describes.
 
     ``dtype`` overrides the configuration's; without either, float32.  Batches are unpadded; models of images have no
-    ``sequence_length``.  ``device_kind`` is what it is to train on; ``mlp_tiles``, ``mlp_modules`` and ``loss_tiles``
-    as of ``trace``; ``packing``: the samples that lie end to end in each row.  Raises WorkloadError if transformers is
-    missing, refuses the configuration, or the shape makes no sense for the model.
+    ``sequence_length``.  ``device_kind`` is what it is to train on; ``mlp_tiles``, ``mlp_modules``, ``loss_tiles``
+    and ``sequence_ranks`` as of ``trace``; ``packing``: the samples that lie end to end in each row.  Raises
+    WorkloadError if transformers is missing, refuses the configuration, or the shape makes no sense for the model.
     """
     if batch_size < 1 or (sequence_length or 1) < 1 or batch_size * (sequence_length or 1) > MAX_TOKENS:
         raise WorkloadError(
@@ -80,6 +81,7 @@ def workload_of_configuration(
                         mlp_tiles=mlp_tiles,
                         mlp_modules=mlp_modules,
                         loss_tiles=loss_tiles,
+                        sequence_ranks=sequence_ranks,
                         packing=packing,
                         on_progress=on_progress,
                     )

@@ -33,6 +33,7 @@ from ..model.nested_tensors import storage_bytes, tensors_in
 from ..model.parameters import SeenUses, asks_for_facts
 from ..routing.forced_choices import ForcedChoices
 from ..routing.value_dependence import ValueWatch
+from ..sequences.exchange import exchanges_heard
 from ..tiles.passes import passes_heard
 from .block_inputs import GivenTensor, GivenTensors
 from .operations import observe_call
@@ -178,6 +179,11 @@ class SectionObserver:
         """A pass over a tile of so many tokens begins, or a loop has ended (None), with the next operation."""
         self._heard.append(num_tokens)
 
+    def exchanged(self, sent_bytes: int) -> None:
+        """This rank gives so much into an all-to-all among those that share its sequences."""
+        assert self._current is not None
+        self._current.exchanges.append(sent_bytes)
+
     def _note_heard(self, current: Observation) -> None:
         current.passes += ((len(current.operations), num_tokens) for num_tokens in self._heard)
         self._heard.clear()
@@ -257,7 +263,13 @@ def observe_sections(
             observer.restart()
             given.restart()
             before_bytes = ledger.watched_bytes
-            with forced or nullcontext(), ledger.metering(), GivenParameters(observer), passes_heard(observer.heard):
+            with (
+                forced or nullcontext(),
+                ledger.metering(),
+                GivenParameters(observer),
+                passes_heard(observer.heard),
+                exchanges_heard(observer.exchanged),
+            ):
                 value = loss_of(model, batch, loss)
                 value.backward()  # type: ignore[no-untyped-call]
                 del value

@@ -26,7 +26,7 @@ from ...shared.schema.plan import ActivationMode
 from ...shared.schema.schedule import OuterSection, TaskKind
 from ...shared.schema.workload import BlockId, DType, Workload
 from ...shared.workloads.assembly import TracedModel, TracedShape, assemble
-from ...shared.workloads.tilings import checked_tiles, with_tilings
+from ...shared.workloads.tilings import checked_sequence_ranks, checked_tiles, with_sharings, with_tilings
 from ..data.packed_batches import is_told_ends, packing_of_batch, samples_apart
 from ..devices.device import device_description
 from ..hooks.row_reads import agreed
@@ -44,6 +44,7 @@ from ..osft.subspaces import described_subspaces
 from ..routing.forced_choices import ForcedChoices
 from ..routing.tried import with_other_values
 from ..routing.value_dependence import ValueWatch, joined
+from ..sequences.sharing import check_shared, one_of_ranks
 from ..tiles.loss_installing import final_of_loss, loss_tile_counts, tiled_loss
 from ..tiles.loss_tilings import with_loss_tilings
 from ..tiles.mlp_modules import Mlps, find_mlps, in_tiles, modules_of, names_of
@@ -74,6 +75,7 @@ def trace(
     mlp_tiles: int | Sequence[int] = (),
     mlp_modules: str | Sequence[str] | None = None,
     loss_tiles: Sequence[int] = (),
+    sequence_ranks: int | Sequence[int] = (),
     packing: Packing | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Workload:
@@ -88,27 +90,35 @@ def trace(
     kernels run (``fake_kernels.py``) and what autocast casts (``cuda_autocast.py``).  ``mlp_tiles``: numbers of tiles
     of tokens that MLPs of blocks may run in, each traced once more; ``mlp_modules``: patterns of their paths
     (``"*.mlp"``) where they are not found (``find_mlps``); ``loss_tiles``: numbers of tiles that head and loss may run
-    in, each traced once more.  ``packing``, of a model on the meta device: the samples of each row, which its attention
-    kernel is told; without it they are read off the batch.  Raises WorkloadError if the model cannot be traced, or the
-    batch mixes packed samples, PlanError if its loss cannot be
-    computed by tiles.
+    in, each traced once more; ``sequence_ranks``: numbers of ranks that may share each sequence, each traced once more,
+    tiles too, as one of these ranks runs, with what others would send it made up.  ``packing``, of a model on the meta
+    device: the samples of each row, which its attention kernel is told; without it they are read off the batch.  Raises
+    WorkloadError if the model cannot be traced, or the batch mixes packed samples, PlanError if its loss cannot be
+    computed by tiles, or ranks cannot share its sequences.
     """
     _check_model(model)
     _, num_tokens = count_samples_and_tokens(batch)
     check_untaken(model)
     mlp_counts, loss_counts = checked_tiles(mlp_tiles, num_tokens), loss_tile_counts(loss_tiles, loss)
-    reports = _parts_of(on_progress, 1 + len(mlp_counts) + len(loss_counts))
-    asked = _Asked(model, batch, loss, repeats, name, device_kind, packing)
+    shared_counts = checked_sequence_ranks(sequence_ranks)
+    check_shared(model, batch, loss, shared_counts)
+    reports = _parts_of(on_progress, (1 + len(mlp_counts) + len(loss_counts)) * (1 + len(shared_counts)))
     packing_of_batch(model, batch)
 
     def traced(names: str | Sequence[str] | None) -> Workload:
         named, report = find_blocks(model, names), iter(reports)
         mlps = find_mlps(named, mlp_modules) if mlp_counts else ()
-        found = asked.traced(names, next(report))
-        if mlp_counts:
-            in_tiles = {n: asked.traced(names, next(report), mlps, mlp_tiles=n) for n in mlp_counts}
-            found = with_tilings(found, in_tiles, names_of(named, mlps))
-        return with_loss_tilings(found, {n: asked.traced(names, next(report), loss_tiles=n) for n in loss_counts})
+
+        def traced_among(num_ranks: int) -> Workload:
+            asked = _Asked(model, batch, loss, repeats, name, device_kind, packing, num_ranks)
+            found = asked.traced(names, next(report))
+            if mlp_counts:
+                counts = checked_tiles(mlp_counts, num_tokens // num_ranks)
+                in_tiles = {n: asked.traced(names, next(report), mlps, mlp_tiles=n) for n in counts}
+                found = with_tilings(found, in_tiles, names_of(named, mlps))
+            return with_loss_tilings(found, {n: asked.traced(names, next(report), loss_tiles=n) for n in loss_counts})
+
+        return with_sharings(traced_among(1), {number: traced_among(number) for number in shared_counts})
 
     try:
         return traced(blocks)
@@ -144,6 +154,7 @@ class _Asked:
     name: str | None
     device_kind: DeviceKind
     packing: Packing | None
+    sequence_ranks: int = 1
 
     def traced(
         self,
@@ -163,13 +174,17 @@ class _Asked:
         traced_as = partial(traced_model, model, named, name=self.name)
         if any(parameter.is_meta for parameter in model.parameters()):
             subject = FakeSubject(model, names, device_kind=self.device_kind, loss_tiles=loss_tiles)
+            subject.sequence_ranks = self.sequence_ranks
             with subject.in_tiles(mlps, mlp_tiles):
                 subject.packing = self.packing or packing_of_batch(model, batch)
                 with samples_apart(model, batch, subject.packing):
                     shape = subject.at(batch, loss, on_progress)
             return assemble(traced_as(subject.uses, traced_with="fake", row_lookups=subject.row_lookups), shape)
-        final = final_of_loss(model, named, loss_tiles)
-        with in_tiles(modules_of(named, mlps), mlp_tiles), tiled_loss(model, loss_tiles, final):
+        with (
+            in_tiles(modules_of(named, mlps), mlp_tiles),
+            tiled_loss(model, loss_tiles, final_of_loss(model, named, loss_tiles)),
+            one_of_ranks(model, self.sequence_ranks),
+        ):
             packing = packing_of_batch(model, batch)
             with samples_apart(model, batch, packing):
                 seen, seconds = _observe_real(model, batch, loss, named, self.repeats, on_progress)
@@ -180,7 +195,11 @@ class _Asked:
             )
             found = assemble(
                 described,
-                replace(_traced_shape(model, batch, seen, range(len(named))), packing=packing),
+                replace(
+                    _traced_shape(model, batch, seen, range(len(named))),
+                    packing=packing,
+                    sequence_ranks=self.sequence_ranks,
+                ),
                 seconds=seconds,
                 measured_on=device_description(next(model.parameters()).device) if self.repeats > 0 else None,
             )
@@ -237,6 +256,8 @@ class FakeSubject:
         """For every block of the model, the one that is observed for it."""
         self.packing: Packing | None = None
         """How samples lie in the rows of the next batches."""
+        self.sequence_ranks = 1
+        """Ranks that share each sequence of the next batches, of which it is one."""
         self._seen: dict[str, SeenUses] = {}
         self._lookups: set[tuple[str, ...]] = set()
 
@@ -298,12 +319,14 @@ class FakeSubject:
             left_as_found(self._twin),
             attributes_as_found(self._twin) as held,
             tiled_loss(self._twin, self._loss_tiles, self._final),
+            one_of_ranks(self._twin, self.sequence_ranks),
         ):
             observe = partial(observe_sections, self._twin, given, loss, self._blocks, passes=1, held=held)
             seen = {mode: observe(mode, progress.advance) for mode in TRACED_MODES}
         _join_uses(self._seen, seen)
         self._lookups.update(iterations.row_lookups for iterations in seen.values())
-        return _packed(_traced_shape(self._model, batch, seen, self.stands_for), self.packing, self._model)
+        shape = replace(_traced_shape(self._model, batch, seen, self.stands_for), sequence_ranks=self.sequence_ranks)
+        return _packed(shape, self.packing, self._model)
 
 
 def _observe_real(

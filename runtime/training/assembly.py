@@ -46,6 +46,7 @@ from ..optimizers.named import check_made, check_runs_on, on_host
 from ..ranks.agreement import agree, agreed
 from ..ranks.collectives import Collectives
 from ..ranks.own_device import check_own_device
+from ..ranks.sequence_peers import sharing_sequences
 from ..ranks.shard_groups import between_steps, of_lane
 from ..ranks.stages import StageRanks
 from ..ranks.world import World, exchanged
@@ -55,6 +56,7 @@ from ..recording.ledger_metering import LedgerMetering
 from ..recording.metering import Metering
 from ..recording.recorder import Recorder
 from ..recording.replanning import Replanning
+from ..sequences import sharing
 from ..tiles.loss_installing import check_tiled_loss, final_of_loss, tiled_loss
 from ..tiles.mlp_modules import as_planned as in_tiles_of
 from .compute_lane import ComputeLane
@@ -282,7 +284,8 @@ class Assembly:
         if everybody is None:
             return
         check_own_device(everybody, device)
-        everybody.open_lane(device.torch_device, self.plan.shard_ranks if self.settings.stages is None else None)
+        shard_ranks = self.plan.shard_ranks if self.settings.stages is None else None
+        everybody.open_lane(device.torch_device, shard_ranks, self.plan.sequence_ranks)
         if self.settings.stages is not None and self.settings.stages.peers is not None:
             self.settings.stages.peers.open_lane(device.torch_device, self.plan.shard_ranks)
 
@@ -313,6 +316,7 @@ class Assembly:
         model, plan, workload = self.model, self.plan, self.workload
         self.settings.check(plan)
         check_tiled_loss(model, plan.loss_tiles)
+        sharing.check_model(model, plan.sequence_ranks)
         check_disk_folder(plan, self.settings.disk_folder)
         scaler = self.kept.scaler if self.kept else scaler_for(self.settings.loss_scaling, plan, workload)
         layout = layout_of(workload, plan.chunk_bytes)
@@ -330,8 +334,8 @@ class Assembly:
         model, plan, workload, device = self.model, self.plan, self.workload, self.settings.device
         layout, schedule, blocks = prepared.layout, prepared.schedule, prepared.blocks
         metering = _metering(device, self.settings.meter_every, model)
-        # What is entered or called back on the stack is undone in the opposite order: hooks go before lanes, lanes
-        # before chunks, and the model has an owner until its parameters are ordinary again.
+        # Undone in the opposite order: hooks go before lanes, lanes before chunks, and the model has an owner until its
+        # parameters are ordinary again.
         held = self._hold(undo, layout, schedule, prepared.policy)
         undo.enter_context(in_tiles_of(model, plan, workload))
         modes = plan.modes(workload.num_blocks)
@@ -345,24 +349,19 @@ class Assembly:
         undo.callback(lanes.close)
         compute = ComputeLane(schedule, held.placed, lanes, metering, device, travelling, self.progress)
         undo.enter_context(tiled_loss(model, plan.loss_tiles, final_of_loss(model, blocks, plan.loss_tiles)))
+        compute.peers = undo.enter_context(sharing_sequences(model, world, device))
         walker = self._follow(blocks, compute, swapping, inputs)
         undo.callback(walker.remove)
         for handle in self._hooks(held.placed, compute):
             undo.callback(handle.remove)
         undo.callback(metering.stop)
+        chunks = chunk_counts(plan, layout)
         return Parts(
             layout=layout,
             schedule=schedule,
             loss_scaler=prepared.policy.scaler,
             metering=metering,
-            recorder=Recorder(
-                schedule,
-                plan,
-                workload,
-                device,
-                chunks=chunk_counts(plan, layout),
-                meter_every=self.settings.meter_every,
-            ),
+            recorder=Recorder(schedule, plan, workload, device, chunks=chunks, meter_every=self.settings.meter_every),
             held=held,
             lanes=lanes,
             compute=compute,

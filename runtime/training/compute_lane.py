@@ -21,9 +21,11 @@ from ..chunks.placed_model import PlacedModel
 from ..devices.device import TrainingDevice
 from ..devices.lanes import Span
 from ..hooks.swapping import SwappedBlock
+from ..ranks.sequence_peers import SequencePeers
 from ..recording.metering import Metering
 from ..recording.recorder import IterationLog
 from .progress import Call, Progress, TrainingPhase
+from .rank_work import is_within_compute
 from .stage_work import STAGE_KINDS
 from .transfer_lanes import TransferLanes
 
@@ -57,6 +59,9 @@ class ComputeLane:
         self._releasing = self._chunks_by_release()
         self._waits = {task: self._from_other_lanes(schedule.tasks[task]) for task in self._program}
         self._awaited = self._awaited_elsewhere()
+        self._exchanged = self._exchanges_of_sequences()
+        self.peers: SequencePeers | None = None
+        """The ranks that share sequences with this one."""
         self._exchanges = {(t.kind, t.micro_batch): t.moved_bytes for t in schedule.tasks if t.kind in STAGE_KINDS}
         """Bytes of the activations that a stage receives and sends."""
         # Norms, where they are taken, tell as well.
@@ -131,7 +136,8 @@ class ComputeLane:
         """What a compute task waits for beside its own lane: tasks of its iteration, and of the one before."""
 
         def others(tasks: Iterable[TaskId]) -> list[TaskId]:
-            return [other for other in tasks if self._schedule.tasks[other].lane is not Lane.COMPUTE]
+            found = [self._schedule.tasks[other] for other in tasks]
+            return [other.id for other in found if other.lane is not Lane.COMPUTE and not is_within_compute(other)]
 
         return others(task.after), others(task.after_previous)
 
@@ -139,6 +145,11 @@ class ComputeLane:
         """The compute tasks that tasks of other lanes wait for."""
         waiting = [task for task in self._schedule.tasks if task.lane is not Lane.COMPUTE]
         return frozenset(other for task in waiting for other in (*task.after, *task.after_previous))
+
+    def _exchanges_of_sequences(self) -> dict[TaskId, TaskId]:
+        """By compute task, what ranks that share sequences exchange within it."""
+        tasks = self._schedule.tasks
+        return {task: other for task in self._program for other in tasks[task].after if is_within_compute(tasks[other])}
 
     def _submit(self, iteration: int) -> IterationLog:
         return IterationLog(iteration, spans=dict(self._lanes.submit(iteration)))
@@ -358,6 +369,8 @@ class ComputeLane:
             if travelling is not None and task.kind is travelling.arrives_for:
                 travelling.arrive()
             self._metering.begin_task(task)
+        if self.peers is not None:
+            self.peers.take_spans()  # of an evaluation
         log = self._logs[self.iteration]
         span = log.spans[task.id] = Span(self._device.stamp())
         if self._place == 0:
@@ -400,7 +413,10 @@ class ComputeLane:
         if task is None:
             return
         self._placed.rows.is_in_prologue = False
-        self._logs[self.iteration].spans[task.id].end = self._device.stamp()
+        log = self._logs[self.iteration]
+        log.spans[task.id].end = self._device.stamp()
+        if self.peers is not None and task.id in self._exchanged:
+            log.exchanged[self._exchanged[task.id]] = (task.id, self.peers.take_spans())
         for chunk in self._releasing.get(task.id, ()):
             self._placed.chunks[chunk].release()
         leaving: dict[Content, list[torch.Tensor]] = {}

@@ -317,6 +317,8 @@ def ahead_of(schedule: Schedule, iteration: int) -> list[tuple[int, TaskId]]:
     is_open = dict.fromkeys(schedule.lanes, True)
     for at in (iteration, iteration + 1):
         for task in schedule.tasks:
+            if is_within_compute(task):
+                continue
             is_done = all((at, other) in found for other in task.after)
             if at > iteration:
                 is_done = is_done and all((at - 1, other) in found for other in task.after_previous)
@@ -325,6 +327,11 @@ def ahead_of(schedule: Schedule, iteration: int) -> list[tuple[int, TaskId]]:
                 continue
             found[at, task.id] = None
     return list(found)
+
+
+def is_within_compute(task: Task) -> bool:
+    """Whether ranks exchange it on the compute thread, within the compute task behind it: no lane does it."""
+    return task.kind is TaskKind.SEQUENCE_EXCHANGE
 
 
 def is_of_norm(task: Task) -> bool:

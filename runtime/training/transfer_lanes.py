@@ -17,7 +17,7 @@ from ..devices.lanes import Cancelled, Mark, Span, WorkerLane
 from ..hooks.swapping import SwappedBlock
 from ..ranks.collectives import Collectives
 from .lane_work import LaneWork
-from .rank_work import ahead_of, is_of_norm
+from .rank_work import ahead_of, is_of_norm, is_within_compute
 from .stage_work import StageWork
 
 
@@ -94,7 +94,7 @@ class TransferLanes:
 
     def marks_before(self, task: Task, iteration: int) -> list[Mark]:
         """The marks that a task waits for; the first iteration has none before it."""
-        marks = [self.mark(iteration, earlier) for earlier in task.after]
+        marks = [self.mark(iteration, earlier) for earlier in task.after if not is_within_compute(self._tasks[earlier])]
         # A gather ahead of the next forward waits for the step that writes what it reads (``test_freshness``).
         if self.has_previous(iteration):
             marks += [self.mark(iteration - 1, earlier) for earlier in task.after_previous]
@@ -217,7 +217,7 @@ class TransferLanes:
         """Queue every task of an iteration that is not the compute thread's; gives their spans of time."""
         spans = {}
         for task in self._tasks:
-            if task.lane is not Lane.COMPUTE:
+            if task.lane is not Lane.COMPUTE and not is_within_compute(task):
                 waits = self.marks_before(task, iteration)
                 if task.lane is Lane.COLLECTIVE and not self._meeting.is_set:
                     waits.append(self._meeting)

@@ -95,6 +95,8 @@ class Observation:
     output_bytes: int = 0
     saved_bytes: list[int] = field(default_factory=list)
     """Of a block's forward: the storages that it made, saved and did not hand on."""
+    exchanges: list[int] = field(default_factory=list)
+    """``Phase.exchanges``."""
     passes: list[tuple[int, int | None]] = field(default_factory=list)
     """Where passes of loops over tiles begin: how many operations came before, and the pass's tokens; None: the loop
     has ended."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from ..observed.observation import Observation
 from ..observed.observed_inputs import ObservedInput, PhaseKey, unshared
 from ..phases.packing import Packing
+from ..phases.sequence_sharing import SequenceSharing
 from ..schema.plan import ActivationMode
 from ..schema.schedule import OuterSection, Section, TaskKind
 from ..schema.workload import (
@@ -61,6 +62,8 @@ class TracedShape:
     shared_inputs: tuple[ObservedInput, ...] = ()
     packing: Packing | None = None
     """How samples lie in rows."""
+    sequence_ranks: int = 1
+    """Ranks that share each sequence: what is observed is one rank's."""
 
 
 def assemble(
@@ -75,6 +78,17 @@ def assemble(
     assembly = _Assembly(num_observed, observed, seconds or {})
     profiles, profile_of_observed = assembly.profiles()
     profile_of = [profile_of_observed[observed] for observed in model.stands_for]
+    does: dict[str, Any] = {
+        "profiles": profiles,
+        "prologue_forward": assembly.outer_phase(TaskKind.FORWARD, OuterSection.PROLOGUE),
+        "epilogue_forward": assembly.outer_phase(TaskKind.FORWARD, OuterSection.EPILOGUE),
+        "epilogue_backward": assembly.outer_phase(TaskKind.BACKWARD, OuterSection.EPILOGUE),
+        "prologue_backward": assembly.outer_phase(TaskKind.BACKWARD, OuterSection.PROLOGUE),
+        "shared_inputs": tuple(given.shared_input(model.stands_for) for given in shape.shared_inputs),
+        "resident_bytes": shape.resident_bytes,
+    }
+    is_shared = shape.sequence_ranks > 1
+    one_of_ranks = {"sequence_ranks": shape.sequence_ranks, "profile_of": profile_of, **does}
     return Workload(
         model_name=model.model_name,
         model_hash=model.model_hash,
@@ -85,19 +99,14 @@ def assemble(
         parameters=model.parameters,
         subspaces=model.subspaces,
         blocks=tuple(Block(name=n, profile=p) for n, p in zip(model.block_names, profile_of, strict=True)),
-        profiles=profiles,
-        prologue_forward=assembly.outer_phase(TaskKind.FORWARD, OuterSection.PROLOGUE),
-        epilogue_forward=assembly.outer_phase(TaskKind.FORWARD, OuterSection.EPILOGUE),
-        epilogue_backward=assembly.outer_phase(TaskKind.BACKWARD, OuterSection.EPILOGUE),
-        prologue_backward=assembly.outer_phase(TaskKind.BACKWARD, OuterSection.PROLOGUE),
-        row_lookups=_row_lookups(model, num_observed, observed, seconds or {}),
-        shared_inputs=tuple(given.shared_input(model.stands_for) for given in shape.shared_inputs),
+        row_lookups=None if is_shared else _row_lookups(model, num_observed, observed, seconds or {}),
         packing=shape.packing,
         quadratic=_quadratic(model, shape.observed),
-        resident_bytes=shape.resident_bytes,
         traced_with=model.traced_with,
         measured_on=measured_on,
         software=model.software,
+        sequence_sharings=(SequenceSharing(**one_of_ranks),) if is_shared else (),
+        **does,
     )
 
 
@@ -142,6 +151,7 @@ def phase_of(observation: Observation, measured_s: float | None) -> Phase:
         gradient_bytes=max(0, observation.gradient_bytes),
         curve=observation.curve(),
         adding_curve=observation.adding_curve(),
+        exchanges=tuple(observation.exchanges),
         measured_s=measured_s,
     )
 

@@ -1,4 +1,4 @@
-"""A workload, and what its blocks do where their MLPs run in tiles, put together."""
+"""A workload, and what it does where MLPs run in tiles, or where ranks share its sequences, put together."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ..basics.errors import WorkloadError
+from ..phases.sequence_sharing import MOST_SEQUENCE_RANKS, SequenceSharing
 from ..phases.tiling import MOST_TILES
 from ..schema.workload import Phase, Tiling, Workload
 
@@ -43,6 +44,34 @@ def with_tilings(workload: Workload, tiled: Mapping[int, Workload], modules: Seq
     )
     fields = {name: getattr(workload, name) for name in Workload.model_fields}
     return Workload(**fields | {"tilings": tilings})
+
+
+def checked_sequence_ranks(sequence_ranks: int | Sequence[int]) -> tuple[int, ...]:
+    """The numbers of ranks beside 1, in order.  Raises WorkloadError if one is none."""
+    asked = (sequence_ranks,) if isinstance(sequence_ranks, int) else tuple(sequence_ranks)
+    for number in asked:
+        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MOST_SEQUENCE_RANKS:
+            raise WorkloadError(
+                f"sequence_ranks is {number!r}; it must be a whole number from 1 to {MOST_SEQUENCE_RANKS:,}."
+            )
+    return tuple(sorted(set(asked) - {1}))
+
+
+def with_sharings(workload: Workload, shared: Mapping[int, Workload]) -> Workload:
+    """``workload`` that knows what one of several ranks does, as ``shared`` by their number, tilings included."""
+    if not shared:
+        return workload
+    same = SequenceSharing.model_fields.keys() & Workload.model_fields.keys()
+    sharings = tuple(
+        SequenceSharing(
+            sequence_ranks=number,
+            profile_of=tuple(block.profile for block in other.blocks),
+            **{name: getattr(other, name) for name in same},
+        )
+        for number, other in sorted(shared.items())
+    )
+    fields = {name: getattr(workload, name) for name in Workload.model_fields}
+    return Workload(**fields | {"sequence_sharings": sharings})
 
 
 def _check_outside(workload: Workload, other: Workload, mlp_tiles: int) -> None:

@@ -1,0 +1,1 @@
+"""Sequences that several ranks share: each rank's tokens, and what attention exchanges."""

@@ -1,0 +1,151 @@
+"""Ranks that share sequences train as one rank with whole sequences does."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from protwin.shared.layout.layout import layout_of
+from protwin.shared.schema.plan import ParallelMode, Plan, mode_counts
+from tests.proof_size import some_quick
+from tests.runtime.accounts import BAR, MIXTURES
+from tests.runtime.ranks.processes import Pool, Ranks
+from tests.runtime.ranks.sharing import Trained, differ, peak_error, plainly, train, workload
+
+CHUNK_BYTES = 20_000
+TOLERANCE = 4e-6
+"""Of a weight, as a part of the largest one.  Sums over 96 tokens are rounded in another order, each by some eps
+(1.2e-7) of a gradient; AdamW with an epsilon of 1e-3 moves a weight by at most 2 x 3e-3 / 1e-3 times that, and largest
+gradients are of the size of largest weights here.  In three steps this makes a few times 1e-6."""
+WRONG = {
+    "labels cut before the shift": "llama",
+    "means of means": "llama",
+    "positions from 0": "llama",
+    "one gradient of replicas": "llama",
+    "no mask of padding": "padded",
+}
+RESIDENCIES = {"persistent": (1.0, 0), "host-stepped": (0.3, 0.3), "offloaded": (0.3, 0)}
+
+
+def plan_of(
+    name: str,
+    num_ranks: int,
+    sequence_ranks: int,
+    mixture: str = "mixed",
+    residency: str = "persistent",
+    **knobs: object,
+) -> Plan:
+    found = workload(name)
+    layout = layout_of(found, CHUNK_BYTES)
+    parallel = knobs.pop("parallel", ParallelMode.REPLICATED)
+    if parallel is ParallelMode.DDP:
+        residency = "persistent"
+    kept, stepped = (int(part * len(layout.chunks)) for part in RESIDENCIES[residency])
+    modes = tuple(MIXTURES[mixture][block % len(MIXTURES[mixture])] for block in range(found.num_blocks))
+    return Plan(
+        workload_id=found.identity,
+        chunk_bytes=CHUNK_BYTES,
+        n_persist=kept,
+        n_host_stepped=stepped,
+        n_buffer=layout.min_buffers(kept + stepped) + (residency != "persistent"),
+        prefetch_depth=1,
+        **mode_counts(modes),
+        activation_modes=modes,
+        parallel=parallel,
+        num_ranks=num_ranks,
+        sequence_ranks=sequence_ranks,
+        **knobs,
+    )
+
+
+def check(found: list[Trained], plan: Plan, name: str) -> None:
+    """Against one rank that has the whole batches of all groups."""
+    num_groups = plan.num_ranks // plan.sequence_ranks
+    expected = plainly(name, num_groups, plan.micro_batches, plan.max_gradient_norm, torch.float32)
+    by_step = torch.tensor(expected.losses).view(-1, num_groups)
+    for rank, trained in enumerate(found):
+        own = by_step[:, rank // plan.sequence_ranks]
+        torch.testing.assert_close(torch.tensor(trained.losses), own, rtol=TOLERANCE, atol=0)
+        if trained.weights:
+            assert differ(trained, expected) <= TOLERANCE
+
+
+CASES = [
+    *product(["llama", "padded"], [(2, 2), (4, 4), (4, 2)]),
+    *product(["eager", "packed", "tiled"], [(2, 2), (4, 2)]),
+    ("sliding windows", (4, 4)),
+]
+
+
+@some_quick(
+    ("name", "ranks"),
+    CASES,
+    quick=[("llama", (4, 2)), ("padded", (2, 2)), ("sliding windows", (4, 4)), ("packed", (2, 2))],
+)
+def test_training_is_that_of_one_rank(name: str, ranks: tuple[int, int], pool: Pool) -> None:
+    """Two key-value heads of four ranks are replicated; masks, windows and samples are those of whole sequences."""
+    plan = plan_of(name, *ranks)
+    check(pool.of(ranks[0]).run(train, name, plan, workload(name)), plan, name)
+
+
+def test_tiles_micro_batches_and_a_norm_that_is_limited(two_ranks: Ranks) -> None:
+    knobs = {"mlp_tiles": 2, "loss_tiles": 3, "micro_batches": 2, "max_gradient_norm": 0.5}
+    plan = plan_of("tiled", 2, 2, "checkpointed", "offloaded", parallel=ParallelMode.SHARDED, **knobs)
+    check(two_ranks.run(train, "tiled", plan, workload("tiled")), plan, "tiled")
+
+
+PLANS = [
+    *product(MIXTURES, ["persistent"], [ParallelMode.DDP]),
+    *product(MIXTURES, RESIDENCIES, [ParallelMode.REPLICATED, ParallelMode.SHARDED]),
+]
+
+
+@some_quick(
+    ("mixture", "residency", "parallel"),
+    PLANS,
+    quick=[
+        ("mixed inputs", "offloaded", ParallelMode.SHARDED),
+        ("checkpointed", "persistent", ParallelMode.DDP),
+        ("swapped", "host-stepped", ParallelMode.REPLICATED),
+    ],
+)
+def test_plans_agree_bit_for_bit(mixture: str, residency: str, parallel: ParallelMode, two_ranks: Ranks) -> None:
+    expected = kept_and_persistent(two_ranks)
+    plan = plan_of("llama", 2, 2, mixture, residency, parallel=parallel)
+    found = two_ranks.run(train, "llama", plan, workload("llama"))
+    assert [trained.losses for trained in found] == [trained.losses for trained in expected]
+    assert found[0].weights.keys() == expected[0].weights.keys()
+    for name, value in found[0].weights.items():
+        assert torch.equal(value, expected[0].weights[name]), name
+
+
+_expected: list[list[Trained]] = []
+
+
+def kept_and_persistent(ranks: Ranks) -> list[Trained]:
+    if not _expected:
+        plan = plan_of("llama", 2, 2, "kept", "persistent")
+        _expected.append(ranks.run(train, "llama", plan, workload("llama")))
+    return _expected[0]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_variant_is_noticed(wrong: str, pool: Pool) -> None:
+    name = WRONG[wrong]
+    plan = plan_of(name, 4, 4)
+    found = pool.of(4).run(train, name, plan, workload(name), wrong)
+    assert differ(found[0], plainly(name, 1, 1, None, torch.float32)) > 1000 * TOLERANCE
+
+
+@some_quick(
+    ("mixture", "tiles"),
+    product(MIXTURES, [(1, 1), (2, 3)]),
+    quick=[("mixed inputs", (1, 1)), ("checkpointed", (2, 3))],
+)
+def test_the_peak_is_the_schedules(mixture: str, tiles: tuple[int, int], pool: Pool) -> None:
+    knobs = {"mlp_tiles": tiles[0], "loss_tiles": tiles[1]}
+    plan = plan_of("tiled", 2, 2, mixture, "offloaded", **knobs)
+    for error in pool.of(2).run(peak_error, "tiled", plan, workload("tiled")):
+        assert error == pytest.approx(0, abs=BAR)
