@@ -24,20 +24,24 @@ help: ## List the targets
 
 .PHONY: demo
 demo: $(STAMP) ## Search a plan, carry it out, lay prediction and reality over each other (out/demo/report.html)
-	$(BIN)/python -m protwin.calibration.commands.demo
+	$(BIN)/python -m protwin.calibration.demos.demo
 
 .PHONY: demo-ranks
 demo-ranks: $(STAMP) ## The same on two processes: a plan for both, trained by both, beside DDP (out/demo-ranks/report.html)
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 \
-		-m protwin.calibration.commands.demo_ranks
+		-m protwin.calibration.demos.demo_ranks
 
 .PHONY: demo-bypass
 demo-bypass: $(STAMP) ## A student learns from its teacher block by block, under a budget for neither (out/demo-bypass/report.html)
-	$(BIN)/python -m protwin.calibration.commands.demo_bypass
+	$(BIN)/python -m protwin.calibration.demos.demo_bypass
 
 .PHONY: demo-osft
 demo-osft: $(STAMP) ## A second text is learned whole, by LoRA and by OSFT under one budget: what each forgets (out/demo-osft/report.html)
-	$(BIN)/python -m protwin.calibration.commands.demo_osft
+	$(BIN)/python -m protwin.calibration.demos.demo_osft
+
+.PHONY: demo-long
+demo-long: $(STAMP) ## A sequence that needs six times the budget, trained in tiles (out/demo-long/report.html)
+	$(BIN)/python -m protwin.calibration.demos.demo_long
 
 .PHONY: test
 test: $(STAMP) ## Run the tests (ARGS="-k name" for some of them)
@@ -92,8 +96,9 @@ OSFT_PEER := rhai-innovation-mini-trainer==0.9.0 numba llvmlite datasets pyarrow
 	dill multiprocess xxhash aiofiles deprecated wrapt
 
 .PHONY: bench-peers
-bench-peers: $(BENCH_STAMP) ## Step time and losses of FSDP2 and DeepSpeed with CPU offload, and of ours
+bench-peers: $(BENCH_STAMP) ## Step time, memory and losses of FSDP2, DeepSpeed (offload, tiles) and others, and of ours
 	$(BIN)/python benchmarks/peers.py
+	$(BIN)/python benchmarks/peers_long.py
 	-$(PIP) --quiet --no-deps $(OSFT_PEER)
 	$(BIN)/python benchmarks/peers_osft.py
 

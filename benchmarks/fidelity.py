@@ -1,9 +1,9 @@
 """Fidelity: predictions judged by random plans that nothing was fitted to, as ``protwin validate`` does it.
 
-Models of nine kinds on the CPU as a device, two of them by orthogonal subspace fine-tuning too
-(``fidelity_models.py``).  Plans with chunks on a disk are among them: one
-that reads 1 GB/s and writes 0.5 GB/s, emulated in memory, so that neither the page cache nor the disk's other users are
-measured; with --disk-folder the disk of that folder.  Two ranks train a model too, in every mode
+Models of nine kinds on the CPU as a device, two of them by orthogonal subspace fine-tuning too, and two at a long
+sequence, in tiles and with inputs of blocks that travel (``fidelity_models.py``).  Plans with chunks on a disk are
+among them: one that reads 1 GB/s and writes 0.5 GB/s, emulated in memory, so that neither the page cache nor the disk's
+other users are measured; with --disk-folder the disk of that folder.  Two ranks train a model too, in every mode
 (``fidelity_ranks.py``), and students learn from teachers block by block (``fidelity_bypass.py``).
 ``make bench-fidelity`` runs it; results are kept in benchmarks/results/ with date and machine.
 """
@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from protwin.calibration.commands.demo import CONFIGURATION
+from protwin.calibration.demos.demo import CONFIGURATION
 from protwin.calibration.fitting.subject import Subject
 from protwin.calibration.validation.fidelity import Fidelity
 from protwin.calibration.validation.tables import fidelity_tables
@@ -35,7 +35,7 @@ from protwin.shared.cli.output import show
 from protwin.shared.schema.record import Record
 
 from .fidelity_bypass import PAIRS, fidelity_of_bypass
-from .fidelity_models import MODELS, ORTHOGONAL, judged_model
+from .fidelity_models import LONG, MODELS, ORTHOGONAL, judged_model
 from .fidelity_ranks import fidelity_of_ranks
 
 RANKS = "two-ranks"
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, help="of every model at most; fewer plans if need be")
     parser.add_argument("--records", type=Path, help="leave the measured Records in this folder")
     parser.add_argument("--keep", action="store_true", help="keep the result in benchmarks/results/")
-    every = [*MODELS, *ORTHOGONAL, RANKS, BYPASS]
+    every = [*MODELS, *ORTHOGONAL, *LONG, RANKS, BYPASS]
     parser.add_argument("--only", nargs="+", choices=[*every, *PAIRS], help="these instead of all")
     parser.add_argument("--disk-folder", type=Path, help="measure the disk of this folder, not an emulated one")
     options = parser.parse_args()
@@ -68,7 +68,7 @@ def main() -> None:
         bench.take(RANKS, *fidelity_of_ranks("llama", CONFIGURATION, 2, 128, trial))
         bench.keep("fidelity_ranks")
     leave_a_core_for_lanes()
-    for names, files in ((MODELS, "fidelity"), (ORTHOGONAL, "fidelity_osft")):
+    for names, files in ((MODELS, "fidelity"), (ORTHOGONAL, "fidelity_osft"), (LONG, "fidelity_long")):
         for name in (name for name in names if name in wanted):
             with TemporaryDirectory(dir=options.disk_folder or memory_folder()) as folder:
                 subject = prepare(name, Path(folder), has_emulated_disk=options.disk_folder is None)
@@ -115,7 +115,10 @@ def memory_folder() -> Path | None:
 def prepare(name: str, disk_folder: Path, *, has_emulated_disk: bool) -> Subject:
     """Build, trace and probe."""
     judged = judged_model(name, has_emulated_disk=has_emulated_disk)
-    workload = trace(judged.model, judged.batch, loss=judged.loss, name=name, repeats=_REPEATS)
+    tiles = judged.tiles
+    workload = trace(
+        judged.model, judged.batch, loss=judged.loss, name=name, repeats=_REPEATS, mlp_tiles=tiles, loss_tiles=tiles
+    )
     hardware = probe_hardware(seconds=4.0, device=judged.make_device(), disk_folder=disk_folder)
     return Subject(
         judged.model,

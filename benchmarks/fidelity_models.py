@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from protwin.calibration.commands.demo import CONFIGURATION
+from protwin.calibration.demos.demo import CONFIGURATION
 from protwin.runtime import make_orthogonal
 from protwin.runtime.data.byte_text import head_batches, python_reference
 from protwin.runtime.devices.cpu_device import CpuDevice
@@ -87,11 +87,38 @@ _CONFIGURATIONS: Final[dict[str, dict[str, Any]]] = {
 }
 _OSFT: Final[dict[str, tuple[str, float]]] = {"llama-osft": ("llama", 0.25), "gpt2-osft": ("gpt2-tied-dropout", 0.5)}
 """Models that orthogonal subspace fine-tuning trains: the configuration, and the part of directions that is trained."""
-_BATCHES: Final[dict[str, tuple[int, int]]] = {"llama-wide-ends": (1, 128), "t5": (4, 64), "bert": (3, 96)}
+_LONG: Final[dict[str, dict[str, Any]]] = {
+    "llama-long": {
+        "model_type": "llama",
+        "vocab_size": 2000,
+        "hidden_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 512,
+        "max_position_embeddings": 1024,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
+    "gpt2-long": _ENDS
+    | {"model_type": "gpt2", "vocab_size": 2000, "n_embd": 112, "n_layer": 4, "n_head": 4, "n_positions": 1024},
+}
+"""Models of one long sequence, traced in tiles too: many words and wide MLPs, so that these take the memory."""
+_BATCHES: Final[dict[str, tuple[int, int]]] = {
+    "llama-wide-ends": (1, 128),
+    "t5": (4, 64),
+    "bert": (3, 96),
+    **dict.fromkeys(_LONG, (1, 512)),
+}
 """Samples, and tokens of each, where it is not (2, 128)."""
-_SLOW: Final = frozenset({"gpt2-osft", "gpt2-tied-dropout", "llama-wide-ends", "mixtral", "widths", "gemma2"})
+_SLOW: Final = frozenset(
+    {"gpt2-osft", "gpt2-long", "gpt2-tied-dropout", "llama-wide-ends", "mixtral", "widths", "gemma2"}
+)
 MODELS: Final = (*_CONFIGURATIONS, "widths")
 ORTHOGONAL: Final = tuple(_OSFT)
+LONG: Final = tuple(_LONG)
+_TILES: Final = (8,)
+"""Numbers of tiles of MLPs and of the loss that long sequences may run in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +129,15 @@ class Judged:
     batch: Batch
     loss: Loss | None
     make_device: Callable[[], CpuDevice]
+    tiles: tuple[int, ...] = ()
+    """Numbers of tiles that MLPs and the loss may run in, beside one."""
 
 
 def judged_model(name: str, *, has_emulated_disk: bool) -> Judged:
-    """The model ``name`` of ``MODELS`` with random weights, one batch, and what gives devices for it."""
+    """The model ``name`` of ``MODELS``, ``ORTHOGONAL`` or ``LONG`` with random weights, and one batch.
+
+    Beside them are what gives devices for it, and the numbers of tiles that it may run in.
+    """
     torch.manual_seed(0)
     rates = (SLOW_LINKS if name in _SLOW else {}) | (DISK if has_emulated_disk else {})
     make_device = partial(CpuDevice, **rates)
@@ -114,7 +146,7 @@ def judged_model(name: str, *, has_emulated_disk: bool) -> Judged:
             model=Widths(), batch=torch.randn(96, Widths.WIDTHS[0]), loss=mean_square, make_device=make_device
         )
     configuration, ratio = _OSFT.get(name, (name, None))
-    model = build_model(_CONFIGURATIONS[configuration], name, torch.float32, device="cpu")
+    model = build_model((_CONFIGURATIONS | _LONG)[configuration], name, torch.float32, device="cpu")
     if ratio is not None:
         make_orthogonal(model, unfreeze_rank_ratio=ratio)
     batch_size, sequence_length = _BATCHES.get(name, (2, 128))
@@ -126,7 +158,8 @@ def judged_model(name: str, *, has_emulated_disk: bool) -> Judged:
         num_batches=1,
         seed=0,
     )
-    return Judged(model=model, batch=next(batches), loss=None, make_device=make_device)
+    tiles = _TILES if name in LONG else ()
+    return Judged(model=model, batch=next(batches), loss=None, make_device=make_device, tiles=tiles)
 
 
 class _Part(nn.Module):

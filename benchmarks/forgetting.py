@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from protwin.calibration.commands.forgetting import (
+from protwin.calibration.demos.forgetting import (
     CONFIGURATION,
     Learned,
     Lesson,

@@ -30,7 +30,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from protwin.calibration.commands.demo import CONFIGURATION
+from protwin.calibration.demos.demo import CONFIGURATION
 from protwin.calibration.fitting.fit import Pair, fit_calibration
 from protwin.calibration.fitting.measurement_plans import bootstrap_plans
 from protwin.calibration.fitting.slowdowns import measure_slowdowns

@@ -69,8 +69,12 @@ class Entry:
     failure: str = ""
     """Why it did not run, or did not run to its end."""
     copied_bytes: int = 0
+    peak_bytes: int = 0
+    """Of the step that was watched, where the contestant says so."""
     step_s: list[float] = field(default_factory=list)
     """Mean of each burst, round by round."""
+    processor_s: list[float] = field(default_factory=list)
+    """Of all threads and ranks, over the steps of each burst: what others do meanwhile on the machine counts little."""
     losses: list[float] = field(default_factory=list)
     """Of every step, those thrown away included."""
 
@@ -164,8 +168,10 @@ def begin(entries: list[Entry], threads: int, folder: Path, undo: ExitStack) -> 
                     entry.about = entry.processes.about
                     train(entry, steps=_WARM_UP - 1)
                     entry.step_s.clear()
+                    entry.processor_s.clear()
                     watched = entry.processes.ask({"watch": True})
                     entry.copied_bytes = sum(answer["copied_bytes"] for answer in watched)
+                    entry.peak_bytes = max(answer.get("peak_bytes", 0) for answer in watched)
                     entry.losses += mean_losses(watched)
             report(number + 1, len(entries))
 
@@ -203,6 +209,7 @@ def train(entry: Entry, steps: int) -> None:
     assert entry.processes is not None
     answers = entry.processes.ask({"watch": False, "steps": steps})
     entry.step_s.append(max(answer["seconds"] for answer in answers) / steps)
+    entry.processor_s.append(sum(answer["processor_seconds"] for answer in answers) / steps)
     entry.losses += mean_losses(answers)
 
 

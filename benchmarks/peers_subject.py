@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from protwin.calibration.commands.demo import CONFIGURATION
+from protwin.calibration.demos.demo import CONFIGURATION
 from protwin.runtime.data.byte_text import byte_batches, python_reference
 from protwin.runtime.model.configurations import build_model
 
@@ -19,6 +19,8 @@ LEARNING_RATE: Final = 1e-3
 WEIGHT_DECAY: Final = 1e-2
 OURS_TOGETHER: Final = "ours-"
 """What the names of our contestants of several ranks begin with."""
+LONG: Final = "long-"
+"""What the names of contestants of the bench of long sequences begin with."""
 BUDGETED: Final = ("dense-resident", "dense-within", "osft-resident", "osft-within")
 """Our contestants of the bench of orthogonal subspace fine-tuning."""
 _SEED: Final = 0

@@ -12,13 +12,13 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from peers_subject import BUDGETED, OURS_TOGETHER, make_batches
+from peers_subject import BUDGETED, LONG, OURS_TOGETHER, make_batches
 
 
 class Contestant(Protocol):
@@ -55,7 +55,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     try:
         contestant = make_contestant(options)
-        batches = make_batches(options.rank, options.ranks)
+        own: Callable[[], Iterator[dict[str, torch.Tensor]]] | None = getattr(contestant, "batches", None)
+        batches = own() if own is not None else make_batches(options.rank, options.ranks)
         answer({"about": contestant.about})
         for line in sys.stdin:
             request = json.loads(line)
@@ -88,6 +89,15 @@ def make_contestant(options: argparse.Namespace) -> Contestant:
         if options.contestant in BUDGETED:
             return Budgeted(options.contestant, options.plans)
         return PlainOsft(options.plans) if options.contestant == "plain-osft" else MiniTrainer()
+    if options.contestant.startswith(LONG):
+        from peers_long_models import make_contestant as make_long
+
+        if options.ranks == 1:
+            return make_long(options.contestant)
+        from peers_long_ranks import DeepSpeedUlysses
+
+        join_ranks(options.rank, options.ranks, options.meeting_place)
+        return DeepSpeedUlysses(options.ranks)
     if options.contestant.startswith(OURS_TOGETHER):
         from peers_ranks import OurRank
 
@@ -106,19 +116,26 @@ def make_contestant(options: argparse.Namespace) -> Contestant:
 
 
 def burst(contestant: Contestant, batches: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
-    """Train one step per batch; what still runs beside the loop at the end counts too."""
-    start = time.perf_counter()
+    """Train one step per batch; what still runs beside the loop at the end counts too.
+
+    Seconds of the processor are those of all threads.
+    """
+    start, start_of_processor = time.perf_counter(), time.process_time()
     losses = [contestant.step(batch) for batch in batches]
     contestant.synchronize()
-    return {"seconds": time.perf_counter() - start, "losses": losses}
+    seconds, processor_seconds = time.perf_counter() - start, time.process_time() - start_of_processor
+    return {"seconds": seconds, "processor_seconds": processor_seconds, "losses": losses}
 
 
 def watched_step(contestant: Contestant, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
     """One step that does not count, and how many bytes were copied in it.
 
-    Ours counts what its lanes moved; of the others torch's profiler sees every copy, of which plain training makes a
-    few of activations.
+    A contestant of long sequences watches itself: its memory is asked for.  Ours counts what its lanes moved; of the
+    others torch's profiler sees every copy, of which plain training makes a few of activations.
     """
+    watched: Callable[[dict[str, torch.Tensor]], dict[str, Any]] | None = getattr(contestant, "watched", None)
+    if watched is not None:
+        return watched(batch)
     copied: Callable[[], int] | None = getattr(contestant, "copied_bytes", None)
     if copied is not None:
         contestant.synchronize()

@@ -468,7 +468,9 @@ def published(content: Any) -> Iterator[str]:
 def _benchmarks() -> Iterator[Benchmark]:
     """The sections of ``results_page.toml``."""
     described = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    shows = globals() | runpy.run_path(str(Path(__file__).with_name("results_osft.py")))
+    shows = dict(globals())
+    for module in ("results_osft.py", "results_long.py"):
+        shows |= runpy.run_path(str(Path(__file__).with_name(module)))
     for one in described["benchmark"]:
         yield Benchmark(**one | {"show": shows[one["show"]]})
 

@@ -1,1 +1,1 @@
-"""bypass, calibrate, compare, largest, validate, and the demos."""
+"""bypass, calibrate, compare, largest, run and validate."""

@@ -42,6 +42,12 @@ _MIXTURES: Final[tuple[tuple[ActivationMode, ...], ...]] = (
     tuple(ActivationMode),
 )
 """Modes that blocks choose from."""
+_LONG_MIXTURES: Final[tuple[tuple[ActivationMode, ...], ...]] = (
+    (ActivationMode.OFFLOAD_INPUT,),
+    (ActivationMode.CHECKPOINT, ActivationMode.OFFLOAD_INPUT),
+    (ActivationMode.KEEP, ActivationMode.OFFLOAD_INPUT),
+)
+"""More of them for workloads that know tiles: those are for long sequences, where inputs of blocks are large."""
 _NORM: Final = 1.0
 _ON_DEVICE: Final = 0.4
 """Of plans that project gradients, those that do so on the device."""
@@ -121,7 +127,13 @@ class _Drawing:
     def _knobs(self) -> Knobs:
         """Shares and numbers of everything that a plan says, independent of the layout."""
         chance, workload = self._chance, self._workload
-        mixture = chance.choice(_MIXTURES) if self._has_modes else ()
+        known = {
+            "mlp_tiles": [tiling.mlp_tiles for tiling in workload.tilings],
+            "loss_tiles": [tiling.loss_tiles for tiling in workload.loss_tilings],
+        }
+        tiled = {knob: chance.choice((1, *numbers)) for knob, numbers in known.items() if numbers}
+        mixtures = _MIXTURES + _LONG_MIXTURES if tiled else _MIXTURES
+        mixture = chance.choice(mixtures) if self._has_modes else ()
         knobs: Knobs = {
             "chunk": chance.choice(_CHUNKS),
             "kept": chance.choice((0.0, 1.0, chance.random(), chance.random())),
@@ -136,6 +148,7 @@ class _Drawing:
             "micro_batches": chance.choice((1, chance.randint(1, self._draw.most_micro_batches))),
             "limits_norm": self._trains and chance.random() < 0.25,
         }
+        knobs |= {"tiles": tiled, "most_tiles": {knob: max(numbers) for knob, numbers in known.items() if numbers}}
         knobs["on_device"] = bool(workload.subspaces) and chance.random() < _ON_DEVICE
         return knobs | {"parallel": self._mode(), "optimizer": self._draw.optimizer}
 
@@ -174,6 +187,7 @@ class _Drawing:
             num_ranks=self._draw.num_ranks,
             projects_gradients_on=_place(knobs, layout),
             **_of_modes(knobs["modes"]),
+            **knobs["tiles"],
         )
 
 
@@ -214,6 +228,7 @@ def _smaller(knobs: Knobs) -> Iterator[Knobs]:
         yield {"chunk": min(knobs["chunk"], chunk)}
     if knobs["modes"] is not None:
         yield {"modes": (ActivationMode.CHECKPOINT,) * len(knobs["modes"])}
+    yield {"tiles": knobs["most_tiles"]}
     yield {"micro_batches": 1}
 
 
@@ -229,7 +244,7 @@ def plan_words(plan: Plan, workload: Workload) -> str:
     """What tells a plan from others, in short: ``5/9 kept, 2 disk, 2K 1C 3S, ×2``.
 
     Chunks that are kept on the device, of all; blocks that keep what they save, are checkpointed, swap, or
-    are recomputed from an input that travels (O).
+    are recomputed from an input that travels (O); tiles of MLPs and of the loss.
     """
     num_chunks = len(layout_of(workload, plan.chunk_bytes).chunks)
     parts = [] if plan.parallel is ParallelMode.SINGLE else [str(plan.parallel)]
@@ -239,6 +254,8 @@ def plan_words(plan: Plan, workload: Workload) -> str:
     modes = plan.modes(workload.num_blocks) if method_named(plan.method).policies.sections.has_modes else ()
     counts = [f"{modes.count(mode)}{str(mode)[0].upper()}" for mode in ActivationMode if mode in modes]
     parts += [" ".join(counts)] if counts else []
+    for tiles, words in ((plan.mlp_tiles, "MLPs"), (plan.loss_tiles, "loss")):
+        parts += [f"{words} in {tiles}"] if tiles > 1 else []
     parts += [f"×{plan.micro_batches}"] if plan.micro_batches > 1 else []
     parts += ["norm"] if plan.max_gradient_norm is not None else []
     parts += ["projected on the device"] if plan.projects_gradients_on is ProjectionPlace.DEVICE else []

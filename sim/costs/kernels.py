@@ -13,8 +13,9 @@ Source: NVIDIA, Matrix Multiplication Background User's Guide (DU-09799-001), ch
 Fused attention forms the scores tile by tile and never stores them.  Between the products the softmax runs on the
 vector units, and the matrix units wait for it.  PyTorch's scaled_dot_product_attention takes FlashAttention-2 for
 16-bit types and heads up to 256 wide from Ampere on, which are the devices with matrix units for bfloat16, and
-otherwise the memory-efficient kernel of CUTLASS.  A mask other than the causal one rules out FlashAttention-2 as well;
-operations do not tell whether they have one.
+otherwise the memory-efficient kernel of CUTLASS.  A mask other than the causal one rules out FlashAttention-2 as well:
+one of a sliding window, of padding or of packed samples.  An operation that moves more bytes than queries, keys,
+values, outputs and their gradients have is given one.
 """
 
 from __future__ import annotations
@@ -55,6 +56,10 @@ _OLDER_INSTRUCTION_FRAC: Final = 2 / 3
 _OLDER_INSTRUCTION_RATE: Final = 8.0
 """Matrix over vector FLOP/s that mma.sync keeps up with where there are 8-bit matrix types: of those devices the ones
 before Hopper have 4 times at most."""
+_SUM_BYTES: Final = 4
+"""Of the logarithm of a row's sum of exponentials."""
+_STATE_BYTES: Final = 64
+"""Of the random generator, with dropout."""
 _MEMORY_EFFICIENT_FRAC: Final = 0.6
 """The memory-efficient kernel's rate over FlashAttention-2's in their products: it takes 1.5 to 2 times as long
 (xformers' kernel in arXiv 2307.08691, figures 4 to 6)."""
@@ -144,7 +149,20 @@ def attention_s(operation: Operation, device: Device, peak_flop_per_s: float) ->
 def runs_flash(operation: Operation, device: Device) -> bool:
     """Whether torch's scaled_dot_product_attention takes FlashAttention-2, rather than the memory-efficient kernel."""
     is_ampere_or_later = DType.BFLOAT16 in device.peak_flop_per_s
-    return is_ampere_or_later and operation.dtype in _FLASH_DTYPES and operation.shape[3] <= _FLASH_MAX_WIDTH
+    is_its_form = operation.dtype in _FLASH_DTYPES and operation.shape[3] <= _FLASH_MAX_WIDTH
+    return is_ampere_or_later and is_its_form and not has_mask(operation)
+
+
+def has_mask(operation: Operation) -> bool:
+    """Whether fused attention is given a mask; see [Note: Attention kernels].
+
+    Forward moves queries, keys, values and the output, backward these and four gradients, and both a float32 for each
+    token of a head.  Heads that share keys move less; with a mask transformers repeats keys, so that it shows.
+    """
+    heads, queries, keys, width = operation.shape
+    num_tensors = 4 if operation.name.endswith("_backward") else 2
+    rows_bytes = num_tensors * (queries + keys) * width * operation.dtype.item_bytes
+    return operation.bytes_moved > heads * (rows_bytes + _SUM_BYTES * queries) + _STATE_BYTES
 
 
 def _attention_flop_per_s(operation: Operation, device: Device, peak_flop_per_s: float) -> float:

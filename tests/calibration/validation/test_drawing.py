@@ -19,6 +19,7 @@ from tests.proof_size import examples
 from tests.shared.verify.test_osft import factorised
 from tests.strategies.pairs import bypass_workloads
 from tests.strategies.subspaces import projected_workloads
+from tests.strategies.tilings import with_tilings
 from tests.strategies.workloads import workloads
 
 
@@ -50,6 +51,22 @@ def test_every_plan_of_projections_can_be_carried_out(workload: Workload, seed: 
         verify_schedule(compile_schedule(plan, workload), plan, workload)
         is_on_device = plan.projects_gradients_on is ProjectionPlace.DEVICE
         assert ("projected on the device" in plan_words(plan, workload)) is is_on_device
+
+
+@given(st.data(), st.integers(0, 2**20))
+@settings(max_examples=examples(100, 10), deadline=None, phases=[Phase.generate])
+def test_every_plan_in_tiles_can_be_carried_out(data: st.DataObject, seed: int) -> None:
+    """Tiles that the workload knows come, and no others."""
+    workload = data.draw(with_tilings(data.draw(workloads(max_blocks=3))))
+    mlp = {1, *(tiling.mlp_tiles for tiling in workload.tilings)}
+    loss = {1, *(tiling.loss_tiles for tiling in workload.loss_tilings)}
+    drawn = draw_plans(workload, Draw(seed=seed), number=40)
+    assert {plan.mlp_tiles for plan in drawn} == mlp
+    assert {plan.loss_tiles for plan in drawn} == loss
+    for plan in drawn[:4]:
+        verify_schedule(compile_schedule(plan, workload), plan, workload)
+        assert (f"loss in {plan.loss_tiles}" in plan_words(plan, workload)) is (plan.loss_tiles > 1)
+        assert (f"MLPs in {plan.mlp_tiles}" in plan_words(plan, workload)) is (plan.mlp_tiles > 1)
 
 
 def test_every_kind_of_projection_comes() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from protwin.calibration.commands.demo import CONFIGURATION
-from protwin.calibration.commands.demo_ranks import RanksDemo, run_ranks_demo
+from protwin.calibration.demos.demo import CONFIGURATION
+from protwin.calibration.demos.demo_ranks import RanksDemo, run_ranks_demo
 from protwin.shared.catalogue.machines import load_hardware
 from protwin.shared.schema.calibration import Calibration
 from protwin.shared.schema.plan import Plan

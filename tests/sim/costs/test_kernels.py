@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protwin.shared import load_workload
 from protwin.shared.catalogue.parts import device_part
 from protwin.shared.schema.hardware import Device, DeviceKind
 from protwin.shared.schema.workload import DType, Operation, OperationClass, Phase
 from protwin.sim.costs.efficiency import KERNEL_FIXED_S, POWER_LIMITED_FRAC, sustained_flop_per_s
-from protwin.sim.costs.kernels import attention_s, kernel_s, product_s, runs_flash
+from protwin.sim.costs.kernels import attention_s, has_mask, kernel_s, product_s, runs_flash
 from protwin.sim.costs.task_costs import roofline_s
 
 SHAPES = st.tuples(st.integers(1, 8), st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 5000))
@@ -222,6 +223,22 @@ def test_which_kernel_runs() -> None:
     a100 = device_part("a100-80gb")
     wide = attention(2, 4096, 257)
     assert attention_s(wide, a100, 312e12) > 1.3 * attention_s(attention(2, 4096, 256), a100, 312e12)
+
+
+@pytest.mark.parametrize(
+    ("model", "length", "is_masked"),
+    [("mistral-7b", 8192, True), ("mistral-7b", 4000, False), ("llama-3-8b", 8192, False), ("gpt2", 512, False)],
+)
+def test_a_mask_shows_in_what_is_moved_and_rules_flash_attention_out(model: str, length: int, is_masked: bool) -> None:
+    """Mistral's window is 4,096 tokens; GPT-2 has dropout, whose generator's state is moved too."""
+    workload = load_workload(model, batch_size=2, sequence_length=length, dtype="bfloat16")
+    assert (workload.quadratic is not None) == is_masked
+    phases = [phase for profile in workload.profiles for phase in profile.phases]
+    found = [op for phase in phases for op in phase.operations if op.operation_class is OperationClass.ATTENTION]
+    assert {operation.name.endswith("_backward") for operation in found} == {False, True}
+    for operation in found:
+        assert has_mask(operation) == is_masked
+        assert runs_flash(operation, device_part("a100-80gb")) != is_masked
 
 
 @given(st.integers(1, 64), st.integers(1, 3000), st.sampled_from((32, 64, 128, 256)), st.booleans(), st.booleans())

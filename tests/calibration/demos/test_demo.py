@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from protwin.calibration.commands.demo import run_noise_frac, with_noise
+from protwin.calibration.demos.demo import run_noise_frac, with_noise
 from protwin.shared.records.comparison import compare_records
 from protwin.shared.report.report import Facts, report
 from protwin.shared.tables.comparison import comparison_tables

@@ -11,8 +11,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from protwin.calibration.commands.demo_osft import OsftDemo, run_osft_demo
-from protwin.calibration.commands.forgetting import (
+from protwin.calibration.demos.demo_osft import OsftDemo, run_osft_demo
+from protwin.calibration.demos.forgetting import (
     CONFIGURATION,
     Lesson,
     Way,

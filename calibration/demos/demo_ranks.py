@@ -2,7 +2,7 @@
 
 A small Llama learns the Python language reference, byte by byte, on two processes that share this machine.  Each has
 less than half of the device memory that plain training needs.  Run it with ``make demo-ranks``, or start the ranks
-yourself: ``torchrun --nproc-per-node 2 -m protwin.calibration.commands.demo_ranks``.
+yourself: ``torchrun --nproc-per-node 2 -m protwin.calibration.demos.demo_ranks``.
 """
 
 from __future__ import annotations

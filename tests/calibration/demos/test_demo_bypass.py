@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from protwin.calibration.commands.demo_bypass import CONFIGURATION, BypassDemo, run_bypass_demo
+from protwin.calibration.demos.demo_bypass import CONFIGURATION, BypassDemo, run_bypass_demo
 from protwin.calibration.fitting.measurement_plans import bootstrap_plans
 from protwin.runtime.bypass.loop import HISTORY
 from protwin.runtime.bypass.losses import BypassHistory
