@@ -185,7 +185,13 @@ def search_command(
     --output and --report write then says that it is not certified.
     """
     check_batch(global_batch, batch_size, micro_batches)
-    check_goal(goal, batch_size=batch_size, sequence_length=sequence_length, global_batch=global_batch)
+    check_goal(
+        goal,
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        global_batch=global_batch,
+        packed_lengths=packed_lengths,
+    )
     check_risk(risk, goal)
     keep_apart(
         {"--output": output, "--report": report},
