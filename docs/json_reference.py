@@ -60,6 +60,7 @@ _WHENCE: Final = {
     "model": "One model of the catalogue that comes with protwin.",
     "model_list": "The models of the catalogue that comes with protwin.",
     "workload_family": "The workloads of one model for every shape; they come with protwin, compressed.",
+    "family_tilings": "What the workloads of one model do in any number of tiles; they come with protwin, compressed.",
     "student": "People write it, as TOML; bypass distillation reads it.",
     "bypass_history": "Lies in the folder of a bypass run: what `protwin bypass` has reported so far.",
     "bypass_run": "Lies in the folder of a bypass run, beside its checkpoints; `protwin bypass --json` prints it.",

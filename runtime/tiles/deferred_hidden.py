@@ -28,16 +28,30 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from ...shared.basics.errors import ScheduleError
-from .head_function import TokenFunction, head_function
+from .head_function import TokenFunction, casting_anew, head_function
 
 _Whole = Callable[[torch.Tensor], torch.Tensor]
 
 
+class NotOneTensorError(Exception):
+    """A module gives something else than hidden states."""
+
+
 @dataclass(eq=False)
 class Scope:
-    """One forward of a model, in which stand-ins may be made real."""
+    """Where stand-ins may be made real, such as one forward of a model, and what they stand for."""
 
     is_open: bool = True
+    what: str = "the output of the model's final norm"
+    where: str = "the model's forward"
+    knob: str = "loss_tiles"
+
+    def refused(self, what: str) -> ScheduleError:
+        """For what is done with hidden states that are not there."""
+        return ScheduleError(
+            f"{self.knob}: {self.what} {what}. With {self.knob} it is made by tiles, together with what it is made "
+            f"for, and never whole. Train with {self.knob} 1."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +125,17 @@ class DeferredHidden(torch.Tensor):
     around: Surroundings
     _source: DeferredHidden | None
     _whole: _Whole
-    _scope: Scope
+    scope: Scope
+    """Where it may be made real."""
     _real: torch.Tensor | None
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"DeferredHidden(shape={list(self.shape)})"
+
+    @property
+    def is_first(self) -> bool:
+        """Whether one module makes it of ``base``, and nothing has been done with it since."""
+        return self._source is None
 
     def is_whole_for(self, around: Surroundings) -> bool:
         """Whether the head takes the real ones: they are there already, or it runs in other surroundings."""
@@ -132,10 +152,10 @@ class DeferredHidden(torch.Tensor):
     def computed(self) -> torch.Tensor:
         """The hidden states, which are there from now on.  Raises ScheduleError if the model's forward has ended."""
         if self._real is None:
-            if not self._scope.is_open:
-                raise refused("is looked at when the model's forward has ended, and is gone then")
+            if not self.scope.is_open:
+                raise self.scope.refused(f"is looked at when {self.scope.where} has ended, and is gone then")
             if self.is_stale:
-                raise refused("would be another one by now: its input was changed in place behind it")
+                raise self.scope.refused("would be another one by now: its input was changed in place behind it")
             given = self.base if self._source is None else self._source.computed()
             with self.around.again():
                 self._real = self._whole(given)
@@ -165,36 +185,62 @@ class DeferredHidden(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise refused(f"is given to what cannot be seen into, at {function}")
+        found = next(value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, DeferredHidden))
+        raise found.scope.refused(f"is given to what cannot be seen into, at {function}")
 
     def _followed(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
         """What a function of these alone gives, as another stand-in; None if it needs the real ones."""
         if (sizes := _sizes(function, args, self.shape[-1])) is not None and not kwargs:
             base = function(self.base, *sizes[:-1], self.base.shape[-1])
-            return _made(self, base, self.todo, lambda whole: function(whole, *sizes), self._scope)
+            return _made(self, base, self.todo, lambda whole: function(whole, *sizes), self.scope)
         if function is torch.Tensor.__getitem__ and _is_of_tokens(args[0], self.ndim):
-            return _made(self, self.base[args[0]], self.todo, lambda whole: whole[args[0]], self._scope)
+            return _made(self, self.base[args[0]], self.todo, lambda whole: whole[args[0]], self.scope)
         values = (*args, *kwargs.values())
         if function is torch.Tensor.contiguous and not values:
             return self
         if function in _OF_NUMBERS and all(_is_plain(value, self.device) for value in values):
             todo = self.todo.then(lambda part, _: function(part, *args, **kwargs))
-            return _made(self, self.base, todo, lambda whole: function(whole, *args, **kwargs), self._scope)
+            return _made(self, self.base, todo, lambda whole: function(whole, *args, **kwargs), self.scope)
         return None
 
 
-def defer(module: nn.Module, forward: Callable[..., torch.Tensor], hidden: torch.Tensor, scope: Scope) -> torch.Tensor:
-    """A stand-in for ``forward(hidden)`` of a token-wise ``module``."""
+def defer(
+    module: nn.Module,
+    forward: Callable[..., torch.Tensor],
+    hidden: torch.Tensor,
+    scope: Scope,
+    whole: _Whole | None = None,
+) -> torch.Tensor:
+    """A stand-in for ``forward(hidden)`` of a token-wise ``module``; ``whole`` makes it real, if not ``forward``.
+
+    Raises NotOneTensorError if ``forward`` gives something else than a tensor.
+    """
     run, weights = head_function(module, forward)
     dims = hidden.ndim
 
     def step(part: torch.Tensor, values: Sequence[torch.Tensor]) -> torch.Tensor:
         # As many dims as it was given: a tile is one sample.
         result = run(part.reshape(*(1,) * (dims - 2), *part.shape), values)
+        if not isinstance(result, torch.Tensor):
+            raise NotOneTensorError
         return result.reshape(len(part), result.shape[-1])
 
     base, todo = (hidden.base, hidden.todo) if isinstance(hidden, DeferredHidden) else (hidden, TokenSteps())
-    return _made(hidden, base, todo.then(step, weights), forward, scope)
+    return _made(hidden, base, todo.then(step, weights), whole or forward, scope)
+
+
+def are_hidden(given: Any) -> bool:
+    """Whether it is a tensor that has features by token, from which a stand-in may be made."""
+    return isinstance(given, torch.Tensor) and given.ndim > 1 and given.is_floating_point()
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody sees what a module or a part of it is given or gives."""
+    return any(
+        hooks
+        for part in module.modules()
+        for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
+    )
 
 
 def made_whole(output: Any) -> Any:
@@ -218,7 +264,7 @@ def made_whole(output: Any) -> Any:
 def _made(given: torch.Tensor, base: torch.Tensor, todo: TokenSteps, whole: _Whole, scope: Scope) -> torch.Tensor:
     source = given if isinstance(given, DeferredHidden) else None
     around = Surroundings.of(base.device.type)
-    with torch.no_grad():
+    with torch.no_grad(), casting_anew(base.device.type):
         none = todo.run(base.detach().reshape(-1, base.shape[-1])[:0], todo.weights)
     shape, dtype = (*base.shape[:-1], none.shape[-1]), none.dtype
 
@@ -228,10 +274,10 @@ def _made(given: torch.Tensor, base: torch.Tensor, todo: TokenSteps, whole: _Who
         )
         return made
 
-    found: DeferredHidden = _Unseen.apply(make, base, *todo.weights)  # type: ignore[no-untyped-call]
+    found: DeferredHidden = _Unseen.apply(scope, make, base, *todo.weights)  # type: ignore[no-untyped-call]
     found.origin, found.version = (base, base._version) if source is None else (source.origin, source.version)
     found.base, found.todo, found.around = base, todo, around
-    found._source, found._whole, found._scope, found._real = source, whole, scope, None
+    found._source, found._whole, found.scope, found._real = source, whole, scope, None
     return found
 
 
@@ -239,22 +285,15 @@ class _Unseen(torch.autograd.Function):
     """A stand-in that wants a gradient, as what it stands for would, and refuses one that reaches it."""
 
     @staticmethod
-    def forward(ctx: Any, make: Callable[[], DeferredHidden], *inputs: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, scope: Scope, make: Callable[[], DeferredHidden], *inputs: torch.Tensor) -> torch.Tensor:
         """The stand-in."""
+        ctx.scope = scope
         return make()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """None of it."""
-        raise refused("was used where it could not be seen")
-
-
-def refused(what: str) -> ScheduleError:
-    """For what is done with hidden states that are not there."""
-    return ScheduleError(
-        f"loss_tiles: the output of the model's final norm {what}. With loss_tiles the norm runs by tiles, within the "
-        f"loss. Train with loss_tiles 1."
-    )
+        raise ctx.scope.refused("was used where it could not be seen")
 
 
 def _sizes(function: Any, args: Sequence[Any], num_features: int) -> list[int] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,16 @@ from torch import nn
 
 TokenFunction = Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
 """What a module gives for hidden states (..., hidden), with the values of its parameters."""
+
+
+def casting_anew(kind: str) -> AbstractContextManager[Any]:
+    """Within the block, autocast on devices of this kind is as it is, and keeps no cast.
+
+    One that is made without a graph and kept would have none where the same weight is used again.
+    """
+    if not torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=False)
 
 
 def head_function(head: nn.Module, forward: Callable[..., Any]) -> tuple[TokenFunction, tuple[torch.Tensor, ...]]:

@@ -14,9 +14,9 @@ from torch import nn
 from ...shared.basics.errors import PlanError, ScheduleError
 from ...shared.phases.tiling import MOST_TILES
 from ..model.blocks import NamedBlock
-from .deferred_hidden import DeferredHidden, Scope, Surroundings, TokenSteps, defer, made_whole
+from .deferred_hidden import DeferredHidden, Scope, Surroundings, TokenSteps, are_hidden, defer, has_hooks, made_whole
 from .final_modules import FinalModules, final_modules
-from .head_function import head_function
+from .head_function import casting_anew, head_function
 from .loss_logits import DeferredLogits, TiledHead, refused
 
 _BY_TOKEN: Final = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity, nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh)
@@ -137,7 +137,7 @@ class _State:
 
     def final_forward(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """That of a token-wise module: a stand-in for what it gives behind the last block."""
-        if not self._defers or kwargs or len(args) != 1 or not _are_hidden(args[0]) or _has_hooks(module):
+        if not self._defers or kwargs or len(args) != 1 or not are_hidden(args[0]) or has_hooks(module):
             return forward(*args, **kwargs)
         return defer(module, forward, args[0], self._scope)
 
@@ -182,21 +182,6 @@ class _State:
         return without_logits(output)
 
 
-def _are_hidden(given: Any) -> bool:
-    """Whether it is a tensor of tokens, of which the first module makes hidden states that the head reads."""
-    return isinstance(given, torch.Tensor) and given.ndim > 1 and given.is_floating_point()
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether somebody sees what a module or a part of it is given or gives."""
-    own = (
-        hooks
-        for part in module.modules()
-        for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
-    )
-    return any(own)
-
-
 def _gives_hidden_states(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
     """Whether the model's output is to have the hidden states, of which the final norm's are the last."""
     asked = kwargs.get("output_hidden_states")
@@ -207,7 +192,7 @@ def _vocabulary(head: nn.Module, run: Any, hidden: torch.Tensor, weights: Any) -
     for name in ("out_features", "nf"):
         if isinstance(size := getattr(head, name, None), int):
             return size
-    with torch.no_grad():
+    with torch.no_grad(), casting_anew(hidden.device.type):
         return int(run(hidden.detach().reshape(-1, hidden.shape[-1])[:0], weights).shape[-1])
 
 

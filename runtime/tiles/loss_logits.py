@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional
 
 from ...shared.basics.errors import ScheduleError
-from .head_function import TokenFunction
+from .head_function import TokenFunction, casting_anew
 from .loss_function import TiledWork, tiled
 
 _Step = Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
@@ -89,7 +89,7 @@ class DeferredLogits:
     def dtype(self) -> torch.dtype:
         """Of the logits: that of no token's, which cost nothing."""
         none = self._hidden.detach().reshape(-1, self._hidden.shape[-1])[:0]
-        with torch.no_grad():
+        with torch.no_grad(), casting_anew(none.device.type):
             return _logits(self._head, self._noted, none, (*self._head.weights, *self._noted.extras)).dtype
 
     @property

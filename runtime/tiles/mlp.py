@@ -18,9 +18,10 @@ intermediates, in forward and backward.
 [Note: Tiles within a checkpoint]
 Recomputation of a checkpointed block ends with the last tensor that the block's backward needs.  The input of the tiles
 is saved by a node of its own, ahead of them.  Where nothing behind them saves anything (a residual sum does not),
-recomputation ends there, and the module's forward runs twice in all, as in any checkpointed block.  Where something
-behind them does (a normalization of the module's output, a dropout), its input has to be made again first, and the
-module's forward runs three times: once more than without tiles.  A trace counts what happens.
+recomputation ends there, and the module's forward runs twice in all, as in any checkpointed block.  A normalization of
+the module's output would save its input, and runs in the same tiles ([Note: What follows an MLP]).  Where something
+else behind them saves what the module gives (a dropout of the block), that has to be made again first, and the module's
+forward runs three times: once more than without tiles.  A trace counts what happens.
 """
 
 from __future__ import annotations

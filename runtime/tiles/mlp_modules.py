@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, Final
@@ -13,7 +13,7 @@ from ...shared.basics.errors import PlanError, WorkloadError
 from ...shared.schema.plan import Plan
 from ...shared.schema.workload import Workload
 from ..model.blocks import NamedBlock
-from .mlp import TiledModule
+from .mlp_followers import follower_of, forwards_of
 from .mlp_token_wise import why_not_token_wise
 
 _NAMES: Final = frozenset(
@@ -99,22 +99,41 @@ def names_of(blocks: Sequence[NamedBlock], mlps: Mlps) -> tuple[str, ...]:
     return tuple(modules_of(blocks, mlps))
 
 
-def modules_of(blocks: Sequence[NamedBlock], mlps: Mlps) -> dict[str, nn.Module]:
+class MlpModules(dict[str, nn.Module]):
+    """MLPs by their dotted paths, and by the same paths the normalizations of their output, where there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.followers: dict[str, nn.Module] = {}
+
+    def add(self, name: str, parent: nn.Module, mlp: nn.Module) -> None:
+        """One that is a part of ``parent``."""
+        self[name] = mlp
+        if (follower := follower_of(parent, mlp)) is not None:
+            self.followers[name] = follower
+
+
+def modules_of(blocks: Sequence[NamedBlock], mlps: Mlps) -> MlpModules:
     """The MLPs by their dotted paths within the model; none for no ``mlps``."""
-    pairs = zip(blocks, mlps, strict=True) if mlps else ()
-    return {f"{block.name}.{path}": block.module.get_submodule(path) for block, paths in pairs for path in paths}
+    found = MlpModules()
+    for block, paths in zip(blocks, mlps, strict=True) if mlps else ():
+        for path in paths:
+            parent = block.module.get_submodule(path.rpartition(".")[0])
+            found.add(f"{block.name}.{path}", parent, block.module.get_submodule(path))
+    return found
 
 
 @contextmanager
-def in_tiles(modules: Mapping[str, nn.Module], num_tiles: int) -> Iterator[None]:
+def in_tiles(modules: MlpModules, num_tiles: int) -> Iterator[None]:
     """Within the block, the modules run in so many tiles; afterwards they are as they were.  1: as they are."""
     wrapped: list[tuple[nn.Module, Callable[..., Any]]] = []
     try:
         for name, module in modules.items() if num_tiles > 1 else ():
-            if all(module is not other for other, _ in wrapped):
-                original = module.forward
-                wrapped.append((module, original))
-                module.forward = TiledModule(name, module, original, num_tiles).run
+            if any(module is other for other, _ in wrapped):
+                continue
+            for part, forward in forwards_of(name, module, modules.followers.get(name), num_tiles):
+                wrapped.append((part, part.forward))
+                part.forward = forward
         yield
     finally:
         for module, original in wrapped:
@@ -132,10 +151,10 @@ def as_planned(model: nn.Module, plan: Plan, workload: Workload) -> Iterator[Non
     Raises PlanError if the workload names modules that the model lacks.
     """
     names = workload.tiling(plan.mlp_tiles).modules if plan.mlp_tiles > 1 else ()
-    modules = {}
+    modules = MlpModules()
     for name in names:
         try:
-            modules[name] = model.get_submodule(name)
+            modules.add(name, model.get_submodule(name.rpartition(".")[0]), model.get_submodule(name))
         except AttributeError:
             raise PlanError(
                 f"mlp_tiles: {plan.mlp_tiles}, but the model has no module {name}. Trace it again."

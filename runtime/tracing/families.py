@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any, Final
 
 from torch import nn
 
-from ...shared.basics.errors import WorkloadError
+from ...shared.basics.errors import ProtwinError, WorkloadError
 from ...shared.basics.gc_pause import gc_paused
+from ...shared.observed.observation import Observation
+from ...shared.observed.observed_inputs import PhaseKey
+from ...shared.schema.schedule import OuterSection
 from ...shared.schema.training_options import FULL_TRAINING, TrainingOptions
 from ...shared.schema.workload import DType
 from ...shared.workloads.assembly import TracedShape, assemble
-from ...shared.workloads.family import BATCH_SIZE, SEQUENCE_LENGTH, TARGET_LENGTH, FamilyPiece, Limit, WorkloadFamily
+from ...shared.workloads.family import (
+    BATCH_SIZE,
+    SEQUENCE_LENGTH,
+    TARGET_LENGTH,
+    FamilyPiece,
+    FamilyPlace,
+    Limit,
+    WorkloadFamily,
+)
+from ...shared.workloads.tilings import LEAST_TILE, FamilyTilings, TiledPiece
 from ..model.blocks import find_blocks
 from ..model.configurations import quiet
 from ..model.identity import structure_of
+from ..tiles.mlp_modules import Mlps, find_mlps, names_of
+from ..tiles.tiled_fit import Seen, TiledFit, TilesNotPolynomialError
 from .configurations import autocast_of, batch_of, configured_model, limits_of, variables_of
 from .family_fit import NotPolynomialError, Shape, do_the_same, fit_piece
 from .tracing import FakeSubject, traced_model
@@ -32,8 +47,12 @@ _LONGEST_PROVEN: Final = 131_101
 _SHORTEST: Final = 2
 """A sequence of one token is no sequence: transposed copies become views."""
 _DEGREE: Final = 2
+_MANY_TILES: Final = 8
+"""In the trace of the shortest tiles."""
 _ABOUT: Final = 9
 """Traces that most models need, for progress."""
+_PARTS: Final = ("mlp", "loss")
+"""What runs in tiles."""
 _TWINS: Final = {DType.BFLOAT16: DType.FLOAT16, DType.FLOAT16: DType.BFLOAT16}
 
 
@@ -103,6 +122,138 @@ def _with_twin(
         target_length=shape.get(TARGET_LENGTH),
     ) == assemble(facts, traced)
     return known if does_the_same else family
+
+
+@gc_paused()
+def tilings_of_family(
+    family: WorkloadFamily, configuration: Mapping[str, Any], *, name: str
+) -> tuple[FamilyTilings | None, list[str]]:
+    """What the shipped kind of family does in any number of tiles; None, with the reasons, if it knows none.
+
+    Some reasons may be given beside what is known: a model may have tiles of the loss and none of MLPs.
+    """
+    model = configured_model(configuration, name, family.compute_dtype, FULL_TRAINING)
+    why: dict[str, str] = {}
+    mlps: Mlps = ()
+    if family.variables != (BATCH_SIZE, SEQUENCE_LENGTH):
+        return None, ["only models of one sequence have tiles without a trace"]
+    with quiet():
+        blocks = find_blocks(model)
+        try:
+            mlps = find_mlps(blocks)
+        except ProtwinError as error:
+            why["mlp"] = str(error)
+        tracer = _TiledTracer(model, family, mlps)
+        # In one shape each part has tiles alone: what one does must not depend on the other.
+        piece = family.pieces[-1]
+        shape = _tiled_shapes(piece)[-1]
+        alone = {}
+        for part in (part for part in _PARTS if part not in why):
+            try:
+                alone[part] = tracer.at(piece, shape, (part,))
+            except ProtwinError as error:
+                why[part] = str(error)
+        if not alone:
+            return None, list(why.values())
+        pieces: list[TiledPiece] = []
+        for piece in family.pieces:
+            found, reasons = tracer.piece(piece, alone)
+            why |= reasons
+            pieces.append(found)
+    if len(why) == 2:
+        return None, list(why.values())
+    tilings = FamilyTilings(
+        model_name=family.model_name,
+        model_hash=family.model_hash,
+        compute_dtype=family.compute_dtype,
+        modules=() if "mlp" in why else names_of(blocks, mlps),
+        why_no_mlp_tiles=why.get("mlp"),
+        why_no_loss_tiles=why.get("loss"),
+        pieces=tuple(pieces),
+        software=family.software,
+    )
+    return tilings, list(why.values())
+
+
+class _TiledTracer:
+    """Traces of one model in tiles."""
+
+    def __init__(self, model: nn.Module, family: WorkloadFamily, mlps: Mlps) -> None:
+        self._model, self._family, self._mlps = model, family, mlps
+
+    def at(self, piece: FamilyPiece, shape: Sequence[int], parts: Collection[str]) -> Seen:
+        """One trace with ``parts`` in tiles, whose other parts are those of the family.
+
+        ``shape`` ends with the number of tiles.  Raises TilesNotPolynomialError if they are not, and what a trace
+        raises.
+        """
+        *values, tiles = shape
+        mlp_tiles, loss_tiles = (tiles if part in parts else 1 for part in _PARTS)
+        subject = FakeSubject(self._model, loss_tiles=loss_tiles)
+        with subject.in_tiles(self._mlps, mlp_tiles):
+            given: dict[str, int | None] = dict(zip(self._family.variables, values, strict=True))
+            found = subject.at(batch_of(self._model, given))
+        known = piece.shape_at(tuple(values))
+        if found.shared_inputs != known.shared_inputs:
+            raise TilesNotPolynomialError(f"blocks are given other tensors in tiles at {list(shape)}.")
+        for mode, sections in known.observed.items():
+            for key, seen in sections.items():
+                is_tiled = any(_belongs(key, part) for part in parts)
+                if not is_tiled and not _are_alike(seen, found.observed[mode][key]):
+                    raise TilesNotPolynomialError(
+                        f"{key[0]} of {key[1]} in mode {mode} does other things with tiles elsewhere, at {list(shape)}."
+                    )
+        return found.observed
+
+    def piece(self, piece: FamilyPiece, alone: Mapping[str, Seen]) -> tuple[TiledPiece, dict[str, str]]:
+        """What belongs to a piece, of the parts that can have tiles, and why one has none after all.
+
+        ``alone``: for each part, its trace in the last shape of the family's last piece.
+        """
+        shapes = _tiled_shapes(piece)
+        is_last = piece is self._family.pieces[-1]
+        traced = [self.at(piece, shape, alone) for shape in (shapes[:-1] if is_last else shapes)]
+        fit = TiledFit(piece)
+        why: dict[str, str] = {}
+        places: dict[str, list[FamilyPlace]] = {}
+        for part, own in alone.items():
+            seen = [(shape[:-1], found) for shape, found in zip(shapes, [*traced, own], strict=False)]
+            try:
+                places[part] = fit.places(seen, partial(_belongs, part=part))
+            except TilesNotPolynomialError as error:
+                why[part] = str(error)
+        found = fit.piece(
+            mlp_places=tuple(places.get("mlp", ())), loss_places=tuple(places.get("loss", ())), traced_at=tuple(shapes)
+        )
+        return found, why
+
+
+def _belongs(key: PhaseKey, part: str) -> bool:
+    """Whether a section is one that changes where a part runs in tiles."""
+    return key[1] is OuterSection.EPILOGUE if part == "loss" else not isinstance(key[1], OuterSection)
+
+
+def _are_alike(known: Observation, found: Observation) -> bool:
+    names = ("calls", "levels", "adding_levels", "net_bytes", "gradient_bytes", "output_bytes", "saved_bytes")
+    return all(getattr(known, name) == getattr(found, name) for name in names)
+
+
+def _tiled_shapes(piece: FamilyPiece) -> list[tuple[int, ...]]:
+    """Shapes in a piece's range, each with a number of tiles: tiles of one length and of two, and the shortest."""
+    (_, least), (most_batch, most) = piece.least, piece.most
+    batches = (1,) * 4 if most_batch == 1 else (2, 3, 7, 5)
+    end = _LONGEST_PROVEN if most is None else most
+    fitted = _length_range(least, most).fitted
+    lengths = [fitted[0], fitted[2], end, max(least, 5 * _MANY_TILES // 2 // batches[-1])]
+    found: list[tuple[int, ...]] = []
+    for number, (batch, length) in enumerate(zip(batches, lengths, strict=True)):
+        tokens = batch * length
+        # One longer tile in some, several in others.
+        wants_one = number == 1
+        counts = [n for n in range(2 if wants_one else 3, 12) if tokens % n and (tokens % n == 1) == wants_one]
+        tiles = next(iter(counts), 3) if number < 3 else min(_MANY_TILES, tokens // LEAST_TILE - 1)
+        found.append((batch, length, tiles))
+    return found
 
 
 @dataclass(frozen=True)

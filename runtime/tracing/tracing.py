@@ -26,7 +26,13 @@ from ...shared.schema.plan import ActivationMode
 from ...shared.schema.schedule import OuterSection, TaskKind
 from ...shared.schema.workload import BlockId, DType, Workload
 from ...shared.workloads.assembly import TracedModel, TracedShape, assemble
-from ...shared.workloads.tilings import checked_sequence_ranks, checked_tiles, with_sharings, with_tilings
+from ...shared.workloads.tilings import (
+    checked_sequence_ranks,
+    checked_tiles,
+    with_loss_tilings,
+    with_sharings,
+    with_tilings,
+)
 from ..data.packed_batches import is_told_ends, packing_of_batch, samples_apart
 from ..devices.device import device_description
 from ..hooks.row_reads import agreed
@@ -46,7 +52,6 @@ from ..routing.tried import with_other_values
 from ..routing.value_dependence import ValueWatch, joined
 from ..sequences.sharing import check_shared, one_of_ranks
 from ..tiles.loss_installing import final_of_loss, loss_tile_counts, tiled_loss
-from ..tiles.loss_tilings import with_loss_tilings
 from ..tiles.mlp_modules import Mlps, find_mlps, in_tiles, modules_of, names_of
 from .block_inputs import shared_inputs
 from .block_order import blocks_as_run
@@ -275,7 +280,7 @@ class FakeSubject:
         observed = dict(zip(self.stands_for, mlps, strict=True)) if mlps else {}
         if any(observed[of] != paths for of, paths in zip(self.stands_for, mlps, strict=False)):
             raise WorkloadError("mlp_modules: equal blocks have other MLPs each. Name the same parts of all of them.")
-        modules = modules_of(self._blocks, self._paths_in_blocks(observed)) if mlps else {}
+        modules = modules_of(self._blocks, self._paths_in_blocks(observed) if mlps else ())
         with in_tiles(modules, mlp_tiles):
             yield
 

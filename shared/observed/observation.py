@@ -7,7 +7,7 @@ levels for another shape.  Everything that is derived from them lies here, so th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -42,10 +42,10 @@ class OperatorCall:
 
 
 _CURVE_STRETCHES: Final = 24
-_FLOPS_PER_BYTE: Final = 10.0
+_FLOPS_PER_BYTE: Final = 10
 """Weighs an operation's arithmetic against its traffic when its share of a phase's time is estimated: the order of the
 machine balance of CPUs and GPUs alike outside tensor cores.  It only places levels within a phase."""
-_OPERATION_OVERHEAD: Final = 20_000.0
+_OPERATION_OVERHEAD: Final = 20_000
 """Bytes that an operation of no size counts for, for the same purpose."""
 _FILLS: Final = frozenset(
     ("fill_", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros")
@@ -67,6 +67,20 @@ def moved_bytes(
     for storage, size in reads:
         seen[storage] = max(seen.get(storage, 0), size)
     return written + sum(seen.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """Operations that are listed once and happen several times in a row: equal passes of a loop over tiles."""
+
+    begin: int
+    """Index of the first one of a pass."""
+    end: int
+    """Index behind the last one."""
+    count: int
+    """Passes."""
+    net_bytes: int
+    """Level of each pass minus that of the one before."""
 
 
 @dataclass(slots=True)
@@ -100,6 +114,8 @@ class Observation:
     passes: list[tuple[int, int | None]] = field(default_factory=list)
     """Where passes of loops over tiles begin: how many operations came before, and the pass's tokens; None: the loop
     has ended."""
+    repeated: tuple[Repeated, ...] = ()
+    """In order; operations outside of them happen once.  Levels listed behind one are those behind its last pass."""
 
     @property
     def net_bytes(self) -> int:
@@ -113,7 +129,10 @@ class Observation:
 
     def counted(self) -> tuple[Operation, ...]:
         """Each distinct operation with its number of calls, in order of first occurrence."""
-        counts = Counter(self.operations)
+        counts: Counter[Operation] = Counter()
+        for begin, end, count, _ in self._runs():
+            for operation in self.operations[begin:end]:
+                counts[operation] += count
         return tuple(op if count == 1 else op.model_copy(update={"count": count}) for op, count in counts.items())
 
     def curve(self) -> tuple[tuple[float, int], ...]:
@@ -129,16 +148,73 @@ class Observation:
     def _stretches(self, levels: Sequence[int], net_bytes: int) -> tuple[tuple[float, int], ...]:
         if not levels:
             return ((1.0, net_bytes),) if net_bytes > 0 else ()
-        weights = [op.flops / _FLOPS_PER_BYTE + op.bytes_moved + _OPERATION_OVERHEAD for op in self.operations]
-        total = sum(weights)
-        stretches: list[tuple[float, int]] = []
-        done = 0.0
-        for weight, level in zip(weights, levels, strict=True):
-            done += weight
-            end = min(_CURVE_STRETCHES, int(_CURVE_STRETCHES * (done - weight / 2) / total) + 1) / _CURVE_STRETCHES
-            if stretches and (stretches[-1][0] >= end or stretches[-1][1] == level):
-                stretches[-1] = (max(stretches[-1][0], end), max(stretches[-1][1], level))
-            else:
-                stretches.append((end, level))
-        stretches[-1] = (1.0, stretches[-1][1])
-        return tuple(stretches)
+        # In whole numbers, so that equal passes are equal.
+        weights = [op.flops + _FLOPS_PER_BYTE * (op.bytes_moved + _OPERATION_OVERHEAD) for op in self.operations]
+        runs = list(self._runs())
+        stretches = _Stretches(sum(count * sum(weights[begin:end]) for begin, end, count, _ in runs))
+        for begin, end, count, net in runs:
+            stretches.add(weights[begin:end], levels[begin:end], count, net)
+        return stretches.finished()
+
+    def _runs(self) -> Iterator[tuple[int, int, int, int]]:
+        """All operations, as (begin, end, passes, net bytes of a pass)."""
+        done = 0
+        for one in self.repeated:
+            yield done, one.begin, 1, 0
+            yield one.begin, one.end, one.count, one.net_bytes
+            done = one.end
+        yield done, len(self.operations), 1, 0
+
+
+class _Stretches:
+    """Stretches of a phase, as operations add to them."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._done = 0
+        self._found: list[tuple[int, int]] = []
+        """(end in parts of ``_CURVE_STRETCHES``, highest level)"""
+
+    def add(self, weights: Sequence[int], levels: Sequence[int], count: int, net_bytes: int) -> None:
+        """``count`` passes of operations, each pass's levels higher than those before by ``net_bytes``."""
+        weight = sum(weights)
+        number = 0
+        while weights and number < count:
+            within = self._passes_within(weights, weight) if number and self._found else 0
+            if within > 1:
+                # They lie within the last stretch, which takes their highest level.
+                last = min(count, number + within) - 1
+                highest = max(levels) + max(number * net_bytes, last * net_bytes)
+                self._found[-1] = (self._found[-1][0], max(self._found[-1][1], highest))
+                self._done += (last + 1 - number) * weight
+                number = last + 1
+                continue
+            for each, level in zip(weights, levels, strict=True):
+                self._add(each, level + number * net_bytes)
+            number += 1
+
+    def _passes_within(self, weights: Sequence[int], weight: int) -> int:
+        """How many passes that begin now end in the last stretch."""
+        # The middle of the last operation of pass i lies at done + (i + 1) weight - w / 2; it has to come before the
+        # stretch's end, except that the very last stretch takes all.
+        end = self._found[-1][0]
+        if end == _CURVE_STRETCHES:
+            return (self._total - self._done) // weight
+        room = 2 * self._total * end - _CURVE_STRETCHES * (2 * self._done - weights[-1])
+        return max(0, (room - 1) // (2 * _CURVE_STRETCHES * weight))
+
+    def _add(self, weight: int, level: int) -> None:
+        self._done += weight
+        middle = _CURVE_STRETCHES * (2 * self._done - weight)
+        end = min(_CURVE_STRETCHES, middle // (2 * self._total) + 1)
+        found = self._found
+        if found and (found[-1][0] >= end or found[-1][1] == level):
+            found[-1] = (max(found[-1][0], end), max(found[-1][1], level))
+        else:
+            found.append((end, level))
+
+    def finished(self) -> tuple[tuple[float, int], ...]:
+        """Ends as shares of the phase, the last one 1."""
+        ends = [end / _CURVE_STRETCHES for end, _ in self._found]
+        ends[-1] = 1.0
+        return tuple((end, level) for end, (_, level) in zip(ends, self._found, strict=True))

@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import accumulate
 from math import prod
-from typing import ClassVar, Final, Self
+from typing import ClassVar, Final, Protocol, Self
 
 from pydantic import PositiveInt, ValidationError, model_validator
 
@@ -59,6 +59,12 @@ class OutsideFamilyError(WorkloadError):
 _POSITIONS: Final = "position_ids"
 Number = int
 """Index of a polynomial within its piece."""
+
+
+class Numbers(Protocol):
+    """Values of polynomials, by index."""
+
+    def __getitem__(self, number: Number, /) -> int: ...
 
 
 class FamilyCall(FrozenModel):
@@ -172,13 +178,13 @@ class FamilyPiece(FrozenModel):
     def shape_at(self, values: tuple[int, ...]) -> TracedShape:
         """What a trace would see at a shape within the range."""
         numbers = self._numbers(values)
-        calls = [_call_at(call, numbers) for call in self.calls]
+        calls = [call_at(call, numbers) for call in self.calls]
         operations = [call.operation() for call in calls]
         squares = self._numbers(values, of_squares=True) if max(values[1:], default=0) >= SHORTEST_SQUARE else None
         seen = [_section_at(section, calls, operations, numbers, squares) for section in self.sections]
         observed: dict[ActivationMode, dict[PhaseKey, Observation]] = {}
         for place in self.places:
-            observed.setdefault(place.mode, {})[_phase_key((place.kind, place.section))] = seen[place.seen]
+            observed.setdefault(place.mode, {})[phase_key((place.kind, place.section))] = seen[place.seen]
         return TracedShape(
             batch_shapes={name: tuple(numbers[dim] for dim in dims) for name, dims in self.batch.items()},
             num_samples=numbers[self.num_samples],
@@ -186,7 +192,7 @@ class FamilyPiece(FrozenModel):
             resident_bytes=numbers[self.resident],
             observed=observed,
             shared_inputs=tuple(
-                ObservedInput(numbers[given.size], given.blocks, _phase_key(given.kept), _phase_key(given.checkpointed))
+                ObservedInput(numbers[given.size], given.blocks, phase_key(given.kept), phase_key(given.checkpointed))
                 for given in self.shared_inputs
             ),
         )
@@ -207,12 +213,22 @@ class FamilyPiece(FrozenModel):
         return [total // self.denominator for total in sums]
 
 
-def _phase_key(place: tuple[TaskKind, int | OuterSection]) -> PhaseKey:
+Change = Callable[[TracedShape, FamilyPiece, tuple[int, ...]], TracedShape]
+"""Of what a trace sees at a shape, by the piece that gives it and the variables' values."""
+
+
+def _unchanged(shape: TracedShape, *_: object) -> TracedShape:
+    return shape
+
+
+def phase_key(place: tuple[TaskKind, int | OuterSection]) -> PhaseKey:
+    """A place's task and section."""
     kind, section = place
     return kind, section if isinstance(section, OuterSection) else BlockId(section)
 
 
-def _call_at(call: FamilyCall, numbers: list[int]) -> OperatorCall:
+def call_at(call: FamilyCall, numbers: Numbers) -> OperatorCall:
+    """A call with the values of its polynomials."""
     return OperatorCall(
         name=call.name,
         operation_class=call.operation_class,
@@ -310,22 +326,23 @@ class WorkloadFamily(Document):
         sequence_length: int | None = None,
         target_length: int | None = None,
         packing: Packing | None = None,
+        change: Change | None = None,
     ) -> Workload:
         """The workload at one shape: what a trace gives there, figure by figure.
 
         ``target_length`` is the decoder's beside an encoder, and that of the encoder where none is given.  ``packing``:
-        samples that lie end to end in rows of ``sequence_length`` tokens ([Note: Packed rows]).  Raises
-        WorkloadError, naming the field, if a value is missing, superfluous, no count or too large, OutsideFamilyError
-        if it makes sense but nothing was proven there.
+        samples that lie end to end in rows of ``sequence_length`` tokens ([Note: Packed rows]).  ``change`` of what a
+        trace sees there is made first.  Raises WorkloadError, naming the field, if a value is missing, superfluous, no
+        count or too large, OutsideFamilyError if it makes sense but nothing was proven there.
         """
         given = {BATCH_SIZE: batch_size, SEQUENCE_LENGTH: sequence_length, TARGET_LENGTH: target_length}
         if packing is not None:
-            return self._packed(given, packing)
+            return self._packed(given, packing, change or _unchanged)
         values = self.values_of(given)
-        piece = self.piece_at(values)
-        return self.assembled(lambda: (self.traced_model(), piece.shape_at(values)), values)
+        piece, change = self.piece_at(values), change or _unchanged
+        return self.assembled(lambda: (self.traced_model(), change(piece.shape_at(values), piece, values)), values)
 
-    def _packed(self, given: Mapping[str, int | None], packing: Packing) -> Workload:
+    def _packed(self, given: Mapping[str, int | None], packing: Packing, change: Change) -> Workload:
         if TARGET_LENGTH in self.variables or not self.has_sequence:
             raise WorkloadError(
                 f"packed lengths: {self.model_name} reads no rows of tokens that attend to each other alone. Leave "
@@ -340,7 +357,7 @@ class WorkloadFamily(Document):
             raise OutsideFamilyError(f"nothing is known exactly of {batch_size} packed rows of {self.model_name}.")
 
         def traced() -> tuple[TracedModel, TracedShape]:
-            shape = piece.shape_at(values)
+            shape = change(piece.shape_at(values), piece, values)
             return self.traced_model(), replace(
                 shape,
                 batch_shapes={**shape.batch_shapes, _POSITIONS: values},

@@ -7,11 +7,14 @@ import zlib
 from functools import cache
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ..catalogue.data_files import data_folder
 from ..schema.workload import DType
 from .family import WorkloadFamily
+
+if TYPE_CHECKING:
+    from .tilings import FamilyTilings
 
 SHIPPED_DTYPES: Final = (DType.BFLOAT16, DType.FLOAT32)
 """Models are shipped in these; in float16 most do what they do in bfloat16."""
@@ -23,9 +26,17 @@ def shipped_family(name: str, dtype: DType) -> WorkloadFamily | None:
     own = DType.BFLOAT16 if dtype is DType.FLOAT16 else dtype
     if shipped_path(name, own) not in _shipped_files():
         return None
-    content = json.loads(zlib.decompress((_folder() / shipped_path(name, own)).read_bytes(), wbits=31))
+    content = _content(_folder() / shipped_path(name, own))
     family = WorkloadFamily.from_mapping(content, origin=f"catalogue entry {name}")
     return family.in_dtype(dtype) if dtype in (family.compute_dtype, *family.twins) else None
+
+
+def shipped_tilings(name: str, dtype: DType) -> FamilyTilings | None:
+    """What the shipped family of a model in ``dtype`` does in tiles; None if nothing is known of that."""
+    from .tilings import FamilyTilings
+
+    path = data_folder("tilings") / shipped_path(name, dtype)
+    return FamilyTilings.from_mapping(_content(path), origin=f"tilings of {name}") if path.is_file() else None
 
 
 def shipped_path(name: str, dtype: DType) -> str:
@@ -33,14 +44,20 @@ def shipped_path(name: str, dtype: DType) -> str:
     return f"{name}.{dtype}{_SUFFIX}"
 
 
-def write_family(family: WorkloadFamily, path: Path) -> None:
-    """Write a family as the catalogue holds it; equal families give equal bytes."""
+def write_family(family: WorkloadFamily | FamilyTilings, path: Path) -> None:
+    """Write a family, or its tilings, as the catalogue holds it; equal ones give equal bytes."""
     import gzip  # the command line reads families, and never writes one
 
     text = json.dumps(json.loads(family.to_json()), separators=(",", ":"), ensure_ascii=False)
     unfinished = path.with_name(f".{path.name}.part")
     unfinished.write_bytes(gzip.compress(text.encode(), compresslevel=9, mtime=0))
     unfinished.replace(path)
+
+
+def _content(path: Traversable) -> dict[str, Any]:
+    content = json.loads(zlib.decompress(path.read_bytes(), wbits=31))
+    assert isinstance(content, dict)
+    return content
 
 
 def _folder() -> Traversable:

@@ -212,6 +212,8 @@ def untraced_workload(
     device: Device | None = None,
     student: Student | None = None,
     packed_lengths: str | None = None,
+    mlp_tiles: Sequence[int] = (),
+    loss_tiles: Sequence[int] = (),
 ) -> Workload | None:
     """The workload of a model of the catalogue as ``resolve_workload`` has it, where that takes no trace; else None.
 
@@ -233,6 +235,8 @@ def untraced_workload(
         kind,
         student,
         packing=packing,
+        mlp_tiles=_beside_one(mlp_tiles),
+        loss_tiles=_beside_one(loss_tiles),
     )
     found = _shipped(described, request)
     return None if found is None else chosen.note_in(found)
@@ -293,9 +297,9 @@ def _traced(request: TraceRequest, cache: Path | None, warn: Warn) -> Workload:
 def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload | None:
     """The answer of the family that comes with the package; None if it has none, so that the model is traced.
 
-    It has none of tiles, of packed rows with factors, of training with LoRA, frozen parts or autocast, of shapes beyond
-    those proven, of some named maps in factors (``factorised.py``), of dropout in attention on a CPU, where that runs
-    otherwise, and of students that differ from their teacher (``catalogue_pairs.py``).
+    It has none of tiles in float16, of tiles or packed rows with factors, of training with LoRA, frozen parts or
+    autocast, of shapes beyond those proven, of some named maps in factors (``factorised.py``), of dropout in attention
+    on a CPU, where that runs otherwise, and of students that differ from their teacher (``catalogue_pairs.py``).
     """
     from .family import OutsideFamilyError
 
@@ -306,11 +310,16 @@ def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload |
             return None
     osft, options = request.options.osft, request.options.model_copy(update={"osft": None})
     family = resolve_family(described.name, dtype=request.dtype) if options.is_full else None
-    is_other = bool(request.mlp_tiles or request.loss_tiles) or (osft is not None and request.packing is not None)
-    if family is None or is_other:
+    is_tiled = bool(request.mlp_tiles or request.loss_tiles)
+    if family is None or (osft is not None and (is_tiled or request.packing is not None)):
         return None
     try:
-        if osft is None:
+        if is_tiled:
+            tiled = _in_tiles(family, described.name, request)
+            if tiled is None:
+                return None
+            found = tiled
+        elif osft is None:
             found = family.at(
                 batch_size=request.batch_size, sequence_length=request.sequence_length, packing=request.packing
             )
@@ -330,6 +339,22 @@ def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload |
         return distillation_of_shipped(found, request.student, request.configuration, name=request.name)
     except OutsideFamilyError:
         return None
+
+
+def _in_tiles(family: WorkloadFamily, name: str, request: TraceRequest) -> Workload | None:
+    from .shipped import shipped_tilings
+
+    tilings = shipped_tilings(name, family.compute_dtype)
+    if tilings is None or not tilings.knows(mlp_tiles=request.mlp_tiles, loss_tiles=request.loss_tiles):
+        return None
+    return tilings.workload(
+        family,
+        mlp_tiles=request.mlp_tiles,
+        loss_tiles=request.loss_tiles,
+        batch_size=request.batch_size,
+        sequence_length=request.sequence_length,
+        packing=request.packing,
+    )
 
 
 def usual_shape(model: str) -> tuple[int, int | None]:

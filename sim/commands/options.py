@@ -145,10 +145,21 @@ class WhatIfCommand(TyperCommand):
         return super().parse_args(ctx, filled)
 
 
-def check_goal(goal: Goal, *, batch_size: int | None, sequence_length: int | None, global_batch: int | None) -> None:
+def check_goal(
+    goal: Goal,
+    *,
+    batch_size: int | None,
+    sequence_length: int | None,
+    global_batch: int | None,
+    packed_lengths: str | None = None,
+) -> None:
     """Raise PlanError if a shape is given that the goal chooses."""
-    chosen = {
-        Goal.LONGEST_SEQUENCE: {"--sequence-length": sequence_length, "--global-batch": global_batch},
+    chosen: dict[Goal, dict[str, int | str | None]] = {
+        Goal.LONGEST_SEQUENCE: {
+            "--sequence-length": sequence_length,
+            "--global-batch": global_batch,
+            "--packed-lengths": packed_lengths,
+        },
         Goal.LARGEST_BATCH: {"--batch-size": batch_size, "--global-batch": global_batch},
     }
     for option, value in chosen.get(goal, {}).items():

@@ -84,10 +84,28 @@ def test_training_that_is_not_shipped_is_traced(protwin: Protwin, without_torch:
         (("--sequence-length", "8", "--packed-lengths", "3,4"), "3,4 make 7 tokens, but a row has 8"),
         (("--sequence-length", "8", "--packed-lengths", "uniform:1:9"), "9 tokens does not fit into a row of 8"),
         (("--sequence-length", "2048", "--packed-lengths", "1025,1023"), "learned positions for 1024"),
+        (("--goal", "longest-sequence", "--packed-lengths", "8"), "but --packed-lengths 8 fixes it"),
     ],
 )
 def test_impossible_training_gets_one_message(protwin_here: Protwin, options: tuple[str, ...], message: str) -> None:
     result = protwin_here("search", *SMALL, *options)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "--sequence-length is missing: the tokens of a row"),
+        (("--sequence-length", "8", "--real"), "--real runs on rows of one sample"),
+        (("--sequence-length", "8"), "8,8 make 16 tokens, but a row has 8"),
+    ],
+)
+def test_rows_that_cannot_be_traced_get_one_message(
+    protwin_here: Protwin, options: tuple[str, ...], message: str
+) -> None:
+    result = protwin_here("trace", "--model", "gpt2", "--batch-size", "1", "--packed-lengths", "8,8", *options)
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr

@@ -102,3 +102,11 @@ def test_no_mask_exists_beyond_a_sliding_window() -> None:
 def test_models_without_such_rows_refuse_packing(model: str) -> None:
     with pytest.raises(ProtwinError, match="packed lengths"):
         load_workload(model, batch_size=1, sequence_length=64 if model == "t5-base" else None, packed_lengths="32,32")
+
+
+def test_a_saved_workload_keeps_its_rows(tmp_path: Path) -> None:
+    path = tmp_path / "workload.json"
+    load_workload("qwen2.5-0.5b", batch_size=1, sequence_length=512, packed_lengths="256,256").save(path)
+    assert load_workload(path).packing == parse_packed_lengths("256,256", 512)
+    with pytest.raises(ProtwinError, match="samples lie in rows as they were traced"):
+        load_workload(path, packed_lengths="512")
