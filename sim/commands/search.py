@@ -258,8 +258,10 @@ def search_command(
         method=method,
         student_path=student,
         packed_lengths=packed_lengths,
-        tiles=AskedTiles.named(mlp_tiles, loss_tiles),
         sequence_ranks=tuple(sequence_ranks or ()),
+        tiles=AskedTiles.named(
+            mlp_tiles, loss_tiles, at_any_length=goal in (Goal.LONGEST_SEQUENCE, Goal.LARGEST_BATCH)
+        ),
     )
 
     def workload_with(change: MethodChange) -> Workload | GlobalBatch:

@@ -414,7 +414,8 @@ def _search(request: AdviceRequest, offer: Offer, cache: Path | None) -> BatchSe
     micro_batches = request.global_batch // num_ranks
 
     def at_length(length: int) -> Workload:
-        return replace(request, sequence_length=length).workload_at(1, cache, hardware.device)
+        tiles = replace(request.tiles, at_any_length=True)
+        return replace(request, sequence_length=length, tiles=tiles).workload_at(1, cache, hardware.device)
 
     asked = SearchRequest(
         workload=at_length(SEQUENCE_STEP)

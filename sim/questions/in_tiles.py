@@ -47,6 +47,8 @@ class AskedTiles:
     """Of MLPs; None: whatever is sensible."""
     loss: Tiles | None = None
     """Of head and loss."""
+    at_any_length: bool = False
+    """Whether tiles that nobody has to trace may matter for short sequences too: what is asked for is the longest."""
     is_needed: bool = False
     """Whether nothing fits without, so that a trace is worth its time."""
 
@@ -56,9 +58,9 @@ class AskedTiles:
         return cls(mlp=(1,), loss=(1,)) if plan is None else cls(mlp=(plan.mlp_tiles,), loss=(plan.loss_tiles,))
 
     @classmethod
-    def named(cls, mlp: Sequence[int] | None, loss: Sequence[int] | None) -> Self:
+    def named(cls, mlp: Sequence[int] | None, loss: Sequence[int] | None, *, at_any_length: bool = False) -> Self:
         """Those of options; None or none: whatever is sensible."""
-        return cls(mlp=tuple(mlp) if mlp else None, loss=tuple(loss) if loss else None)
+        return cls(mlp=tuple(mlp) if mlp else None, loss=tuple(loss) if loss else None, at_any_length=at_any_length)
 
     @property
     def are_named(self) -> bool:
@@ -132,7 +134,7 @@ class AskedTiles:
     def _wanted(self, num_samples: int | None, sequence_length: int | None) -> Iterator[tuple[Tiles, Tiles]]:
         """The most first, and last without what nobody has named."""
         sensible: Tiles = ()
-        if sequence_length is not None and (self.is_needed or sequence_length >= LONG_SEQUENCE):
+        if sequence_length is not None and (self.is_needed or self.at_any_length or sequence_length >= LONG_SEQUENCE):
             sensible = sensible_tiles((num_samples or 1) * sequence_length)
         open_choice = (sensible, ()) if sensible else ((),)
         of_mlp, of_loss = (open_choice if named is None else (named,) for named in (self.mlp, self.loss))
