@@ -17,8 +17,18 @@ from protwin.shared.schema.schedule import Lane, TaskKind
 from protwin.shared.schema.workload import Workload
 from tests.proof_size import some_quick
 from tests.runtime.accounts import BAR, MIXTURES
-from tests.runtime.ranks.processes import Pool, Ranks, environment
-from tests.runtime.ranks.sharing import Trained, differ, peak_error, plainly, recorded, train, workload
+from tests.runtime.ranks.processes import PATIENCE_S, Pool, Ranks, environment
+from tests.runtime.ranks.sharing import (
+    Trained,
+    differ,
+    evaluated,
+    peak_error,
+    plainly,
+    recorded,
+    train,
+    trouble,
+    workload,
+)
 from tests.runtime.ranks.test_run import protwin_on
 
 CHUNK_BYTES = 20_000
@@ -215,3 +225,19 @@ def test_the_command_trains_as_on_one_rank(tmp_path: Path, two_ranks: Ranks) -> 
     assert [code for code, _, _ in outcomes] == [0, 0], outcomes
     losses = re.compile(r"loss \d+\.\d+ -> \d+\.\d+ over 3 steps")
     assert losses.search(outcomes[0][1] + outcomes[0][2]).group() == losses.search(expected + errors).group()
+
+
+@pytest.mark.parametrize("moment", [1, 6])
+def test_a_rank_that_fails_within_forward_or_backward_is_not_waited_for(moment: int, two_ranks: Ranks) -> None:
+    plan = plan_of("llama", 2, 2, "checkpointed", "offloaded", parallel=ParallelMode.SHARDED)
+    (told, seconds), (own, _) = two_ranks.run(trouble, "llama", plan, workload("llama"), moment)
+    assert own == "ValueError: trouble on the way"
+    assert told.startswith("RanksError: ")
+    assert "trouble on the way" in told
+    assert seconds < PATIENCE_S / 4
+
+
+def test_ranks_evaluate_whole_sequences_together(two_ranks: Ranks) -> None:
+    plan = plan_of("llama", 2, 2, "mixed", "offloaded")
+    for found, expected in two_ranks.run(evaluated, "llama", plan, workload("llama")):
+        assert found == pytest.approx(expected, rel=TOLERANCE)
