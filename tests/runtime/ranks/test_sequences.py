@@ -115,7 +115,8 @@ def test_tiles_micro_batches_and_a_norm_that_is_limited(two_ranks: Ranks) -> Non
 
 PLANS = [
     *product(MIXTURES, ["persistent"], [ParallelMode.DDP]),
-    *product(MIXTURES, RESIDENCIES, [ParallelMode.REPLICATED, ParallelMode.SHARDED]),
+    *product(MIXTURES, RESIDENCIES, [ParallelMode.REPLICATED]),
+    *product(MIXTURES, ["persistent", "offloaded"], [ParallelMode.SHARDED]),
 ]
 
 
