@@ -212,6 +212,8 @@ def untraced_workload(
     device: Device | None = None,
     student: Student | None = None,
     packed_lengths: str | None = None,
+    mlp_tiles: Sequence[int] = (),
+    loss_tiles: Sequence[int] = (),
 ) -> Workload | None:
     """The workload of a model of the catalogue as ``resolve_workload`` has it, where that takes no trace; else None.
 
@@ -233,6 +235,8 @@ def untraced_workload(
         kind,
         student,
         packing=packing,
+        mlp_tiles=_beside_one(mlp_tiles),
+        loss_tiles=_beside_one(loss_tiles),
     )
     found = _shipped(described, request)
     return None if found is None else chosen.note_in(found)

@@ -88,6 +88,27 @@ AllowedSwaps = Annotated[
         "--n-swap", "Allow this number of swapped blocks (repeatable), or all that are sensible; 0 unless given."
     ),
 ]
+AllowedOffloadedInputs = Annotated[
+    list[int] | None,
+    _allowed_or_all(
+        "--n-offload-input",
+        "Allow this number of checkpointed blocks whose input waits on the host (repeatable), or all that are "
+        "sensible; some only where nothing fits unless given.",
+    ),
+]
+AllowedMlpTiles = Annotated[
+    list[int] | None,
+    _allowed(
+        "--mlp-tiles",
+        "Allow MLPs that run in this number of tiles of tokens (repeatable), 1 for whole; of long sequences those that "
+        "may matter unless given.",
+        least=1,
+    ),
+]
+AllowedLossTiles = Annotated[
+    list[int] | None,
+    _allowed("--loss-tiles", "The same of head and loss (repeatable).", least=1),
+]
 AllowedShardRanks = Annotated[
     list[int] | None,
     _allowed_or_all(
