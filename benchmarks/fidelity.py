@@ -43,6 +43,8 @@ BYPASS = "bypass"
 """All pairs of a teacher and its student."""
 _REPEATS = 25
 """Iterations in each activation mode that phases are timed by: on a shared machine few say little."""
+_REPEATS_IN_TILES = 8
+"""Where each is timed whole, and once more for each kind of tiles."""
 MEMORY_FOLDER = Path("/dev/shm")
 """What lies here is in memory, where the system has it; another folder's disk may be slower than the emulated one."""
 
@@ -117,7 +119,13 @@ def prepare(name: str, disk_folder: Path, *, has_emulated_disk: bool) -> Subject
     judged = judged_model(name, has_emulated_disk=has_emulated_disk)
     tiles = judged.tiles
     workload = trace(
-        judged.model, judged.batch, loss=judged.loss, name=name, repeats=_REPEATS, mlp_tiles=tiles, loss_tiles=tiles
+        judged.model,
+        judged.batch,
+        loss=judged.loss,
+        name=name,
+        repeats=_REPEATS_IN_TILES if tiles else _REPEATS,
+        mlp_tiles=tiles,
+        loss_tiles=tiles,
     )
     hardware = probe_hardware(seconds=4.0, device=judged.make_device(), disk_folder=disk_folder)
     return Subject(

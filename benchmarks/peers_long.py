@@ -2,9 +2,9 @@
 
 Contestants take turns in short bursts, as in ``peers.py``: the plain loop, DeepSpeed's ``TiledMLP`` and
 ``TiledFusedLogitsLoss`` in it, and ours, with the same numbers of tiles; both tiles together also with blocks that are
-recomputed.  Two ranks share a sequence by DeepSpeed's ``UlyssesSPAttentionHF`` (gloo, DDP).  One ledger tells the
-memory of all: every operation of a step is watched, in a step that is not timed.  Beside seconds by the clock are those
-of the processor, which others on the machine change little.  ``make bench-peers`` runs it.
+recomputed.  Two ranks share a sequence by DeepSpeed's ``UlyssesSPAttentionHF`` (gloo, DDP) and by ours.  One ledger
+tells the memory of all: every operation of a step is watched, in a step that is not timed.  Beside seconds by the clock
+are those of the processor, which others on the machine change little.  ``make bench-peers`` runs it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ def main() -> None:
         for variant, pair in _GROUPS.items()
         for who in pair
     ]
-    entries.append(Entry("DeepSpeed, a sequence shared by two ranks", "long-deepspeed-ranks", num_ranks=2))
+    entries += [
+        Entry(f"{_WHO[who]}, a sequence shared by two ranks", f"long-{who}-ranks", num_ranks=2)
+        for who in ("deepspeed", "ours")
+    ]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as undo:
         begin(entries, options.threads, Path(folder), undo)
         take_turns(entries, options.rounds, options.steps)

@@ -13,6 +13,7 @@ from itertools import count
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from peers_others import Plain
 from peers_subject import LEARNING_RATE, LONG, WEIGHT_DECAY
 
@@ -23,7 +24,7 @@ from protwin.runtime.model.configurations import build_model
 from protwin.runtime.tracing.tracing import trace
 from protwin.runtime.training.carry_out import carry_out
 from protwin.shared.layout.layout import layout_of
-from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.plan import ParallelMode, Plan
 
 CONFIGURATION: Final[dict[str, Any]] = {
     "model_type": "llama",
@@ -144,22 +145,26 @@ class DeepSpeedTiles(PlainLong):
 
 
 class OurTiles:
-    """Everything on the device, in tiles as the plan says."""
+    """Everything on the device, in tiles as the plan says; several ranks share each sequence."""
 
-    def __init__(self, variant: str, *, is_checkpointed: bool) -> None:
+    def __init__(self, variant: str, *, is_checkpointed: bool, num_ranks: int = 1) -> None:
         model = make_model()
         tiled = {
             "mlp_tiles": NUM_TILES if variant in ("mlp", "all") else 1,
             "loss_tiles": NUM_TILES if variant in ("loss", "all") else 1,
         }
         traced = {name: [number] for name, number in tiled.items() if number > 1}
-        workload = trace(model, next(long_batches()), name=MODEL_NAME, repeats=0, **traced)
+        shared = (num_ranks,) if num_ranks > 1 else ()
+        workload = trace(model, next(long_batches()), name=MODEL_NAME, repeats=0, sequence_ranks=shared, **traced)
         plan = Plan(
             workload_id=workload.identity,
             chunk_bytes=_CHUNK_BYTES,
             n_persist=len(layout_of(workload, _CHUNK_BYTES).chunks),
             n_buffer=0,
             n_checkpoint=len(workload.blocks) if is_checkpointed else 0,
+            parallel=ParallelMode.DDP if num_ranks > 1 else ParallelMode.SINGLE,
+            num_ranks=num_ranks,
+            sequence_ranks=num_ranks,
             **tiled,
         )
         self._training = carry_out(model, plan, workload, optimizer=_MAKE_OPTIMIZER, device=CpuDevice())
@@ -191,3 +196,5 @@ class OurTiles:
     def close(self) -> None:
         """End the lanes."""
         self._training.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()

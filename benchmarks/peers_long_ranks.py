@@ -1,4 +1,4 @@
-"""Two ranks that share each sequence: DeepSpeed's ``UlyssesSPAttentionHF`` in a plain loop with DDP."""
+"""Two ranks that share each sequence: DeepSpeed's ``UlyssesSPAttentionHF`` in a plain loop with DDP, and ours."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peers_long_models import BATCH_SIZE, SEQUENCE_LENGTH, PlainLong, long_batches
+from peers_long_models import BATCH_SIZE, SEQUENCE_LENGTH, OurTiles, PlainLong, long_batches
+
+
+def make_rank(name: str, num_ranks: int) -> DeepSpeedUlysses | OurTiles:
+    """The contestant ``name``: long-WHO-ranks.  The default group is there."""
+    if name.endswith("ours-ranks"):
+        return OurTiles("whole", is_checkpointed=False, num_ranks=num_ranks)
+    return DeepSpeedUlysses(num_ranks)
 
 
 class DeepSpeedUlysses(PlainLong):

@@ -94,10 +94,11 @@ def make_contestant(options: argparse.Namespace) -> Contestant:
 
         if options.ranks == 1:
             return make_long(options.contestant)
-        from peers_long_ranks import DeepSpeedUlysses
+        from peers_long_ranks import make_rank
 
-        join_ranks(options.rank, options.ranks, options.meeting_place)
-        return DeepSpeedUlysses(options.ranks)
+        is_ours = "-ours-" in options.contestant
+        join_ranks(options.rank, options.ranks, options.meeting_place, sets_environment=not is_ours)
+        return make_rank(options.contestant, options.ranks)
     if options.contestant.startswith(OURS_TOGETHER):
         from peers_ranks import OurRank
 

@@ -93,6 +93,7 @@ _PROOF_WORDS: Final = {
     "memory": "measured peaks of tiny models are within 0.5 % of the account, and 1000 steps grow nothing",
     "optimizers": "the same with every optimizer that can step the model here",
     "orthogonal": "orthogonal subspace fine-tuning equals the plain loop with the same projections, bit for bit",
+    "tiles": "MLPs and losses in tiles equal the plain loop but for the order of sums, in the accounted memory",
     "faults": "a training that is killed resumes and ends with the plain loop's bits",
     "exhaustion": "out of memory at any task ends in one error that names its cause, and chunks are left at a step",
     "ranks": "processes that train together equal DistributedDataParallel, in the guaranteed memory (gloo, CPU)",

@@ -1,7 +1,8 @@
 """Measuring what ranks do together: every collective of schedules, from latency to bandwidth, alone and beside compute.
 
 What is measured is what tasks do (``collectives.py``), on the thread that does it in training: an all-gather; a
-reduce-scatter and an all-reduce with the exchange of who has which gradient before them.
+reduce-scatter and an all-reduce with the exchange of who has which gradient before them; an all-to-all of equal parts,
+as of sequences that ranks share.
 
 [Note: Calls in step]
 Ranks have to make the same calls equally often.  After a few calls of each size all ranks tell how long these took, and
@@ -29,7 +30,7 @@ from ..devices.repeated_timing import undisturbed_s
 from .collectives import Collectives
 from .world import World, exchanged
 
-SCHEDULED: Final = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE)
+SCHEDULED: Final = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE, Collective.ALL_TO_ALL)
 """What tasks of schedules do together."""
 _SIZES: Final = tuple(4**power for power in range(6, 16))
 """From 4 KiB to 1 GiB."""
@@ -73,7 +74,10 @@ def scheduled_work(
             return scatter
         case Collective.ALL_REDUCE:
             return add_up
-    raise AssertionError(f"no task does an {collective}")
+        case Collective.ALL_TO_ALL:
+            received = torch.zeros(whole.numel(), device=target).view(torch.uint8)
+            parts = [4 * num_scalars] * collectives.num_ranks
+            return partial(collectives.exchange, received, whole.view(torch.uint8), parts, parts)
 
 
 @dataclass

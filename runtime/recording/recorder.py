@@ -45,9 +45,9 @@ class IterationLog:
     index: int
     started: Any = None
     spans: dict[TaskId, Any] = field(default_factory=dict)
-    exchanged: dict[TaskId, tuple[TaskId, list[tuple[Any, Any]]]] = field(default_factory=dict)
-    """By task of the collective lane that happens within a compute task: that one, and when each exchange began and
-    ended.  Until ``Recorder`` takes them apart."""
+    exchanged: dict[TaskId, list[tuple[TaskId, list[tuple[Any, Any]]]]] = field(default_factory=dict)
+    """By task of the collective lane that happens within compute tasks: each of these, and when exchanges within it
+    began and ended.  Until ``Recorder`` takes them apart."""
     is_metered: bool = False
     follows_pause: bool = False
     memory: IterationMemory | None = None
@@ -100,14 +100,19 @@ class Recorder:
             self._settle(self.logs[-3])
 
     def _take_apart(self, log: IterationLog) -> None:
-        """Give exchanges within a compute task a span of their own, ahead of the rest of it, as the schedule has it."""
+        """Give exchanges within compute tasks a span of their own, ahead of what else these do, as in schedules."""
         seconds = self._device.seconds
         while log.exchanged:
-            exchange, (task, times) = log.exchanged.popitem()
-            begin_s = seconds(log.spans[task].start)
-            end_s = begin_s + sum(seconds(end) - seconds(begin) for begin, end in times)
+            exchange, parts = log.exchanged.popitem()
+            remaining_s = sum(seconds(end) - seconds(begin) for _, times in parts for begin, end in times)
+            begin_s = seconds(log.spans[parts[0][0]].start)
             log.spans[exchange] = Span(begin_s)
-            log.spans[exchange].end = log.spans[task].start = end_s
+            log.spans[exchange].end = begin_s + remaining_s
+            for task, times in parts:
+                span = log.spans[task]
+                span.start = seconds(span.start) + remaining_s
+                remaining_s -= sum(seconds(end) - seconds(begin) for begin, end in times)
+                span.end = seconds(span.end) + remaining_s
 
     def _settle(self, log: IterationLog) -> None:
         """Turn the stamps of a finished iteration into seconds, so that 200 of them keep no thousands of events."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Final
 
 import torch
@@ -147,9 +148,15 @@ class ComputeLane:
         return frozenset(other for task in waiting for other in (*task.after, *task.after_previous))
 
     def _exchanges_of_sequences(self) -> dict[TaskId, TaskId]:
-        """By compute task, what ranks that share sequences exchange within it."""
-        tasks = self._schedule.tasks
-        return {task: other for task in self._program for other in tasks[task].after if is_within_compute(tasks[other])}
+        """By compute task, the task that ranks' exchanges within it are: a recomputation's are its backward's too."""
+        tasks, found = self._schedule.tasks, dict[TaskId, TaskId]()
+        for before, task in pairwise(self._program):
+            own = [other for other in tasks[task].after if is_within_compute(tasks[other])]
+            if own:
+                found[task] = own[0]
+            elif tasks[before].kind is TaskKind.RECOMPUTE and before in found:
+                found[task] = found[before]
+        return found
 
     def _submit(self, iteration: int) -> IterationLog:
         return IterationLog(iteration, spans=dict(self._lanes.submit(iteration)))
@@ -416,7 +423,7 @@ class ComputeLane:
         log = self._logs[self.iteration]
         log.spans[task.id].end = self._device.stamp()
         if self.peers is not None and task.id in self._exchanged:
-            log.exchanged[self._exchanged[task.id]] = (task.id, self.peers.take_spans())
+            log.exchanged.setdefault(self._exchanged[task.id], []).append((task.id, self.peers.take_spans()))
         for chunk in self._releasing.get(task.id, ()):
             self._placed.chunks[chunk].release()
         leaving: dict[Content, list[torch.Tensor]] = {}

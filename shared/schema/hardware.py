@@ -197,7 +197,7 @@ class MeasuredCollective(FrozenModel):
     """Seconds of a collective over some number of ranks, alone and beside compute.
 
     A size is that of the whole buffer: what every rank ends up with (ALL_GATHER, ALL_REDUCE) or begins with
-    (REDUCE_SCATTER).
+    (REDUCE_SCATTER), or what every rank has for all ranks together, itself included (ALL_TO_ALL).
     """
 
     collective: Collective

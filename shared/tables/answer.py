@@ -225,4 +225,6 @@ def short_plan(outcome: PlanOutcome) -> str:
         shown.append(f"n_swap {plan.n_swap}")
     if plan.mlp_tiles > 1:
         shown.append(f"mlp_tiles {plan.mlp_tiles}")
+    if plan.loss_tiles > 1:
+        shown.append(f"loss_tiles {plan.loss_tiles}")
     return ", ".join(shown)

@@ -31,11 +31,10 @@ class LeastWork:
         micro_batches = step.micro_batches
         self._throughput = throughput
         self._compute = compute
+        self._micro_batches = micro_batches
         self._compute_s = micro_batches * compute.seconds.sum(axis=1)  # (K,)
         self._once_s: FloatArray = table.device_adam_s + _arrivals_s(table, compute.prices)
         """(P,) of compute beside the tasks of sections alone."""
-        swap_out_s, swap_in_s = (np.append(0.0, of.cumsum()) for of in (compute.swap_out_s, compute.swap_in_s))
-        self._swap_s = micro_batches * np.stack([swap_in_s, swap_out_s])  # (2, n + 1)
 
         def alone_s(kind: TaskKind, work: Work) -> FloatArray:
             """(C,) of a task of every chunk."""
@@ -65,9 +64,9 @@ class LeastWork:
         """(P, L - 1) of the lanes beside compute, without what blocks swap."""
 
     def period_s(self, prefixes: IntArray, modes: IntArray) -> FloatArray:
-        """(F, K) no plan with these prefixes and rows of modes, all with the same blocks swapped, takes less."""
+        """(F, K) no plan with these prefixes and rows of modes, all with the same trips, takes less."""
         lanes_s = self._lanes_s[prefixes].copy()
-        lanes_s[:, :2] += self._swap_s[:, self._compute.modes.n_swap[modes[0]]]
+        lanes_s[:, :2] += self._micro_batches * self._compute.trip_s(self._compute.modes.trips[modes[0]])
         compute_s = self._compute_s[modes] + self._once_s[prefixes, None]
         weights = self._throughput.weights
         others_s = lanes_s @ weights[:, 1:].T

@@ -44,6 +44,11 @@ class MemoryBounds:
         swapping = np.flatnonzero(compute.modes.is_swap.any(axis=0))
         swapped_bytes = np.where(compute.modes.is_swap, compute.swap_bytes, 0)
         self._swapped[:, positions.backward(1 + swapping)] = swapped_bytes[:, swapping]
+        # Inputs are there while the block's forward runs, and its backward.
+        inputs = compute.modes.moved_inputs
+        moving = np.flatnonzero(inputs.any(axis=0))
+        for during in (positions.forward(1 + moving), positions.backward(1 + moving)):
+            self._swapped[:, during] += inputs[:, moving]
 
     @cached_property
     def activation_bytes(self) -> IntArray:

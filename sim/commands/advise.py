@@ -54,10 +54,12 @@ from ...shared.schema.optimizer import HostGradients, Optimizer
 from ...shared.schema.search_result import Goal
 from ..questions.advise import AdviceRequest, Offer, check_request, machines_with, search_machine, whole_machines
 from ..questions.advise import advise as advise_machines
+from ..questions.in_tiles import AskedTiles
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..space.step_spec import MOST_RANKS, check_shares
 from .model_choice import student_of
 from .options import MOST_SAMPLES, Margin, MaxGradientNorm, MethodName, StudentPath, check_budget, price_files
+from .space_options import AllowedLossTiles, AllowedMlpTiles
 
 if TYPE_CHECKING:
     from ...shared.report.page import Report
@@ -147,6 +149,8 @@ def advise_command(
     max_gradient_norm: MaxGradientNorm = None,
     optimizer: OptimizerName = None,
     host_gradients: HostGradientsName = None,
+    mlp_tiles: AllowedMlpTiles = None,
+    loss_tiles: AllowedLossTiles = None,
     processes: NumProcesses = None,
     state: StatePath = None,
     output: OutputPath = None,
@@ -191,6 +195,7 @@ def advise_command(
         host_gradients=host_gradients or HostGradients.PARAMETERS,
         student=student_of(model, student, method),
         goal=Goal.LONGEST_SEQUENCE if longest else Goal.FASTEST,
+        tiles=AskedTiles.named(mlp_tiles, loss_tiles),
     )
     numbers = sorted(set(ranks or ()))
     for number in numbers:

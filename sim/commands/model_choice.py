@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...shared.basics.errors import WorkloadError
+from ...shared.basics.errors import ProtwinError, WorkloadError
 from ...shared.catalogue.models import known_model
 from ...shared.cli.options import cache_folder, options_of, osft_of, warn
 from ...shared.schema.hardware import Device
@@ -17,6 +17,7 @@ from ...shared.schema.workload import Workload
 from ...shared.students.student import Student
 from ...shared.workloads.check import check_method
 from ...shared.workloads.source import is_saved_workload, resolve_workload, saved_sizes, untraced_workload
+from ..questions.in_tiles import AskedTiles, Tiles
 from ..searching.request import GlobalBatch
 from ..space.step_spec import check_shares
 
@@ -39,6 +40,10 @@ def student_of(model: str, path: Path | None, method: TrainingMethod | None) -> 
     if method is TrainingMethod.FULL:
         raise WorkloadError(f"--method {method} trains the model itself. Leave --student out, or --method.")
     return Student.load(path)
+
+
+class _NeedsTraceError(ProtwinError):
+    """Nobody knows without a trace."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +72,10 @@ class ModelChoice:
     """None: what the model and the student say."""
     student_path: Path | None = None
     """The file of what learns from the model; None: nothing does."""
+    tiles: AskedTiles = field(default_factory=AskedTiles)
+    """Numbers of tiles that the workload is to know."""
+    sequence_ranks: Tiles = ()
+    """Numbers of ranks that share each sequence, which it is to know too."""
     packed_lengths: str | None = None
     """Samples in each row, end to end; None: each row is one."""
 
@@ -79,7 +88,7 @@ class ModelChoice:
     def is_known(self) -> bool:
         """Whether it is of the catalogue, so that nothing has to be traced."""
         if known_model(self.name) is None or self.student is None:
-            return known_model(self.name) is not None
+            return known_model(self.name) is not None and max(self.sequence_ranks, default=1) == 1
         return self.untraced(1, self.sequence_length) is not None
 
     @cached_property
@@ -100,20 +109,44 @@ class ModelChoice:
 
     def workload(self) -> Workload:
         """What it does with the batch.  Raises what ``resolve_workload`` raises; WorkloadError of another method."""
-        found = resolve_workload(
-            self.name,
-            batch_size=self.batch_size,
-            sequence_length=self.sequence_length,
-            dtype=self.dtype,
-            cache=cache_folder() if self.has_cache else None,
-            warn=warn,
-            options=self.options,
-            device=self.device,
-            student=self.student,
-            packed_lengths=self.packed_lengths,
-        )
+        found = self._in_tiles(self.tiles)
         # Where the ratio leaves nothing to freeze, factors are trained as any other weights.
         return check_method(found, self.name, self.method if self.unfreeze_rank_ratio is None else None)
+
+    def _in_tiles(self, tiles: AskedTiles) -> Workload:
+        is_one = self.batch_size is None and self.sequence_length is not None and self.has_shapes
+        num_samples = 1 if is_one else self.batch_size
+
+        def resolved(mlp_tiles: Tiles, loss_tiles: Tiles) -> Workload:
+            return resolve_workload(
+                self.name,
+                batch_size=num_samples,
+                sequence_length=self.sequence_length,
+                dtype=self.dtype,
+                cache=cache_folder() if self.has_cache else None,
+                warn=warn,
+                options=self.options,
+                device=self.device,
+                student=self.student,
+                packed_lengths=self.packed_lengths,
+                mlp_tiles=mlp_tiles,
+                loss_tiles=loss_tiles,
+                sequence_ranks=self.sequence_ranks,
+            )
+
+        if not self.has_shapes or self.student is not None:
+            return resolved(tiles.mlp or (), tiles.loss or ())
+        return tiles.workload(
+            num_samples,
+            self.sequence_length,
+            resolved,
+            lambda mlp, loss: self._untraced(num_samples or 1, self.sequence_length, mlp, loss),
+        )
+
+    @property
+    def with_needed_tiles(self) -> ModelChoice:
+        """The same where nothing fits unless something runs in tiles."""
+        return replace(self, tiles=self.tiles.needed)
 
     def at(self, batch_size: int | None, sequence_length: int | None) -> Workload:
         """What it does with another batch."""
@@ -129,6 +162,30 @@ class ModelChoice:
 
     def untraced(self, batch_size: int, sequence_length: int | None) -> Workload | None:
         """What it does with another batch, where no trace is needed to know; None where one is."""
+
+        def known(mlp_tiles: Tiles, loss_tiles: Tiles) -> Workload:
+            found = self._untraced(batch_size, sequence_length, mlp_tiles, loss_tiles)
+            if found is None:
+                raise _NeedsTraceError("a trace is needed")
+            return found
+
+        if self.student is not None:
+            return self._untraced(batch_size, sequence_length, (), ())
+        try:
+            return self.tiles.workload(
+                batch_size,
+                sequence_length,
+                known,
+                lambda mlp, loss: self._untraced(batch_size, sequence_length, mlp, loss),
+            )
+        except _NeedsTraceError:
+            return None
+
+    def _untraced(
+        self, batch_size: int, sequence_length: int | None, mlp_tiles: Tiles, loss_tiles: Tiles
+    ) -> Workload | None:
+        if any(number > 1 for number in self.sequence_ranks):
+            return None
         return untraced_workload(
             self.name,
             batch_size,
@@ -138,6 +195,8 @@ class ModelChoice:
             device=self.device,
             student=self.student,
             packed_lengths=self.packed_lengths,
+            mlp_tiles=mlp_tiles,
+            loss_tiles=loss_tiles,
         )
 
     def global_batch(self, num_samples: int, num_ranks: int) -> GlobalBatch:

@@ -51,6 +51,7 @@ from ...shared.schema.workload import Workload
 from ..memory.libraries import rank_host_bytes
 from ..questions.goals import SEQUENCE_STEP, Shapes, search_goal
 from ..questions.host_bound import with_host_bound
+from ..questions.in_tiles import AskedTiles
 from ..questions.remedies import with_remedies
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..searching.request import GlobalBatch, SearchRequest, Step
@@ -91,7 +92,10 @@ from .space_options import (
     AllowedDisk,
     AllowedDiskState,
     AllowedHostStepped,
+    AllowedLossTiles,
+    AllowedMlpTiles,
     AllowedModes,
+    AllowedOffloadedInputs,
     AllowedPersistent,
     AllowedPrefetchDepths,
     AllowedSequenceRanks,
@@ -100,6 +104,7 @@ from .space_options import (
     AllowedStaging,
     AllowedSwaps,
     LooksUpRows,
+    groups_that_share,
     shard_groups_to_search,
 )
 
@@ -156,6 +161,9 @@ def search_command(
     prefetch_depth: AllowedPrefetchDepths = None,
     n_checkpoint: AllowedCheckpoints = None,
     n_swap: AllowedSwaps = None,
+    n_offload_input: AllowedOffloadedInputs = None,
+    mlp_tiles: AllowedMlpTiles = None,
+    loss_tiles: AllowedLossTiles = None,
     micro_batches: MicroBatches = None,
     max_gradient_norm: MaxGradientNorm = None,
     optimizer: OptimizerName = None,
@@ -224,8 +232,12 @@ def search_command(
         "prefetch_depth": prefetch_depth,
         "n_checkpoint": n_checkpoint,
         "n_swap": n_swap,
+        "n_offload_input": n_offload_input,
+        "mlp_tiles": mlp_tiles,
+        "loss_tiles": loss_tiles,
         "sequence_ranks": sequence_ranks,
     }
+    num_groups = groups_that_share(sequence_ranks, num_ranks)
     space = SearchSpace.model_validate(
         {knob: tuple(values) for knob, values in allowed.items() if values} | {"looks_up_rows": looks_up_rows}
     )
@@ -246,17 +258,21 @@ def search_command(
         method=method,
         student_path=student,
         packed_lengths=packed_lengths,
+        sequence_ranks=tuple(sequence_ranks or ()),
+        tiles=AskedTiles.named(
+            mlp_tiles, loss_tiles, at_any_length=goal in (Goal.LONGEST_SEQUENCE, Goal.LARGEST_BATCH)
+        ),
     )
 
     def workload_with(change: MethodChange) -> Workload | GlobalBatch:
         changed = choice.changed(change)
-        return changed.workload() if global_batch is None else changed.global_batch(global_batch, num_ranks)
+        return changed.workload() if global_batch is None else changed.global_batch(global_batch, num_groups)
 
     with progress_bar("searching"):
         request = SearchRequest(
             workload=_first_workload(goal, choice)
             if global_batch is None
-            else choice.global_batch(global_batch, num_ranks),
+            else choice.global_batch(global_batch, num_groups),
             hardware=machine,
             calibration=factors,
             device_budget_bytes=device_budget_bytes,
@@ -284,7 +300,8 @@ def search_command(
     with progress_bar("searching") as on_progress:
         # A question that cannot be answered is told at once.
         asked = what_ifs(request, workload_with if choice.has_shapes else None)
-        found = with_run(_found(goal, request, choice, on_progress), tokens)
+        found, request = _found(goal, request, choice, on_progress)
+        found = with_run(found, tokens)
         found, is_interrupted = _with_more(found, goal, request, asked, on_progress)
     if not is_interrupted:
         found = with_remedies(found, request, choice.untraced)
@@ -310,12 +327,21 @@ def _first_workload(goal: Goal, choice: ModelChoice) -> Workload:
     return choice.workload()
 
 
-def _found(goal: Goal, request: SearchRequest, choice: ModelChoice, on_progress: OnProgress) -> BatchSearchResult:
-    """The best plan.  Raises InfeasibleError, which says what would fit instead, and what ``search_goal`` raises."""
+def _found(
+    goal: Goal, request: SearchRequest, choice: ModelChoice, on_progress: OnProgress
+) -> tuple[BatchSearchResult, SearchRequest]:
+    """The best plan, and the request that it answers: where nothing fits whole, one for tiles.
+
+    Raises InfeasibleError, which says what would fit instead, and what ``search_goal`` raises.
+    """
     shapes = Shapes(choice.at_batch_size, choice.at_sequence_length) if choice.has_shapes else None
     try:
-        return search_goal(goal, request, shapes, on_progress=on_progress, keep_interrupted=True)
+        return search_goal(goal, request, shapes, on_progress=on_progress, keep_interrupted=True), request
     except InfeasibleError as error:
+        needed = choice.with_needed_tiles
+        tiled = choice.tiles.search_in_tiles(request, needed.at_batch_size) if choice.has_shapes else None
+        if tiled is not None:
+            return _found(goal, tiled, needed, on_progress)
         if isinstance(request.workload, GlobalBatch):
             raise
         sized = choice.at_batch_size if choice.is_known and goal is Goal.FASTEST else None

@@ -54,6 +54,7 @@ from ..engine.simulator import simulate as simulate_plan
 from ..memory.host import default_host_budget_bytes
 from ..memory.libraries import collective_bytes, rank_device_bytes, rank_host_bytes
 from ..memory.reserved import segment_limit_bytes
+from ..questions.in_tiles import AskedTiles
 from ..questions.leaner_plans import Room
 from ..questions.remedies import remedies
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
@@ -163,6 +164,10 @@ def simulate_command(
         method=method,
         student_path=student,
         packed_lengths=packed_lengths,
+        tiles=AskedTiles()
+        if isinstance(loaded, Pipeline)
+        else AskedTiles(mlp=(loaded.mlp_tiles,), loss=(loaded.loss_tiles,)),
+        sequence_ranks=() if isinstance(loaded, Pipeline) else (loaded.sequence_ranks,),
     )
     if isinstance(loaded, Pipeline):
         of_ranks = {"--ranks": num_ranks, "--parallel": parallel, "--n-shard": n_shard, "--shard-ranks": shard_ranks}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import gcd
 from typing import Annotated, Any
 
 import typer
 
 from ...shared.basics.errors import PlanError
 from ...shared.cli.options import size_option
+from ...shared.phases.sequence_sharing import why_not_shared
 from ...shared.schema.plan import MOST_RANKS, ParallelMode, why_not_shard_ranks
 from ..space.space import ALL, LARGEST_KNOB
 
@@ -88,6 +90,27 @@ AllowedSwaps = Annotated[
         "--n-swap", "Allow this number of swapped blocks (repeatable), or all that are sensible; 0 unless given."
     ),
 ]
+AllowedOffloadedInputs = Annotated[
+    list[int] | None,
+    _allowed_or_all(
+        "--n-offload-input",
+        "Allow this number of checkpointed blocks whose input waits on the host (repeatable), or all that are "
+        "sensible; some only where nothing fits unless given.",
+    ),
+]
+AllowedMlpTiles = Annotated[
+    list[int] | None,
+    _allowed(
+        "--mlp-tiles",
+        "Allow MLPs that run in this number of tiles of tokens (repeatable), 1 for whole; of long sequences those that "
+        "may matter unless given.",
+        least=1,
+    ),
+]
+AllowedLossTiles = Annotated[
+    list[int] | None,
+    _allowed("--loss-tiles", "The same of head and loss (repeatable).", least=1),
+]
 AllowedShardRanks = Annotated[
     list[int] | None,
     _allowed_or_all(
@@ -111,6 +134,17 @@ AllowedModes = Annotated[
     list[ParallelMode] | None,
     typer.Option("--parallel", help="Allow this way of training together (repeatable); all unless given."),
 ]
+
+
+def groups_that_share(sequence_ranks: Sequence[int] | None, num_ranks: int) -> int:
+    """Groups of ranks with batches of their own, where those share sequences that are named for it: the most of them.
+
+    Raises PlanError if they make no equal groups.
+    """
+    for number in sequence_ranks or ():
+        if (reason := why_not_shared(number, num_ranks)) is not None:
+            raise PlanError(f"{reason}.")
+    return num_ranks // gcd(*(sequence_ranks or (1,)))
 
 
 def shard_groups_to_search(

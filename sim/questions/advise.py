@@ -15,13 +15,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from threading import Thread
 from typing import Final
 
-from ...shared.basics.errors import FileError, HardwareError, PlanError, ProtwinError
+from ...shared.basics.errors import FileError, HardwareError, InfeasibleError, PlanError, ProtwinError
 from ...shared.basics.progress import OnProgress
 from ...shared.catalogue.models import known_model
 from ...shared.catalogue.rank_share import rent_of_ranks
@@ -37,12 +37,19 @@ from ...shared.schema.training_options import FULL_TRAINING, TrainingOptions
 from ...shared.schema.workload import Workload
 from ...shared.students.student import Student
 from ...shared.workloads.check import check_method
-from ...shared.workloads.source import is_saved_workload, resolve_workload, saved_sizes, usual_shape
+from ...shared.workloads.source import (
+    is_saved_workload,
+    resolve_workload,
+    saved_sizes,
+    untraced_workload,
+    usual_shape,
+)
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..searching.request import Effort, GlobalBatch, SearchRequest, Step
 from ..searching.search import search_batches
 from ..space.step_spec import StepSpec
 from .goals import SEQUENCE_STEP, Shapes, search_goal
+from .in_tiles import AskedTiles, Tiles
 
 _SECONDS_PER_HOUR: Final = 3600
 _MOST_WORK: Final = 8_000
@@ -79,6 +86,8 @@ class AdviceRequest:
     """What learns from the model, block by block; None: the model itself is trained."""
     goal: Goal = Goal.FASTEST
     """Or LONGEST_SEQUENCE, which has no ``sequence_length``."""
+    tiles: AskedTiles = field(default_factory=AskedTiles)
+    """Numbers of tiles that plans may have."""
 
     @property
     def identity(self) -> str:
@@ -87,6 +96,7 @@ class AdviceRequest:
             "options": self.options.model_dump(mode="json"),
             "calibrations": [calibration.model_dump(mode="json") for calibration in self.calibrations],
             "student": None if self.student is None else self.student.model_dump(mode="json"),
+            "tiles": asdict(self.tiles),
         }
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -95,18 +105,38 @@ class AdviceRequest:
         return next((one for one in self.calibrations if one.hardware_name == hardware.name), None)
 
     def workload_at(self, size: int, cache: Path | None, device: Device | None = None) -> Workload:
-        """The workload of a micro-batch of ``size`` samples, as ``resolve_workload`` gives it."""
-        return resolve_workload(
-            self.model,
-            batch_size=size,
-            sequence_length=self.sequence_length,
-            dtype=self.dtype,
-            cache=cache,
-            warn=lambda message: None,
-            options=self.options,
-            device=device,
-            student=self.student,
-        )
+        """The workload of a micro-batch of ``size`` samples as ``resolve_workload`` gives it, with tiles."""
+
+        def resolved(mlp_tiles: Tiles, loss_tiles: Tiles) -> Workload:
+            return resolve_workload(
+                self.model,
+                batch_size=size,
+                sequence_length=self.sequence_length,
+                dtype=self.dtype,
+                cache=cache,
+                warn=lambda message: None,
+                options=self.options,
+                device=device,
+                student=self.student,
+                mlp_tiles=mlp_tiles,
+                loss_tiles=loss_tiles,
+            )
+
+        def untraced(mlp_tiles: Tiles, loss_tiles: Tiles) -> Workload | None:
+            return untraced_workload(
+                self.model,
+                size,
+                sequence_length=self.sequence_length,
+                dtype=self.dtype,
+                options=self.options,
+                device=device,
+                mlp_tiles=mlp_tiles,
+                loss_tiles=loss_tiles,
+            )
+
+        if self.student is not None or is_saved_workload(self.model):
+            return resolved(self.tiles.mlp or (), self.tiles.loss or ())
+        return self.tiles.workload(size, self.sequence_length, resolved, untraced)
 
 
 @dataclass(frozen=True)
@@ -384,7 +414,8 @@ def _search(request: AdviceRequest, offer: Offer, cache: Path | None) -> BatchSe
     micro_batches = request.global_batch // num_ranks
 
     def at_length(length: int) -> Workload:
-        return replace(request, sequence_length=length).workload_at(1, cache, hardware.device)
+        tiles = replace(request.tiles, at_any_length=True)
+        return replace(request, sequence_length=length, tiles=tiles).workload_at(1, cache, hardware.device)
 
     asked = SearchRequest(
         workload=at_length(SEQUENCE_STEP)
@@ -396,6 +427,7 @@ def _search(request: AdviceRequest, offer: Offer, cache: Path | None) -> BatchSe
         ),
         hardware=hardware,
         calibration=request.calibration_of(hardware),
+        space=request.tiles.space,
         device_budget_bytes=request.device_budget_bytes,
         margin_frac=request.margin_frac,
         step=Step(
@@ -408,5 +440,12 @@ def _search(request: AdviceRequest, offer: Offer, cache: Path | None) -> BatchSe
         effort=Effort(max_replays=max(1, _MOST_WORK // micro_batches)),
     )
     if not is_longest:
-        return search_batches(asked)
+        try:
+            return search_batches(asked)
+        except InfeasibleError:
+            needed = replace(request, tiles=request.tiles.needed)
+            tiled = request.tiles.search_in_tiles(asked, lambda size: needed.workload_at(size, cache, hardware.device))
+            if tiled is None:
+                raise
+            return search_batches(tiled)
     return search_goal(Goal.LONGEST_SEQUENCE, asked, Shapes(lambda size: request.workload_at(size, cache), at_length))

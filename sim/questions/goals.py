@@ -164,7 +164,7 @@ def _largest(
             return False
         try:
             asked = replace(request, workload=workload_at(size * step))
-            if any(some_plan_fits(problem) for problem in problems(asked)):
+            if _surviving_bytes(asked) is not None:
                 return True
             reasons[size] = "no plan fits"
         except ProtwinError as error:
@@ -178,6 +178,8 @@ def _largest(
         return answer_at(1)  # which says why
     largest = _last(fits, 1)
     answer = answer_at(largest)
+    if answer.result.survives is False:
+        answer = _leanest(replace(request, workload=workload_at(largest * step)), on_progress) or answer
     if answer.result.survives is False:
         found: dict[int, BatchSearchResult] = {}
 
@@ -199,6 +201,34 @@ def _largest(
     if following is not None:
         words += f"; at {following * step:,}: {reasons[following]}"
     return _said(answer, goal, words)
+
+
+def _surviving_bytes(request: SearchRequest) -> int | None:
+    """The guaranteed peak of the leanest plan of some space that fits and survives; None if none does.
+
+    Nobody has to search for that.
+    """
+    room = SegmentRoom.of(request)
+    for problem in sorted(problems(_widest(request)), key=lambda one: one.least_activation_bytes):
+        if not some_plan_fits(problem):
+            continue
+        need = least_device(problem, problem.host_budget_bytes)
+        if need is not None and (room is None or room.holds(need.plan, problem)):
+            return need.device_bytes
+    return None
+
+
+def _widest(request: SearchRequest) -> SearchRequest:
+    return request.with_offloaded_inputs() if request.may_offload_inputs else request
+
+
+def _leanest(request: SearchRequest, on_progress: OnProgress | None) -> BatchSearchResult | None:
+    """The fastest plan that needs no more than the leanest that survives; None if there is none."""
+    least_bytes = _surviving_bytes(request)
+    if least_bytes is None:
+        return None
+    asked = replace(_widest(request), device_budget_bytes=least_bytes, baselines=None)
+    return _beside_others(search_batches(asked, on_progress=on_progress), request)
 
 
 def _last(fits: Callable[[int], bool], first: int) -> int:

@@ -97,7 +97,7 @@ def _is_restricting(request: SearchRequest) -> bool:
 
 def _most_host_bytes(problem: SearchProblem) -> int:
     return max(
-        int(problem.host_bytes(index, layout.prefixes, n_swap).max())
+        int(problem.host_bytes(index, layout.prefixes, trips).max())
         for index, layout in enumerate(problem.layouts)
-        for n_swap, _ in layout.grid.modes.groups
+        for trips, _ in layout.grid.modes.groups
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ...shared.layout.layout import Layout
+from ...shared.layout.travelling_inputs import input_bytes
 from ...shared.methods.known import method_named
 from ...shared.schema.memory_accounts import DeviceReserved
 from ...shared.schema.plan import ActivationMode, ParallelMode, Plan, mode_counts
@@ -69,7 +70,10 @@ def may_have_room(workload: Workload, layout: Layout, room: Room) -> bool:
         return largest_bytes <= room.device_bytes
     needed = layout.needed[workload.num_blocks + 1]
     profiles = [workload.profile_of(block) for block in range(workload.num_blocks)]
-    left_bytes = sum(min(p.checkpoint_forward.net_bytes, p.forward.net_bytes - p.swappable_bytes) for p in profiles)
+    left = [min(p.checkpoint_forward.net_bytes, p.forward.net_bytes - p.swappable_bytes) for p in profiles]
+    # What a block hands on may wait on the host until the next one is recomputed.
+    away = [*input_bytes(workload)[1:], 0]
+    left_bytes = sum(max(0, of_block - moved) for of_block, moved in zip(left, away, strict=True))
     needed_bytes = sum(layout.chunks[chunk].size_bytes for chunk in needed)
     least_bytes = needed_bytes + left_bytes + workload.epilogue_forward.peak_bytes
     return least_bytes <= room.device_bytes

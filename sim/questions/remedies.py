@@ -77,7 +77,7 @@ def remedies(
         workload_at: Other batches; None leaves the batch as it is.
     """
     plan = record.plan
-    workload = workload.tiled(plan.mlp_tiles)
+    workload = workload.tiled(plan.mlp_tiles, plan.loss_tiles)
     if schedule is None:
         schedule = memory_schedule(plan, workload)
     found = [
@@ -212,7 +212,7 @@ def _larger_batches(
     """Larger batches that could help: compute alone leaves them the time for it, however little a plan waits."""
     for times in _LARGER:
         try:
-            larger = _in_tiles(workload_at(times * workload.num_samples), record.plan.mlp_tiles)
+            larger = _in_tiles(workload_at(times * workload.num_samples), record.plan)
         except WorkloadError:
             return  # a batch that nobody has asked for may be too large for the model
         if larger is None:
@@ -222,10 +222,13 @@ def _larger_batches(
             yield larger
 
 
-def _in_tiles(workload: Workload | None, mlp_tiles: int) -> Workload | None:
-    """``workload`` with its MLPs in so many tiles; None if nobody traced it so."""
-    known = workload is not None and (mlp_tiles == 1 or any(of.mlp_tiles == mlp_tiles for of in workload.tilings))
-    return workload.tiled(mlp_tiles) if workload is not None and known else None
+def _in_tiles(workload: Workload | None, plan: Plan) -> Workload | None:
+    """``workload`` with its MLPs and its loss in as many tiles as those of ``plan``; None if nobody knows it so."""
+    if workload is None:
+        return None
+    mlp, loss = ({1, *(of.mlp_tiles for of in workload.tilings)}, {1, *(of.loss_tiles for of in workload.loss_tilings)})
+    known = plan.mlp_tiles in mlp and plan.loss_tiles in loss
+    return workload.tiled(plan.mlp_tiles, plan.loss_tiles) if known else None
 
 
 def least_compute_s(workload: Workload, costs: CostModel) -> float:

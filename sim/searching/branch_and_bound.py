@@ -17,8 +17,9 @@ from ..engine.simulator import simulate_plan
 from ..engine.timing import Timing
 from ..space.plan_family import PlanFamily
 from ..space.prices import FloatArray
+from ..space.space import Trips
 from .candidates import Candidate, Candidates
-from .problem import SearchProblem
+from .problem import FamilyKey, SearchProblem
 from .spent_effort import SpentEffort
 
 _BATCH: Final = 512
@@ -272,8 +273,8 @@ class BranchAndBound:
             periods_s[left] = self._replayed_s([batch[number] for number in left], problem.longer_family)
         return periods_s
 
-    def _replayed_s(self, batch: list[Candidate], family_of: Callable[[int, int, int], PlanFamily]) -> FloatArray:
-        known: dict[tuple[int, int, int], PlanFamily] = {}
+    def _replayed_s(self, batch: list[Candidate], family_of: Callable[[int, int, Trips], PlanFamily]) -> FloatArray:
+        known: dict[FamilyKey, PlanFamily] = {}
         plans = []
         for candidate in batch:
             key = candidate.family

@@ -1,7 +1,7 @@
 """The plans that may still win, best bound first, looked at no closer than needed.
 
 [Note: Levels of a bound]
-A *group* is all plans of a layout with the same number of swapped blocks, a *family* those of a group whose
+A *group* is all plans of a layout whose blocks send the same to the host, a *family* those of a group whose
 chunks have the same residencies.  A plan's bound is sharpened in levels, each dearer than the one before: the bound of
 its group, by the work of a whole period; that of its family; its own ([Note: Stretches] in
 ``sim/bounds/stretches.py``); whether it fits, by a lower bound of its peak; and whether it fits exactly, for which
@@ -22,7 +22,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -30,8 +30,8 @@ from ...shared.schema.plan_kind import PlanKind
 from ..bounds.exact_peaks import family_peaks
 from ..space.plan_family import PlanFamily
 from ..space.prices import FloatArray
-from ..space.space import BoolArray, IntArray, LayoutGrid
-from .problem import SearchProblem
+from ..space.space import BoolArray, IntArray, LayoutGrid, Trips
+from .problem import FamilyKey, SearchProblem
 
 _PLAN: Final = 0
 _RESIDENCY: Final = 1
@@ -50,7 +50,7 @@ class Candidate:
     layout: int
     index: tuple[int, int, int]
     """Residency, prefetch depth and modes, as indices into the layout's grid."""
-    n_swap: int
+    trips: Trips
     simplicity: tuple[int, ...]
     bound_s: float
     """No simulation of it takes less."""
@@ -58,14 +58,14 @@ class Candidate:
     """Guaranteed device peak."""
 
     @property
-    def family(self) -> tuple[int, int, int]:
-        """The family of ``SearchProblem.family``: layout, residency and number of swapped blocks."""
-        return self.layout, self.index[0], self.n_swap
+    def family(self) -> FamilyKey:
+        """The family of ``SearchProblem.family``."""
+        return self.layout, self.index[0], self.trips
 
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """The plans of a layout with the same number of swapped blocks."""
+    """The plans of a layout whose blocks send the same to the host."""
 
     layout: int
     number: int
@@ -167,7 +167,7 @@ class _Plans:
 _Entry = _Group | _Family | _Rows | _Plans
 _Opened = tuple[_Plans, tuple[float, int, int, int]]
 """A plan that was looked at, with those of its residency."""
-_Item = tuple[float, int, tuple[int, ...], int, _Entry]
+_Item = tuple[float, int, tuple[Any, ...], int, _Entry]
 """Its bound, level and simplicity, and a ticket."""
 
 
@@ -252,7 +252,7 @@ class Candidates:
                 self._heap.remove(item)
                 heapify(self._heap)
                 number, columns = int(np.flatnonzero(rows.rows == row)[0]), np.flatnonzero(rows.modes == mode)
-                family = self._problem.family(like.layout, row, like.n_swap)
+                family = self._problem.family(like.layout, row, like.trips)
                 self._sharpen([_Look(rows, number, columns, family)], np.inf)
                 break
         for plans, plan in self._opened(np.inf):
@@ -376,13 +376,13 @@ class Candidates:
     def _grid(self, layout: int) -> LayoutGrid:
         return self._problem.layouts[layout].grid
 
-    def _push(self, bound_s: float, level: int, key: tuple[int, ...], entry: _Entry) -> None:
+    def _push(self, bound_s: float, level: int, key: tuple[Any, ...], entry: _Entry) -> None:
         heappush(self._heap, (bound_s, level, key, next(self._ticket), entry))
 
     def _add_groups(self, index: int) -> None:
         """Bound every group by its most generous plan, and leave out families that no budget holds."""
         problem, layout = self._problem, self._problem.layouts[index]
-        for number, (n_swap, modes) in enumerate(layout.grid.modes.groups):
+        for number, (trips, modes) in enumerate(layout.grid.modes.groups):
             is_open = np.ones((len(layout.prefixes), len(modes)), dtype=np.bool_)
             if self._kind is not None:
                 is_open = layout.grid.is_of_kind(self._kind, layout.prefixes, modes)
@@ -394,8 +394,8 @@ class Candidates:
             levels = layout.memory.activation_bytes[modes]
             may_fit = np.zeros_like(is_open)
             may_fit[rows] = is_open[rows] & (static_bytes[:, None] + levels <= problem.device_budget_bytes)
-            may_fit[rows] &= (problem.host_bytes(index, prefixes, n_swap) <= problem.host_budget_bytes)[:, None]
-            num_residencies = layout.num_residencies(n_swap)[:, None]
+            may_fit[rows] &= (problem.host_bytes(index, prefixes, trips) <= problem.host_budget_bytes)[:, None]
+            num_residencies = layout.num_residencies(trips)[:, None]
             self.num_candidates += int((num_residencies * is_open).sum())
             self.num_bounded_by_memory += int((num_residencies * (is_open & ~may_fit)).sum())
             if may_fit.any():
@@ -404,29 +404,29 @@ class Candidates:
                 self._push(
                     float(bounds_s.min()),
                     _GROUP,
-                    (n_swap, -layout.grid.layout.chunk_bytes),
+                    (*trips, -layout.grid.layout.chunk_bytes),
                     _Group(index, number, bounds_s),
                 )
 
     def _add_families(self, group: _Group) -> None:
         layout = self._problem.layouts[group.layout]
-        n_swap, modes = layout.grid.modes.groups[group.number]
+        trips, modes = layout.grid.modes.groups[group.number]
         for prefix, bounds_s in zip(layout.prefixes.tolist(), group.bounds_s, strict=True):
             may_fit = np.isfinite(bounds_s)
             if may_fit.any():
                 family = _Family(group.layout, group.number, prefix, modes[may_fit], bounds_s[may_fit])
-                key = (n_swap, -layout.grid.layout.chunk_bytes, prefix)
+                key = (*trips, -layout.grid.layout.chunk_bytes, prefix)
                 self._push(float(bounds_s.min()), _FAMILY, key, family)
 
     def _add_rows(self, family: _Family) -> None:
         """Leave out what a bound of the peak excludes, and queue the family's residencies, most buffers first."""
         layout = self._problem.layouts[family.layout]
         grid, modes = layout.grid, family.modes
-        n_swap = int(grid.modes.n_swap[modes[0]])
+        trips = grid.modes.trips[modes[0]]
         rows = np.flatnonzero(grid.prefix == family.prefix)
         rows = rows[np.argsort(-grid.n_buffer[rows])]
         peaks = layout.memory.peak_bytes(family.prefix, grid.n_buffer[rows], grid.prefetch_depth, modes)
-        is_open = np.broadcast_to(grid.is_distinct(n_swap)[rows][:, :, None], peaks.shape)
+        is_open = np.broadcast_to(grid.is_distinct(trips)[rows][:, :, None], peaks.shape)
         fits = is_open & (peaks <= self.device_limit_bytes)
         self.num_bounded_by_memory += int(np.count_nonzero(is_open & ~fits))
         bounds_s = np.broadcast_to(family.bounds_s, peaks.shape[1:])
@@ -440,7 +440,7 @@ class Candidates:
             bound_s = float(np.where(left.fits.any(axis=0), left.bounds_s, np.inf).min())
             grid, row = self._grid(found.layout), left.rows[0]
             place = (-grid.layout.chunk_bytes, int(grid.prefix[row]), int(grid.n_buffer[row]))
-            key = (int(grid.modes.n_swap[left.modes[0]]), *place, *left.modes.tolist())
+            key = (*grid.modes.trips[left.modes[0]], *place, *left.modes.tolist())
             self._push(bound_s, _RESIDENCY, key, left)
 
     def _look_at_rows(self, found: _Rows, limit_s: float) -> _Look | None:
@@ -462,8 +462,8 @@ class Candidates:
         adds = self._problem.fewer_buffers_add(found.layout, int(found.rows[number]))
         counting = is_open[number:] if adds else is_open[number : number + 1]
         columns = np.flatnonzero(counting.any(axis=(0, 1)))
-        n_swap = int(self._grid(found.layout).modes.n_swap[found.modes[0]])
-        return _Look(found, number, columns, self._problem.family(found.layout, int(found.rows[number]), n_swap))
+        trips = self._grid(found.layout).modes.trips[found.modes[0]]
+        return _Look(found, number, columns, self._problem.family(found.layout, int(found.rows[number]), trips))
 
     def _add_plans(self, look: _Look, found_s: FloatArray, limit_s: float) -> None:
         """Queue the plans that were looked at and fit, and all others; ``found_s``: (D, K)."""
@@ -494,5 +494,5 @@ class Candidates:
     def _candidate(self, plans: _Plans, plan: tuple[float, int, int, int]) -> Candidate:
         bound_s, depth, mode, peak_bytes = plan
         grid = self._grid(plans.layout)
-        simplicity, n_swap = self._simplicity(plans, plan), int(grid.modes.n_swap[mode])
-        return Candidate(plans.layout, (plans.row, depth, mode), n_swap, simplicity, bound_s, peak_bytes)
+        simplicity, trips = self._simplicity(plans, plan), grid.modes.trips[mode]
+        return Candidate(plans.layout, (plans.row, depth, mode), trips, simplicity, bound_s, peak_bytes)

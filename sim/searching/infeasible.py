@@ -200,8 +200,8 @@ def _rest_bytes(problem: SearchProblem) -> int:
     needs = (
         int(layout.table.static_device_bytes(layout.prefixes, problem.workload.resident_bytes)[is_within].min())
         for index, layout in enumerate(problem.layouts)
-        for n_swap, _ in layout.grid.modes.groups
-        if (is_within := problem.host_bytes(index, layout.prefixes, n_swap) <= problem.host_budget_bytes).any()
+        for trips, _ in layout.grid.modes.groups
+        if (is_within := problem.host_bytes(index, layout.prefixes, trips) <= problem.host_budget_bytes).any()
     )
     return min(needs, default=problem.device_budget_bytes)
 
@@ -216,6 +216,9 @@ def _knobs(plan: Plan) -> str:
         f"prefetch_depth = {plan.prefetch_depth}"
         f"{f', n_checkpoint = {plan.n_checkpoint}' if plan.method is not TrainingMethod.BYPASS else ''}"
         f"{f', n_swap = {plan.n_swap}' if plan.n_swap else ''}"
+        f"{f', n_offload_input = {plan.n_offload_input}' if plan.n_offload_input else ''}"
+        f"{f', mlp_tiles = {plan.mlp_tiles}' if plan.mlp_tiles > 1 else ''}"
+        f"{f', loss_tiles = {plan.loss_tiles}' if plan.loss_tiles > 1 else ''}"
     )
 
 

@@ -44,8 +44,17 @@ def least_device(problem: SearchProblem, host_limit_bytes: int | None = None) ->
 
 def some_plan_fits(problem: SearchProblem) -> bool:
     """Whether a plan is within both budgets, for every timing."""
-    need = least_device(problem, problem.host_budget_bytes)
-    return need is not None and need.device_bytes <= problem.device_budget_bytes
+    device_bytes, host_bytes = problem.device_budget_bytes, problem.host_budget_bytes
+    within = [one for one in _places(problem) if one.host_bytes <= host_bytes and one.bound_bytes <= device_bytes]
+    for _, _, index, number, prefix in sorted(within, key=lambda place: (place.bound_bytes, place[2:])):
+        layout = problem.layouts[index]
+        grid, modes = layout.grid, layout.grid.modes.groups[number][1]
+        n_buffer = grid.n_buffer[grid.prefix == prefix]
+        if layout.memory.peak_bytes(prefix, n_buffer, grid.prefetch_depth, modes).min() > device_bytes:
+            continue
+        if _cheapest_of_prefix(problem, index, number, prefix).device_bytes <= device_bytes:
+            return True
+    return False
 
 
 def least_host(problem: SearchProblem, device_limit_bytes: int | None = None) -> Need | None:
@@ -116,9 +125,9 @@ class _Place(NamedTuple):
 def _places(problem: SearchProblem) -> Iterator[_Place]:
     for index, layout in enumerate(problem.layouts):
         static_bytes = layout.table.static_device_bytes(layout.prefixes, problem.workload.resident_bytes)
-        for number, (n_swap, modes) in enumerate(layout.grid.modes.groups):
+        for number, (trips, modes) in enumerate(layout.grid.modes.groups):
             bounds = (static_bytes + int(layout.memory.activation_bytes[modes].min())).tolist()
-            host_bytes = problem.host_bytes(index, layout.prefixes, n_swap).tolist()
+            host_bytes = problem.host_bytes(index, layout.prefixes, trips).tolist()
             for bound, host, prefix in zip(bounds, host_bytes, layout.prefixes.tolist(), strict=True):
                 yield _Place(bound, host, index, number, prefix)
 
@@ -127,19 +136,19 @@ def _cheapest_of_prefix(problem: SearchProblem, index: int, group: int, prefix: 
     """The plan with this prefix and these swapped blocks that has the smallest guaranteed device peak."""
     layout = problem.layouts[index]
     grid = layout.grid
-    n_swap, modes = grid.modes.groups[group]
+    trips, modes = grid.modes.groups[group]
     rows = np.flatnonzero(grid.prefix == prefix)
     bounds = layout.memory.peak_bytes(prefix, grid.n_buffer[rows], grid.prefetch_depth, modes).min(axis=(1, 2))
     best: tuple[int, tuple[int, ...], tuple[int, int, int]] | None = None
     for bound_bytes, row in sorted(zip(bounds.tolist(), rows.tolist(), strict=True)):
         if best is not None and bound_bytes > best[0]:
             break
-        peaks = family_peaks(problem.family(index, row, n_swap), modes)
+        peaks = family_peaks(problem.family(index, row, trips), modes)
         for depth, place in np.argwhere(peaks == peaks.min()).tolist():
             mode = int(modes[place])
             key = (int(peaks.min()), grid.simplicity(row, depth, mode), (row, depth, mode))
             best = key if best is None else min(best, key)
     assert best is not None
-    host_bytes = int(problem.host_bytes(index, np.array([prefix]), n_swap)[0])
+    host_bytes = int(problem.host_bytes(index, np.array([prefix]), trips)[0])
     disk_bytes = int(layout.table.staged_bytes.on_disk(layout.table.places.on_disk[prefix]))
     return Need(problem.plan(index, *best[2]), best[0], host_bytes, disk_bytes)

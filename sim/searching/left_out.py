@@ -68,7 +68,7 @@ def _bounds_s(request: SearchRequest, problem: SearchProblem, limit_s: float) ->
     is_swapping = _is_left_out(request, problem, LeftOutSort.SWAPS)
     modes = problem.layouts[0].grid.modes
     if is_swapping:
-        modes = mode_rows(problem.workload, request.space.model_copy(update={"n_swap": None}))
+        modes = mode_rows(problem.compute.workload, request.space.model_copy(update={"n_swap": None}))
     larger, found = problem.with_modes(modes), {}
     if is_swapping:
         swapping = Candidates(larger, PlanKind.SWAPPED)

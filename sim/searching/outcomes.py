@@ -198,8 +198,8 @@ class _Known:
     @property
     def character(self) -> tuple[int, ...]:
         """What makes plans more than variants of one another: layout, where chunks lie, modes."""
-        n_swap, n_checkpoint, _, *residencies, _, _ = self.candidate.simplicity
-        return self.candidate.layout, *residencies, n_checkpoint, n_swap
+        n_swap, n_offload_input, n_checkpoint, _, *residencies, _, _ = self.candidate.simplicity
+        return self.candidate.layout, *residencies, n_checkpoint, n_swap, n_offload_input
 
     @property
     def order(self) -> tuple[float, int, tuple[int, ...]]:
@@ -250,7 +250,7 @@ def _outcome(known: _Known, told: _Told) -> PlanOutcome:
     plan = problem.plan(candidate.layout, *candidate.index)
     grid = problem.layouts[candidate.layout].grid
     prefix = grid.prefix[[candidate.index[0]]]
-    pinned_bytes = int(problem.pinned_host_bytes(candidate.layout, prefix, plan.n_swap)[0])
+    pinned_bytes = int(problem.pinned_host_bytes(candidate.layout, prefix, candidate.trips)[0])
     logs = problem.time_logs(candidate.family, candidate.index)
     return PlanOutcome(
         plan=plan,
@@ -261,7 +261,7 @@ def _outcome(known: _Known, told: _Told) -> PlanOutcome:
         is_simulated=known.is_simulated,
         guaranteed_peak_device_bytes=candidate.peak_bytes,
         pinned_host_bytes=pinned_bytes,
-        host_bytes=int(problem.host_bytes(candidate.layout, prefix, plan.n_swap)[0]) - pinned_bytes,
+        host_bytes=int(problem.host_bytes(candidate.layout, prefix, candidate.trips)[0]) - pinned_bytes,
     )
 
 

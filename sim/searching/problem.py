@@ -41,12 +41,16 @@ from ..space.lane_programs import LanePrograms
 from ..space.least_on_disk import HostAndDisk, least_on_disk, within_disk
 from ..space.plan_family import PlanFamily
 from ..space.prices import FloatArray
-from ..space.space import IntArray, LayoutGrid, ModeRows, SearchSpace
+from ..space.space import IntArray, LayoutGrid, ModeRows, SearchSpace, Trips
 from ..space.step_spec import StepSpec
 from .request import SearchRequest
 
 _MOST_FAMILIES: Final = 64
 """Families of one micro-batch that are kept; of several, as many fewer."""
+
+
+FamilyKey = tuple[int, int, Trips]
+"""Of a family of plans: layout, residency, and what blocks send to the host."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +71,10 @@ class LayoutProblem:
         distinct: IntArray = prefix[np.append(True, prefix[1:] != prefix[:-1])]
         return distinct
 
-    def num_residencies(self, n_swap: int) -> IntArray:
-        """(F,) distinct residencies and prefetch depths of every prefix, for the plans with this ``n_swap``."""
+    def num_residencies(self, trips: Trips) -> IntArray:
+        """(F,) distinct residencies and prefetch depths of every prefix, for the plans with these trips."""
         place = np.searchsorted(self.prefixes, self.grid.prefix)
-        found = np.bincount(place, self.grid.is_distinct(n_swap).sum(axis=1), minlength=len(self.prefixes))
+        found = np.bincount(place, self.grid.is_distinct(trips).sum(axis=1), minlength=len(self.prefixes))
         num_residencies: IntArray = found.astype(np.int64)
         return num_residencies
 
@@ -102,8 +106,8 @@ class SearchProblem:
     is_shared: bool = False
     """Whether both budgets are shares of one memory, which nobody asked for."""
     method: Method = FULL_TRAINING
-    _families: dict[tuple[int, int, int], PlanFamily] = field(default_factory=dict, repr=False, compare=False)
-    """The latest, by layout, residency and number of swapped blocks."""
+    _families: dict[FamilyKey, PlanFamily] = field(default_factory=dict, repr=False, compare=False)
+    """The latest, by their keys."""
 
     @property
     def has_disk(self) -> bool:
@@ -135,7 +139,7 @@ class SearchProblem:
         """Replays plans of all kinds: they share what is known of their copies."""
         return Replayer(self.contention)
 
-    def time_logs(self, family: tuple[int, int, int], index: tuple[int, int, int]) -> FloatArray:
+    def time_logs(self, family: FamilyKey, index: tuple[int, int, int]) -> FloatArray:
         """(draws,) logarithms of one plan's time over the predicted one: ``time_logs`` in ``sim/engine/intervals.py``.
 
         NaN where the replay does not become periodic.  ``family``, ``index``: of its candidate.
@@ -182,12 +186,12 @@ class SearchProblem:
         """Micro-batches that the family has no tasks of."""
         return self.step.micro_batches - family.positions.micro_batches
 
-    def family(self, layout: int, row: int, n_swap: int) -> PlanFamily:
-        """The plans of one residency of a layout with so many swapped blocks, at all prefetch depths.
+    def family(self, layout: int, row: int, trips: Trips) -> PlanFamily:
+        """The plans of one residency of a layout with the same trips, at all prefetch depths.
 
         Of the micro-batches that are kept, or of all where buffers are not used alike in each.
         """
-        key = (layout, row, n_swap)
+        key = (layout, row, trips)
         known = self._families.pop(key, None)
         if known is None:
             table = self.layouts[layout].kept_table
@@ -199,12 +203,12 @@ class SearchProblem:
         self._families[key] = known
         return known
 
-    def longer_family(self, layout: int, row: int, n_swap: int) -> PlanFamily:
+    def longer_family(self, layout: int, row: int, trips: Trips) -> PlanFamily:
         """The same plans of more micro-batches than are kept, as many as the simulator takes where these do not settle.
 
         The family itself if it has as many.
         """
-        family = self.family(layout, row, n_swap)
+        family = self.family(layout, row, trips)
         num_kept = self.kept_compute.positions.micro_batches
         num_longer = min(MORE_KEPT * num_kept, self.step.micro_batches)
         if family.positions.micro_batches >= num_longer:
@@ -212,18 +216,18 @@ class SearchProblem:
         table = replace(self.layouts[layout].table, step=replace(self.step, micro_batches=num_longer))
         positions = self.method.policies.sections.positions_of(self.workload, num_longer)
         compute = replace(self.kept_compute, positions=positions)
-        longer = self._family(table, compute, (layout, row, n_swap))
+        longer = self._family(table, compute, (layout, row, trips))
         return longer if longer.draft.repeats or num_longer == self.step.micro_batches else family
 
-    def _family(self, table: ChunkTable, compute: ComputeTable, key: tuple[int, int, int]) -> PlanFamily:
-        layout, row, n_swap = key
+    def _family(self, table: ChunkTable, compute: ComputeTable, key: FamilyKey) -> PlanFamily:
+        layout, row, trips = key
         grid = self.layouts[layout].grid
         return PlanFamily.of(
             table,
             compute,
             prefix=int(grid.prefix[row]),
             n_buffer=int(grid.n_buffer[row]),
-            n_swap=n_swap,
+            trips=trips,
             depths=grid.prefetch_depth,
             policies=self.method.policies,
         )
@@ -231,7 +235,7 @@ class SearchProblem:
     @cached_property
     def _whole_compute(self) -> ComputeTable:
         """The compute lane with the levels of every micro-batch."""
-        workload, policies = self.layouts[0].table.workload, self.method.policies
+        workload, policies = self.compute.workload, self.method.policies
         return compute_table(workload, self.compute.modes, self.costs, self.step, policies)
 
     def with_modes(self, modes: ModeRows) -> SearchProblem:
@@ -241,7 +245,7 @@ class SearchProblem:
         """
         grid = replace(self.layouts[0].grid, modes=modes)
         policies = self.method.policies
-        compute, kept = _compute_tables(self.layouts[0].table.workload, grid, self.costs, self.step, policies)
+        compute, kept = _compute_tables(self.compute.workload, grid, self.costs, self.step, policies)
         deepest = int(grid.prefetch_depth[-1])
         return replace(
             self,
@@ -260,10 +264,12 @@ class SearchProblem:
         )
 
     def in_tiles(self, request: SearchRequest, *, mlp_tiles: int, loss_tiles: int) -> SearchProblem:
-        """The space whose plans run their MLPs and loss in so many tiles; of one whose plans run them whole.
+        """The space whose plans run their MLPs and loss in so many tiles, and are the same else.
 
         It has the same chunks, and shares what is known of them.  Raises PlanError as ``Workload.tiled``.
         """
+        if (mlp_tiles, loss_tiles) == (self.step.mlp_tiles, self.step.loss_tiles):
+            return self
         step = replace(self.step, mlp_tiles=mlp_tiles, loss_tiles=loss_tiles)
         first, policies = self.layouts[0].grid, self.method.policies
         planned = _planned(self.workload.tiled(mlp_tiles, loss_tiles), first)
@@ -286,15 +292,15 @@ class SearchProblem:
             return RoundTrips(table, compute, self.throughput, deepest)
         return LeastWork(table, compute, self.throughput)
 
-    def pinned_host_bytes(self, layout: int, prefix: IntArray, n_swap: int) -> IntArray:
-        """(R,) pinned host memory: of offloaded chunks, and of what blocks swap."""
-        pinned: IntArray = self.layouts[layout].table.pinned_host_bytes(prefix) + self.compute.swapped_bytes[n_swap]
+    def pinned_host_bytes(self, layout: int, prefix: IntArray, trips: Trips) -> IntArray:
+        """(R,) pinned host memory: of offloaded chunks, and of what blocks send there."""
+        pinned: IntArray = self.layouts[layout].table.pinned_host_bytes(prefix) + self.compute.trip_bytes(trips)
         return pinned
 
-    def host_bytes(self, layout: int, prefix: IntArray, n_swap: int) -> IntArray:
+    def host_bytes(self, layout: int, prefix: IntArray, trips: Trips) -> IntArray:
         """(R,) all host memory, with what steps make on the way."""
         table = self.layouts[layout].table
-        return self.pinned_host_bytes(layout, prefix, n_swap) + table.host_bytes(prefix) + table.step_bytes(prefix)
+        return self.pinned_host_bytes(layout, prefix, trips) + table.host_bytes(prefix) + table.step_bytes(prefix)
 
 
 def search_problem(
@@ -348,7 +354,10 @@ def search_problem(
         device_budget_bytes=device_budget_bytes,
         host_budget_bytes=host_budget_bytes,
         is_host_budget_given=request.host_budget_bytes is not None,
-        is_restricted=request.space not in (SearchSpace(), SearchSpace(n_disk_state=None)),
+        is_restricted=any(
+            getattr(request.space, knob) not in (None, field.default)
+            for knob, field in SearchSpace.model_fields.items()
+        ),
         costs=costs,
         contention=contention,
         throughput=throughput,
@@ -470,8 +479,8 @@ def _with_shares(problem: SearchProblem) -> SearchProblem:
         static_bytes = table.static_device_bytes(layout.prefixes, problem.workload.resident_bytes).max()
         chunks_bytes = table.facts.size_bytes.sum() + table.facts.gradients[2].sum()
         most_device.append(int(static_bytes + chunks_bytes + layout.memory.activation_bytes.max()))
-        for n_swap, _ in layout.grid.modes.groups:
-            host_needs += problem.host_bytes(index, layout.prefixes, n_swap).tolist()
+        for trips, _ in layout.grid.modes.groups:
+            host_needs += problem.host_bytes(index, layout.prefixes, trips).tolist()
     device_bytes, host_bytes = shares_of_one_memory(
         memory_bytes, most_device_bytes=max(most_device), host_needs_bytes=host_needs
     )

@@ -236,6 +236,30 @@ class SearchRequest:
         is_open = "n_disk_state" not in self.space.model_fields_set and not self.space.looks_up_rows
         return self.hardware.disk is not None and self.world_ranks == 1 and is_open and not is_one_memory
 
+    @property
+    def may_offload_inputs(self) -> bool:
+        """Whether inputs of checkpointed blocks may go to the host: nobody said how many, nor what is checkpointed."""
+        method = self.smallest_workload().method
+        is_open = not self.space.model_fields_set & {"n_offload_input", "n_checkpoint"}
+        return is_open and method_named(method, self.method).policies.sections.has_modes
+
+    def with_offloaded_inputs(self) -> SearchRequest:
+        """The same with inputs of checkpointed blocks on the host, as many as are sensible."""
+        return replace(self, space=self.space.model_copy(update={"n_offload_input": None}))
+
+    @property
+    def tries(self) -> Iterator[SearchRequest]:
+        """What is searched in turn until something fits: itself, and with what may lie elsewhere."""
+        yield self
+        has_disk = self.may_use_disk
+        if self.may_offload_inputs:
+            yield self.with_offloaded_inputs()
+            if has_disk:
+                yield self.with_disk()
+                yield self.with_offloaded_inputs().with_disk()
+        elif has_disk:
+            yield self.with_disk()
+
     def with_disk(self) -> SearchRequest:
         """The same with what the host cannot hold on the machine's disk ([Note: Chunks on the disk])."""
         return replace(self, space=self.space.model_copy(update={"n_disk_state": None}))

@@ -69,15 +69,28 @@ def search_batches(
 ) -> BatchSearchResult:
     """What ``search`` finds, and besides what became of every size of the micro-batch.  Errors as of ``search``.
 
-    Where nothing fits and the machine has a disk, what the host cannot hold may lie there.
+    Where nothing fits, inputs of checkpointed blocks may go to the host, and what that cannot hold may lie on the
+    machine's disk, if it has one.
     """
-    tries = [request, *([request.with_disk()] if request.may_use_disk else [])]
-    for asked in tries:
+    reason: InfeasibleError
+    for asked in request.tries:
         try:
             return _with_margin(asked, on_progress=on_progress, keep_interrupted=keep_interrupted)
         except InfeasibleError as error:
             reason = error
-    raise with_advice_on_disk(reason, request)
+    raise with_advice_on_disk(reason.explained() if isinstance(reason, _UnexplainedError) else reason, request)
+
+
+class _UnexplainedError(InfeasibleError):
+    """Nothing fits; why, takes as long to say as to find."""
+
+    def __init__(self, request: SearchRequest, branches: dict[Where, BranchAndBound]) -> None:
+        super().__init__("no plan fits.")
+        self._asked = request, branches
+
+    def explained(self) -> InfeasibleError:
+        """The same with the reason."""
+        return _nothing_fits(*self._asked)
 
 
 def _with_margin(
@@ -114,21 +127,20 @@ def _search(request: SearchRequest, *, on_progress: OnProgress | None, keep_inte
     interrupted = was_interrupted(branches.values(), chooser.search, keep=keep_interrupted)
     choice = chooser.choice()
     if choice is None:
-        raise _nothing_fits(request, branches)
+        raise _UnexplainedError(request, branches)
     if request.risk is Risk.HIGH:
         choice = chooser.least_high_end(choice)
     chosen = choice.chosen.where
     result = search_result(request, choice, tuple(branches.values()), is_interrupted=interrupted)
     if request.baselines is not None:
         # Other systems run MLPs and the loss whole; some share sequences.
-        asked = (chosen.grouping, chosen.place, chosen.sequence_ranks, (1, 1))
-        alike = {
-            at: branch.problem
-            for at, branch in branches.items()
-            if (at.grouping, at.place, at.sequence_ranks, at.tiles) == asked
-        }
-        problems = {where.size: problem for where, problem in alike.items()}
-        found = baselines(problems, SegmentRoom.of(request), result.plan, own=request.baselines)
+        asked = (chosen.grouping, chosen.place, chosen.sequence_ranks)
+        alike: dict[int, SearchProblem] = {}
+        for at, branch in branches.items():
+            if (at.grouping, at.place, at.sequence_ranks) == asked:
+                alike.setdefault(at.size, branch.problem)
+        whole = {size: problem.in_tiles(request, mlp_tiles=1, loss_tiles=1) for size, problem in alike.items()}
+        found = baselines(whole, SegmentRoom.of(request), result.plan, own=request.baselines)
         result = result.model_copy(update={"baselines": found})
         if not interrupted:
             distinct = {id(branch.problem): branch.problem for branch in branches.values()}
@@ -299,6 +311,18 @@ def _is_offloading(mode: ParallelMode, modes: tuple[ParallelMode, ...]) -> bool 
     return None if len(modes) == 1 else True
 
 
+def _tried(branches: dict[Where, BranchAndBound]) -> str:
+    """Which knobs of long sequences were turned, in words."""
+    knobs: list[str] = []
+    for knob in ("mlp_tiles", "loss_tiles"):
+        numbers = sorted({getattr(where, knob) for where in branches} - {1})
+        knobs += [f"{knob} {' and '.join(map(str, numbers))}"] if numbers else []
+    inputs = [branch.problem.compute.modes.n_offload_input for branch in branches.values()]
+    most = max((int(numbers.max()) for numbers in inputs if numbers is not None), default=0)
+    knobs += [f"inputs of up to {most} blocks on the host"] if most else []
+    return f" Tried with {', '.join(knobs)}, too." if knobs else ""
+
+
 def _nothing_fits(request: SearchRequest, branches: dict[Where, BranchAndBound]) -> InfeasibleError:
     """Why not even the smallest micro-batches fit."""
     sizes = {where.size for where in branches}
@@ -308,7 +332,7 @@ def _nothing_fits(request: SearchRequest, branches: dict[Where, BranchAndBound])
             found = smallest.setdefault(where.grouping, branch.problem)
             if branch.problem.least_activation_bytes < found.least_activation_bytes:
                 smallest[where.grouping] = branch.problem
-    reason = nothing_fits(list(smallest.values()))
+    reason = InfeasibleError(f"{nothing_fits(list(smallest.values()))}{_tried(branches)}")
     if not isinstance(request.workload, GlobalBatch):
         return reason
     others = f" and with it none of {len(sizes)} sizes of the micro-batch" if len(sizes) > 1 else ""

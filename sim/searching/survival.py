@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...shared.schema.hardware import Device
+from ...shared.schema.plan import Plan
 from ...shared.schema.schedule import Schedule
 from ..engine.kept_schedule import memory_schedule
 from ..memory.libraries import more_collective_bytes
@@ -59,6 +60,17 @@ class SegmentRoom:
             self.device,
             expandable_segments=expandable_segments,
         )
+
+    def holds(self, plan: Plan, problem: SearchProblem) -> bool:
+        """Whether the segments of a plan that nobody has simulated are expected to leave the margin free."""
+        layout = next(one.grid.layout for one in problem.layouts if one.grid.layout.chunk_bytes == plan.chunk_bytes)
+        schedule = memory_schedule(
+            plan, problem.workload, layout, policies=problem.method.policies, rounded_bytes=round_size
+        )
+        step = problem.step
+        more_bytes = more_collective_bytes(problem.together, step.num_ranks, step.shard_ranks)
+        wanted_bytes = expected_segments_bytes(schedule, problem.workload, layout, self.device)
+        return more_bytes + wanted_bytes <= self.limit_bytes
 
     @staticmethod
     def _schedule(found: Simulated, problem: SearchProblem) -> Schedule:

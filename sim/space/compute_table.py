@@ -20,7 +20,7 @@ from ...shared.schema.workload import Workload
 from ..costs.task_costs import CostModel
 from .prices import FloatArray, PriceList
 from .section_program import SectionProgram
-from .space import BoolArray, IntArray, ModeRows
+from .space import BoolArray, IntArray, ModeRows, Trips
 from .step_spec import StepSpec
 
 _PLAIN_STEP: Final = StepSpec()
@@ -44,6 +44,20 @@ class ComputeTable:
     """(n,) its copy to the host."""
     swap_in_s: FloatArray
     """(n,) its copy back."""
+    input_copies_s: FloatArray
+    """(2, n) what each block moves of its input, to the device and to the host; 0 where none does."""
+
+    def trip_s(self, trips: Trips) -> FloatArray:
+        """(2,) of all that comes back in a micro-batch, and of all that leaves."""
+        swapped = slice(trips.n_swap)
+        found: FloatArray = self.input_copies_s[:, list(trips.inputs)].sum(axis=1)
+        found += np.stack([self.swap_in_s[swapped], self.swap_out_s[swapped]]).sum(axis=1)
+        return found
+
+    def trip_bytes(self, trips: Trips) -> int:
+        """Pinned host memory of what blocks send there."""
+        inputs = self.modes.input_bytes
+        return int(self.swapped_bytes[trips.n_swap]) + (0 if inputs is None else int(inputs[list(trips.inputs)].sum()))
 
     @cached_property
     def swapped_bytes(self) -> IntArray:
@@ -61,9 +75,12 @@ def compute_table(
     """Tabulate the compute lane of ``workload`` for each choice of ``modes``."""
     swap_bytes = np.array([workload.profile_of(block).swappable_bytes for block in range(workload.num_blocks)])
 
-    def copies_s(kind: TaskKind) -> FloatArray:
-        price = {size: costs.task_s(Task(TaskId(0), kind, moved_bytes=size)) if size else 0.0 for size in swap_bytes}
-        return np.array([price[size] for size in swap_bytes])
+    def copies_s(kind: TaskKind, sizes: IntArray) -> FloatArray:
+        price = {size: costs.task_s(Task(TaskId(0), kind, moved_bytes=size)) if size else 0.0 for size in set(sizes)}
+        return np.array([price[size] for size in sizes])
+
+    out, back = TaskKind.ACTIVATION_OFFLOAD, TaskKind.ACTIVATION_FETCH
+    inputs = np.zeros(workload.num_blocks, dtype=np.int64) if modes.input_bytes is None else modes.input_bytes
 
     prices, program = PriceList(costs), SectionProgram.of(policies, workload, modes.is_checkpoint)
     return ComputeTable(
@@ -75,8 +92,9 @@ def compute_table(
         + _swapping_s(prices, modes, swap_bytes > 0, policies.sections.positions_of(workload)),
         levels=_levels(policies, workload, modes, step.micro_batches),
         swap_bytes=swap_bytes,
-        swap_out_s=copies_s(TaskKind.ACTIVATION_OFFLOAD),
-        swap_in_s=copies_s(TaskKind.ACTIVATION_FETCH),
+        swap_out_s=copies_s(out, swap_bytes),
+        swap_in_s=copies_s(back, swap_bytes),
+        input_copies_s=np.stack([copies_s(back, inputs), copies_s(out, inputs)]),
     )
 
 
@@ -97,8 +115,8 @@ def _swapping_s(prices: PriceList, modes: ModeRows, moves: BoolArray, positions:
 
 
 def _levels(policies: Policies, workload: Workload, modes: ModeRows, micro_batches: int) -> ActivationLevels:
-    nothing = np.zeros(modes.is_swap.shape, dtype=np.int64)
-    levels = policies.sections.levels_of(workload, modes.is_checkpoint, modes.is_swap, nothing, micro_batches)
+    inputs = modes.moved_inputs
+    levels = policies.sections.levels_of(workload, modes.is_checkpoint, modes.is_swap, inputs, micro_batches)
     if levels is not None:
         return levels
     return SectionProgram.of(policies, workload, modes.is_checkpoint, micro_batches=micro_batches).levels()

@@ -14,6 +14,7 @@ from ...shared.basics.errors import PlanError
 from ...shared.layout.layout import ALIGNMENT_BYTES, Layout, aligned, layout_of, why_not_on_device
 from ...shared.layout.looked_up import looking_up, why_not_looked_up
 from ...shared.layout.residencies import ChunkResidency
+from ...shared.layout.travelling_inputs import input_bytes
 from ...shared.schema.plan import ParallelMode, ProjectionPlace
 from ...shared.schema.workload import Workload
 from .disk_choices import OnDisk, named
@@ -30,6 +31,10 @@ _MAX_CHUNKS: Final = 600
 _DENSE_BUFFERS: Final = 8
 """So many values of ``n_buffer`` above the fewest possible are all in the space; beyond, steps grow by a quarter."""
 
+_INPUT_SHARES: Final = (1, 2, 4)
+"""[Note: Offloaded inputs]  Inputs leave where room is short, and there most blocks are checkpointed.  Where all are
+that do not swap, all offload their input, a half or a quarter of them; where three quarters are at least, all or none;
+of fewer none."""
 _MOST_COUNTS: Final = 48
 """Of deeper models not every number of checkpointed blocks is in the space, but every second one, or third, and so on:
 one block more or less changes the iteration by less than one percent."""
@@ -141,33 +146,40 @@ _WHO_KNOWS: Final = {
 def mode_rows(workload: Workload, space: SearchSpace) -> ModeRows:
     """Every distinct choice of modes that the space allows.
 
-    A block that has nothing to move keeps its activations in mode SWAP, so that several choices may come to the same:
-    the one with the fewest swapped blocks stands for them.
+    A block that has nothing to move keeps its activations in mode SWAP, and its input in mode OFFLOAD_INPUT, so that
+    several choices may come to the same: the one with the fewest swapped blocks, and then offloaded inputs, stands for
+    them.
     """
     num_blocks = workload.num_blocks
-    pairs = [
-        (n_swap, n_checkpoint)
+    choices = [
+        (n_swap, n_checkpoint, n_offload_input)
         for n_swap in _swap_counts(workload, space.n_swap)
         for n_checkpoint in _checkpoint_counts(num_blocks, space.n_checkpoint)
         if n_swap + n_checkpoint <= num_blocks
+        for n_offload_input in _input_counts(num_blocks - n_swap, n_checkpoint, space.n_offload_input)
     ]
-    if not pairs:
+    if not choices:
         raise _no_modes(num_blocks, space)
-    every = np.array(pairs, dtype=np.int64)
-    rows = ModeRows(num_blocks, every[:, 0].copy(), every[:, 1].copy())
+    n_swap, n_checkpoint, n_offload_input = np.array(choices, dtype=np.int64).T.copy()
+    sizes = np.array(input_bytes(workload), dtype=np.int64)
+    inputs = (n_offload_input, sizes) if n_offload_input.any() else (None, None)
     moves = np.array([workload.profile_of(block).swappable_bytes > 0 for block in range(num_blocks)])
-    if moves.all():
+    rows = ModeRows(num_blocks, n_swap, n_checkpoint, None if moves.all() else moves, *inputs)
+    if moves.all() and not n_offload_input.any():
         return rows
     distinct: dict[bytes, int] = {}
-    for row, modes in enumerate(np.concatenate([rows.is_checkpoint, rows.is_swap & moves], axis=1)):
+    moved = np.concatenate([rows.is_checkpoint, rows.is_swap & moves, rows.moved_inputs > 0], axis=1)
+    for row, modes in enumerate(moved):
         distinct.setdefault(modes.tobytes(), row)
     kept = sorted(distinct.values())
-    return ModeRows(num_blocks, rows.n_swap[kept], rows.n_checkpoint[kept], moves)
+    n_offload_input = n_offload_input[kept]
+    inputs = (n_offload_input, sizes) if n_offload_input.any() else (None, None)
+    return ModeRows(num_blocks, n_swap[kept], n_checkpoint[kept], rows.moves, *inputs)
 
 
 def keeping_all(space: SearchSpace) -> SearchSpace:
     """The space without plans whose blocks are checkpointed or swap.  Raises PlanError if all plans have some."""
-    for knob in ("n_checkpoint", "n_swap"):
+    for knob in ("n_checkpoint", "n_swap", "n_offload_input"):
         wanted = getattr(space, knob)
         if wanted is not None and min(wanted) > 0:
             raise PlanError(
@@ -175,7 +187,7 @@ def keeping_all(space: SearchSpace) -> SearchSpace:
                 f"of a block follows its forward at once, and there is nothing to recompute or to swap. Allow "
                 f"{knob} = 0."
             )
-    return space.model_copy(update={"n_checkpoint": (0,), "n_swap": (0,)})
+    return space.model_copy(update={"n_checkpoint": (0,), "n_swap": (0,), "n_offload_input": (0,)})
 
 
 def _swap_counts(workload: Workload, wanted: Sequence[int] | None) -> list[int]:
@@ -196,13 +208,30 @@ def _checkpoint_counts(num_blocks: int, wanted: Sequence[int] | None) -> list[in
     return sorted({count for count in wanted if count <= num_blocks})
 
 
+def _input_counts(num_others: int, n_checkpoint: int, wanted: Sequence[int] | None) -> list[int]:
+    """Of ``n_checkpoint`` blocks among those that do not swap; see [Note: Offloaded inputs]."""
+    if wanted is not None:
+        return sorted({count for count in wanted if count <= n_checkpoint})
+    if n_checkpoint == num_others:
+        return sorted({0, *(-(-n_checkpoint // share) for share in _INPUT_SHARES)})
+    return sorted({0, n_checkpoint}) if 4 * n_checkpoint >= 3 * num_others else [0]
+
+
 def _no_modes(num_blocks: int, space: SearchSpace) -> PlanError:
-    for knob, wanted in (("n_checkpoint", space.n_checkpoint), ("n_swap", space.n_swap)):
+    for knob in ("n_checkpoint", "n_swap", "n_offload_input"):
+        wanted = getattr(space, knob)
         if wanted is not None and min(wanted) > num_blocks:
             return PlanError(
                 f"the space holds no plan: {knob} is at least {min(wanted)} but the workload has "
                 f"{num_blocks} blocks. Allow {num_blocks} or fewer."
             )
+    most = max(_checkpoint_counts(num_blocks, space.n_checkpoint), default=0)
+    if space.n_offload_input is not None and min(space.n_offload_input) > most:
+        return PlanError(
+            f"the space holds no plan: n_offload_input is at least {min(space.n_offload_input)} but n_checkpoint at "
+            f"most {most}, and only blocks that are recomputed have their input offloaded. Allow n_checkpoint = "
+            f"{min(space.n_offload_input)}, or fewer inputs."
+        )
     assert space.n_checkpoint is not None
     assert space.n_swap is not None
     least = min(space.n_swap)

@@ -25,7 +25,7 @@ from .compute_table import ComputeTable
 from .lane_order import known_before
 from .lane_programs import LanePrograms, LeftOut
 from .prices import FloatArray, PriceList
-from .space import BoolArray, IntArray
+from .space import BoolArray, IntArray, Trips
 
 COMPUTE, H2D, D2H, CPU_OPTIM, COLLECTIVE = (
     tuple(Lane).index(lane) for lane in (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU_OPTIM, Lane.COLLECTIVE)
@@ -38,7 +38,7 @@ _REPEATS_FROM: Final = 2
 
 @dataclass(frozen=True, eq=False)
 class PlanFamily:
-    """Plans of one residency and one set of swapped blocks.
+    """Plans of one residency whose blocks send the same to the host.
 
     Shapes: D prefetch depths, K choices of activation modes, P positions and L tasks of compute, N tasks, T tasks of a
     lane.
@@ -60,7 +60,7 @@ class PlanFamily:
         *,
         prefix: int,
         n_buffer: int,
-        n_swap: int,
+        trips: Trips,
         depths: IntArray,
         policies: Policies = FULL_TRAINING,
     ) -> Self:
@@ -74,8 +74,8 @@ class PlanFamily:
             facts=table.facts,
             residency=table.places.residency(prefix),
             n_buffer=n_buffer,
-            is_swap=np.arange(workload.num_blocks) < n_swap,
-            offloads_input=np.zeros(workload.num_blocks, dtype=np.bool_),
+            is_swap=np.arange(workload.num_blocks) < trips.n_swap,
+            offloads_input=np.isin(np.arange(workload.num_blocks), trips.inputs),
             is_checkpoint=compute.modes.is_checkpoint,
             depths=depths,
             num_disk_state=on_disk.n_disk_state,

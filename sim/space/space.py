@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -73,6 +73,8 @@ class SearchSpace(FrozenModel):
     prefetch_depth: _Positive = (1, 2, 3)
     n_checkpoint: _NonNegative | None = None
     n_swap: _NonNegative | None = (0,)
+    n_offload_input: _NonNegative | None = (0,)
+    """Of the checkpointed blocks; None for what [Note: Offloaded inputs] in ``enumerate.py`` names."""
     mlp_tiles: _Positive | None = None
     """Tiles of tokens that MLPs run in; None for whole and all numbers that the workload knows."""
     loss_tiles: _Positive | None = None
@@ -81,7 +83,7 @@ class SearchSpace(FrozenModel):
     """Neighbouring ranks that share each sequence; None for 1 and all numbers that the workload knows and the ranks
     allow."""
 
-    @field_validator("n_swap", "n_host_stepped", mode="before")
+    @field_validator("n_swap", "n_host_stepped", "n_offload_input", mode="before")
     @classmethod
     def _every(cls, value: Any) -> Any:
         return None if isinstance(value, tuple) and ALL in value else value
@@ -92,9 +94,18 @@ class SearchSpace(FrozenModel):
         return self.n_disk_state is not None
 
 
+class Trips(NamedTuple):
+    """Which blocks send something to the host and fetch it back."""
+
+    n_swap: int
+    """So many first ones, in mode SWAP: what they have saved."""
+    inputs: tuple[int, ...] = ()
+    """In mode OFFLOAD_INPUT: their input, if it is theirs alone.  Ascending."""
+
+
 @dataclass(frozen=True)
 class ModeRows:
-    """The choices of activation modes in the space: K of n_swap and n_checkpoint, for n blocks."""
+    """The choices of activation modes in the space: K of n_swap, n_checkpoint and n_offload_input, for n blocks."""
 
     num_blocks: int
     n_swap: IntArray
@@ -103,13 +114,47 @@ class ModeRows:
     """(K,) ascending for each ``n_swap``."""
     moves: BoolArray | None = None
     """(n,) the blocks that have something to move in mode SWAP; None if all have."""
+    n_offload_input: IntArray | None = None
+    """(K,) ascending for each of the pairs; None if no block offloads its input."""
+    input_bytes: IntArray | None = None
+    """(n,) what each block moves in mode OFFLOAD_INPUT; None if no block offloads its input."""
 
     @cached_property
-    def swaps(self) -> BoolArray:
-        """(K,) whether something is moved in mode SWAP."""
+    def travels(self) -> BoolArray:
+        """(K,) whether something is moved, in mode SWAP or OFFLOAD_INPUT."""
         moved = self.is_swap if self.moves is None else np.logical_and(self.is_swap, self.moves)
-        swaps: BoolArray = np.asarray(np.any(moved, axis=1))
-        return swaps
+        travels: BoolArray = np.asarray(np.any(np.logical_or(moved, self.moved_inputs > 0), axis=1))
+        return travels
+
+    @cached_property
+    def offloads_input(self) -> BoolArray:
+        """(K, n) the blocks in mode OFFLOAD_INPUT: the first ones of the checkpointed, the first block last."""
+        if self.n_offload_input is None:
+            return np.zeros(self.is_checkpoint.shape, dtype=np.bool_)
+        order = np.roll(np.arange(self.num_blocks), -1)
+        number = np.cumsum(self.is_checkpoint[:, order], axis=1)
+        found = np.zeros(self.is_checkpoint.shape, dtype=np.bool_)
+        found[:, order] = self.is_checkpoint[:, order] & (number <= self.n_offload_input[:, None])
+        return found
+
+    @cached_property
+    def moved_inputs(self) -> IntArray:
+        """(K, n) bytes of their input that blocks move."""
+        sizes = np.zeros(self.num_blocks, dtype=np.int64) if self.input_bytes is None else self.input_bytes
+        found: IntArray = np.where(self.offloads_input, sizes, 0)
+        return found
+
+    @cached_property
+    def trips(self) -> tuple[Trips, ...]:
+        """(K,) of every row."""
+        if self.n_offload_input is None:
+            return tuple(map(Trips, self.n_swap.tolist()))
+        inputs = [tuple(np.flatnonzero(row).tolist()) for row in self.offloads_input]
+        return tuple(map(Trips, self.n_swap.tolist(), inputs))
+
+    def num_offloading(self, row: int) -> int:
+        """``n_offload_input`` of a row."""
+        return 0 if self.n_offload_input is None else int(self.n_offload_input[row])
 
     @cached_property
     def is_checkpoint(self) -> BoolArray:
@@ -129,10 +174,12 @@ class ModeRows:
         return is_swap
 
     @cached_property
-    def groups(self) -> tuple[tuple[int, IntArray], ...]:
-        """Every ``n_swap`` with its rows."""
-        values = sorted(set(self.n_swap.tolist()))
-        return tuple((value, np.flatnonzero(self.n_swap == value)) for value in values)
+    def groups(self) -> tuple[tuple[Trips, IntArray], ...]:
+        """The rows in which the same blocks send the same away."""
+        rows: dict[Trips, list[int]] = {}
+        for row, trips in enumerate(self.trips):
+            rows.setdefault(trips, []).append(row)
+        return tuple((trips, np.array(rows[trips], dtype=np.int64)) for trips in sorted(rows))
 
 
 @dataclass(frozen=True)
@@ -172,12 +219,12 @@ class LayoutGrid:
         by_residency = [self.places.num_of(residency)[self.prefix] for residency in reversed(ChunkResidency)]
         return list(zip(*(numbers.tolist() for numbers in by_residency[:-1]), strict=True))
 
-    def is_distinct(self, n_swap: int) -> BoolArray:
-        """(R, D) whether the plans with this ``n_swap`` differ from those before them.
+    def is_distinct(self, trips: Trips) -> BoolArray:
+        """(R, D) whether the plans with these trips differ from those before them.
 
         Where nothing travels, no chunk and no activation, no depth matters.
         """
-        travels = self.travels | (n_swap > 0)
+        travels = self.travels | (trips.n_swap > 0 or len(trips.inputs) > 0)
         is_distinct: BoolArray = travels[:, None] | (np.arange(len(self.prefetch_depth)) == 0)
         return is_distinct
 
@@ -188,7 +235,7 @@ class LayoutGrid:
         )
         place = self._place_complexity[prefixes, None]
         recomputed = np.where(self.modes.n_checkpoint[modes] > 0, checkpointed, resident)
-        activations = np.where(self.modes.swaps[modes], swapped, recomputed)
+        activations = np.where(self.modes.travels[modes], swapped, recomputed)
         is_of_kind: BoolArray = np.maximum(place, activations) == kind.complexity
         return is_of_kind
 
@@ -203,7 +250,7 @@ class LayoutGrid:
     @cached_property
     def num_candidates(self) -> int:
         """Distinct plans of this layout."""
-        return sum(int(self.is_distinct(n_swap).sum()) * len(rows) for n_swap, rows in self.modes.groups)
+        return sum(int(self.is_distinct(trips).sum()) * len(rows) for trips, rows in self.modes.groups)
 
     def plan(self, workload: Workload, residency: int, depth: int, mode: int) -> Plan:
         """The plan at these indices."""
@@ -221,6 +268,7 @@ class LayoutGrid:
             prefetch_depth=int(self.prefetch_depth[depth]),
             n_swap=int(self.modes.n_swap[mode]),
             n_checkpoint=int(self.modes.n_checkpoint[mode]),
+            n_offload_input=self.modes.num_offloading(mode),
             mlp_tiles=self.step.mlp_tiles,
             loss_tiles=self.step.loss_tiles,
             micro_batches=self.step.micro_batches,
@@ -237,13 +285,15 @@ class LayoutGrid:
     def simplicity(self, residency: int, depth: int, mode: int) -> tuple[int, ...]:
         """Smaller is simpler.
 
-        Fewer swapped blocks, fewer recomputed ones, less look-ahead, fewer chunks on a disk, less of each and fewer
-        places, fewer offloaded chunks, fewer sharded ones, fewer that the host steps for the device, fewer buffers,
+        Fewer swapped blocks, fewer offloaded inputs, fewer recomputed blocks, less look-ahead, fewer chunks on a disk,
+        less of each and fewer places, fewer offloaded chunks, fewer sharded ones, fewer that the host steps for the
+        device, fewer buffers,
         larger chunks.  No two distinct plans of a space share it, so
         a choice by it depends on no order of enumeration.
         """
         return (
             int(self.modes.n_swap[mode]),
+            self.modes.num_offloading(mode),
             int(self.modes.n_checkpoint[mode]),
             int(self.prefetch_depth[depth]),
             *self.places.on_disk[self.prefix[residency]].tolist(),

@@ -12,6 +12,7 @@ from hypothesis.strategies import DrawFn
 from protwin.shared.compile.compile import FULL_TRAINING, Policies, compile_schedule
 from protwin.shared.layout.layout import Layout, build_layout
 from protwin.shared.layout.residencies import GATHERED
+from protwin.shared.layout.travelling_inputs import input_bytes
 from protwin.shared.schema.hardware import Hardware
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.schedule import Lane, Schedule
@@ -73,6 +74,8 @@ class Case:
         """The plan's row of the compute table."""
         modes = self.compute.modes
         is_mode = (modes.n_swap == self.plan.n_swap) & (modes.n_checkpoint == self.plan.n_checkpoint)
+        if modes.n_offload_input is not None:
+            is_mode &= modes.n_offload_input == self.plan.n_offload_input
         return np.flatnonzero(is_mode)
 
     def family(self, n_buffer: int | None = None, depths: Sequence[int] | None = None) -> PlanFamily:
@@ -82,7 +85,7 @@ class Case:
             self.compute,
             prefix=self.prefix,
             n_buffer=self.plan.n_buffer if n_buffer is None else n_buffer,
-            n_swap=self.plan.n_swap,
+            trips=self.compute.modes.trips[int(self.mode[0])],
             depths=np.array([self.plan.prefetch_depth] if depths is None else depths),
             policies=self.policies,
         )
@@ -140,8 +143,11 @@ def case(
     step = StepSpec(*knobs, chosen.host_gradients, chosen.shard_ranks, chosen.projects_gradients_on)
     costs = costs.stepping(chosen.optimizer)
     most = model.num_blocks + 1 if policies.sections.has_modes else 1
-    pairs = [(s, c) for s in range(most) for c in range(most - s)]
-    modes = ModeRows(model.num_blocks, *(np.array(column) for column in zip(*pairs, strict=True)))
+    choices = [(s, c, i) for s in range(most) for c in range(most - s) for i in range(c + 1)]
+    n_swap, n_checkpoint, n_offload_input = (np.array(column) for column in zip(*choices, strict=True))
+    inputs = np.array(input_bytes(model))
+    moves = np.array([model.profile_of(block).swappable_bytes > 0 for block in range(model.num_blocks)])
+    modes = ModeRows(model.num_blocks, n_swap, n_checkpoint, moves, n_offload_input, inputs)
     compute = compute_table(model, modes, costs, step, policies)
     on_disk = DiskChoice(chosen.n_disk_state, chosen.n_disk, chosen.n_staging)
     places = Placements.of(layout, [(chosen.n_persist, chosen.n_host_stepped, chosen.n_shard)], [on_disk])
@@ -162,7 +168,7 @@ def cases(draw: DrawFn) -> Case:
     has_disk = draw(st.booleans())
     sorts = {"optimizers": any_optimizer(model), "host_gradients": any_host_gradients(model)}
     chosen, layout = draw(plans(model, **sorts, has_disk=has_disk))
-    chosen = chosen.model_copy(update={"activation_modes": None, "n_offload_input": 0})
+    chosen = chosen.model_copy(update={"activation_modes": None})
     if draw(st.booleans()):
         chosen = chosen.model_copy(update={"n_swap": 0, "micro_batches": 1, "max_gradient_norm": None})
     return draw(on_a_machine(model, chosen, layout, has_disk=has_disk))

@@ -124,16 +124,18 @@ def brute_force(
         for of_mlp, of_loss in product(mlp, loss)
         if of_mlp in (space.mlp_tiles or mlp) and of_loss in (space.loss_tiles or loss)
     ]
-    knobs = (space.chunk_bytes, tiles, space.n_buffer, space.prefetch_depth, space.n_checkpoint, space.n_swap)
+    every_modes = list(product(space.n_checkpoint or (), space.n_swap or (), space.n_offload_input or (0,)))
+    knobs = (space.chunk_bytes, tiles, space.n_buffer, space.prefetch_depth, every_modes)
     chunk_sizes, *others = (() if values is None else values for values in knobs)
     for chunk_bytes in chunk_sizes:
         layout = layout_of(model, chunk_bytes)
         kept = kept_counts(space, len(layout.chunks))
-        for (n_persist, n_host_stepped), on_disk, in_tiles, n_buffer, depth, n_checkpoint, n_swap in product(
+        for (n_persist, n_host_stepped), on_disk, in_tiles, n_buffer, depth, modes in product(
             kept, disk_counts(space), *others
         ):
+            n_checkpoint, n_swap, n_offload_input = modes
             if n_buffer >= layout.min_buffers(n_persist + n_host_stepped):
-                if n_checkpoint + n_swap > model.num_blocks:
+                if n_checkpoint + n_swap > model.num_blocks or n_offload_input > n_checkpoint:
                     continue
                 if on_disk[0] > len(layout.chunks) - n_persist - n_host_stepped:
                     continue
@@ -150,6 +152,7 @@ def brute_force(
                     prefetch_depth=depth,
                     n_checkpoint=n_checkpoint,
                     n_swap=n_swap,
+                    n_offload_input=n_offload_input,
                     **in_tiles,
                     micro_batches=step.micro_batches,
                     max_gradient_norm=step.max_gradient_norm,
@@ -227,8 +230,8 @@ def cases_with_disk(
 
 
 @st.composite
-def cases_with_long_knobs(draw: DrawFn, models: st.SearchStrategy[Workload] = _SMALL_MODELS) -> Case:
-    """Few blocks, tiles of MLPs and of the loss, and few values of the other knobs."""
+def cases_with_long_knobs(draw: DrawFn, models: st.SearchStrategy[Workload] = _MODELS) -> Case:
+    """Few blocks, tiles of MLPs and of the loss, inputs on the host, and few values of the other knobs."""
     model = draw(with_tilings(draw(models)))
     box = draw(hardware()).model_copy(update={"name": model.measured_on})
     every = st.sampled_from((None, None, (1, 2), (2, 5)))
@@ -239,6 +242,7 @@ def cases_with_long_knobs(draw: DrawFn, models: st.SearchStrategy[Workload] = _S
         prefetch_depth=draw(st.integers(1, 2)),
         n_checkpoint=tuple({0, draw(st.integers(0, model.num_blocks))}),
         n_swap=draw(st.sampled_from(((0,), (0,), (0, 1)))),
+        n_offload_input=draw(st.sampled_from(((0,), (0, 1), (0, 2), (0, 1, 2)))),
         mlp_tiles=draw(every),
         loss_tiles=draw(every),
     )

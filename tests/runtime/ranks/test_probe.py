@@ -65,9 +65,9 @@ def test_one_rank_tells_the_machine_of_both_which_can_be_searched(two_ranks: Ran
 
 
 def test_every_collective_of_a_schedule_is_measured() -> None:
-    """As collectives are named in tasks."""
+    """As collectives are named in tasks; and all-to-alls, which several kinds of tasks are."""
     kinds = {TaskKind.ALL_GATHER, TaskKind.REDUCE_SCATTER, TaskKind.ALL_REDUCE}
-    assert {one.value for one in SCHEDULED} == {kind.value for kind in kinds}
+    assert {one.value for one in SCHEDULED} == {kind.value for kind in kinds} | {"all_to_all"}
 
 
 def counted(rank: int, slow_rank: int) -> tuple[list[int], tuple[MeasuredCollective, ...]]:
@@ -131,10 +131,12 @@ def does_what_its_name_says(rank: int) -> list[list[float]]:
 
 def test_the_work_is_that_of_tasks(two_ranks: Ranks) -> None:
     """Rank 0 has ones and rank 1 twos: whole (2,), then the rank's own part (1,) of what is scattered."""
-    (gathered, scattered, reduced), (gathered_1, scattered_1, reduced_1) = two_ranks.run(does_what_its_name_says)
+    (gathered, scattered, reduced, exchanged), of_second = two_ranks.run(does_what_its_name_says)
+    gathered_1, scattered_1, reduced_1, exchanged_1 = of_second
     assert gathered[:2] == gathered_1[:2] == [1.0, 2.0]
     assert scattered[2:] == scattered_1[2:] == [3.0]
     assert reduced[:2] == reduced_1[:2] == [3.0, 3.0]
+    assert exchanged[3:] == exchanged_1[3:] == [1.0, 2.0], "a scalar of each rank for each"
 
 
 def gathers(num_ranks: int, seconds: tuple[float, ...]) -> MeasuredCollective:

@@ -54,7 +54,8 @@ def test_memory_bounds_never_exceed_the_guaranteed_peak_and_the_last_one_equals_
 @settings(max_examples=examples(50, 12))
 def test_host_bytes_are_those_of_the_schedule(found: Case) -> None:
     prefix = np.array([found.prefix])
-    pinned_bytes = found.chunks.pinned_host_bytes(prefix)[0] + found.compute.swapped_bytes[found.plan.n_swap]
+    trips = found.compute.modes.trips[int(found.mode[0])]
+    pinned_bytes = found.chunks.pinned_host_bytes(prefix)[0] + found.compute.trip_bytes(trips)
     assert pinned_bytes == found.schedule.static_bytes(Memory.PINNED_HOST)
     assert found.chunks.host_bytes(prefix)[0] == found.schedule.static_bytes(Memory.HOST)
 

@@ -30,7 +30,7 @@ from protwin.sim.engine.timing import Fold
 from protwin.sim.engine.unfolding import names_each_once, unfold_tasks
 from protwin.sim.searching.problem import SearchProblem, search_problem
 from protwin.sim.searching.request import SearchRequest, Step
-from protwin.sim.space.space import SearchSpace
+from protwin.sim.space.space import SearchSpace, Trips
 from protwin.sim.space.step_spec import StepSpec
 from tests.proof_size import examples
 from tests.shared import small_models
@@ -153,7 +153,7 @@ def test_replays_of_few_micro_batches_have_the_period_and_the_peak_of_all(
     row, depth, mode = (
         data.draw(st.integers(0, len(of) - 1)) for of in (grid.prefix, grid.prefetch_depth, grid.modes.n_swap)
     )
-    family = problem.family(0, row, int(grid.modes.n_swap[mode]))
+    family = problem.family(0, row, grid.modes.trips[mode])
     chosen = problem.plan(0, row, depth, mode)
     schedule = compile_schedule(chosen, problem.workload, grid.layout)
     assert family_peaks(family, np.array([mode]))[depth, 0] == guaranteed_device_peak(schedule).size_bytes
@@ -273,7 +273,7 @@ def test_bounds_hold_however_many_micro_batches_were_left_out(problem: SearchPro
     grid = layout.grid
     row = data.draw(st.integers(0, len(grid.prefix) - 1))
     modes = np.flatnonzero(grid.modes.n_swap == data.draw(st.sampled_from(sorted(set(grid.modes.n_swap.tolist())))))
-    family = problem.family(0, row, int(grid.modes.n_swap[modes[0]]))
+    family = problem.family(0, row, grid.modes.trips[modes[0]])
     (bounds_s,) = problem.least_periods_s([(family, modes)])
     depth, place = (data.draw(st.integers(0, length - 1)) for length in bounds_s.shape)
     _, timing = simulate_plan(
@@ -291,7 +291,7 @@ def test_the_work_of_many_micro_batches_bounds_them_as_one() -> None:
     problem = search_problem(
         SearchRequest(workload=model, hardware=hardware, space=space, step=Step(micro_batches=1024))
     )
-    family, mode = problem.family(0, 0, 0), np.array([0])
+    family, mode = problem.family(0, 0, Trips(0)), np.array([0])
     begin, num_tasks = np.array(family.micro_batch_places(2)).T
     seconds = [family.compute_s(mode)[0], *(family.seconds(lane, 0) for lane in (1, 2, 3))]
     work_s = [of[first : first + count].sum() for of, first, count in zip(seconds, begin, num_tasks, strict=True)]

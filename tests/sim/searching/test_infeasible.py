@@ -29,7 +29,7 @@ from tests.sim.brute_force import Case, brute_force, cases
 from tests.sim.fastest import fastest_request
 from tests.sim.hand_made import machine, workload
 
-SPACE = SearchSpace(chunk_bytes=256)
+SPACE = SearchSpace(chunk_bytes=256, n_offload_input=0)
 
 
 def problem_of(found: Case, device_bytes: int, host_bytes: int) -> SearchProblem:

@@ -71,3 +71,12 @@ def test_tiles_that_nobody_traced_are_refused() -> None:
     for space, knob in ((SearchSpace(mlp_tiles=3), "mlp_tiles"), (SearchSpace(loss_tiles=3), "loss_tiles")):
         with pytest.raises(PlanError, match=rf"{knob}: 3, .* knows none. Trace the model with that number"):
             search(fastest_request(workload=model, hardware=machine(), space=space))
+
+
+def test_other_systems_run_the_loss_whole_beside_a_plan_in_tiles() -> None:
+    model = _with_large_epilogue(1000)
+    request = fastest_request(workload=model, hardware=machine(), baselines=(), space=SearchSpace(loss_tiles=2))
+    result = search(request)
+    assert result.plan.loss_tiles == 2
+    assert result.baselines
+    assert {one.plan.loss_tiles for one in result.baselines if one.plan is not None} == {1}

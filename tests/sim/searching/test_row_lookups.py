@@ -18,7 +18,7 @@ from protwin.sim.engine.simulator import simulate_timing
 from protwin.sim.searching.problem import search_problem
 from protwin.sim.searching.request import Effort, Step
 from protwin.sim.searching.search import search
-from protwin.sim.space.space import SearchSpace
+from protwin.sim.space.space import SearchSpace, Trips
 from tests.proof_size import some_quick
 from tests.shared.looking_up import CHUNK_BYTES, lookups
 from tests.sim.fastest import fastest_request
@@ -81,7 +81,10 @@ def test_the_search_finds_what_brute_force_finds(micro_batches: int, max_norm: f
         for row, prefix in enumerate(layout.grid.prefix):
             plan = problem.plan(number, row, 0, 0)
             expected = hosts[plan.chunk_bytes, plan.n_buffer]
-            assert problem.host_bytes(number, layout.grid.prefix[row : row + 1], 0)[0] == expected, (plan, prefix)
+            assert problem.host_bytes(number, layout.grid.prefix[row : row + 1], Trips(0))[0] == expected, (
+                plan,
+                prefix,
+            )
 
 
 def test_a_space_without_lookups_says_why() -> None:

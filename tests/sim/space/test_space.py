@@ -59,8 +59,8 @@ def _plans(model: Workload, space: SearchSpace | None = None) -> list[Plan]:
 def _indices(grid: LayoutGrid) -> list[tuple[int, int, int]]:
     return [
         (residency, depth, int(mode))
-        for n_swap, rows in grid.modes.groups
-        for residency, depth in np.argwhere(grid.is_distinct(n_swap)).tolist()
+        for trips, rows in grid.modes.groups
+        for residency, depth in np.argwhere(grid.is_distinct(trips)).tolist()
         for mode in rows
     ]
 

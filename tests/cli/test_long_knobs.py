@@ -1,0 +1,44 @@
+"""Knobs of long sequences that make no sense, and those that do, on the real console script."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Protwin
+from tests.cli.refusals import SEARCH, refusal
+
+_GPT2 = ("search", "--model", "gpt2", "--hardware", "rtx-3090", "--batch-size", "1", "--sequence-length", "64")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((*_GPT2, "--mlp-tiles", "0"), "'--mlp-tiles': Input should be greater than or equal to 1"),
+        ((*_GPT2, "--loss-tiles", str(2**40)), "'--loss-tiles': Input should be less than or equal to"),
+        ((*_GPT2, "--mlp-tiles", "128"), "mlp_tiles is 128, but the batch has 64 tokens"),
+        ((*_GPT2, "--loss-tiles", "128"), "loss_tiles is 128, but the batch has 64 tokens"),
+        ((*SEARCH, "--mlp-tiles", "4"), "workload.json is a workload that knows 1. Trace the model with that number"),
+        ((*SEARCH, "--loss-tiles", "4"), "workload.json is a workload that knows 1. Trace the model with that number"),
+        ((*SEARCH, "--n-offload-input", "some"), "'some' is neither a number from 0 to"),
+        ((*SEARCH, "--n-offload-input", "4", "--n-checkpoint", "0"), "n_offload_input is at least 4 but n_checkpoint"),
+    ],
+)
+def test_tiles_and_inputs_that_cannot_be_are_refused(
+    protwin: Protwin, folder: Path, arguments: tuple[str, ...], told: str
+) -> None:
+    assert told in refusal(protwin, folder, arguments)
+
+
+@pytest.mark.slow
+def test_a_model_without_modules_that_run_in_tiles_says_so(protwin: Protwin, folder: Path) -> None:
+    """BERT calls its layers one by one."""
+    arguments = ("--model", "bert-large", "--hardware", "rtx-3090", "--batch-size", "1", "--sequence-length", "64")
+    assert "has no" in refusal(protwin, folder, ("search", *arguments, "--mlp-tiles", "4"))
+
+
+@pytest.mark.slow
+def test_a_model_without_a_loss_over_words_says_so(protwin: Protwin, folder: Path) -> None:
+    arguments = ("--model", "vit-huge", "--hardware", "rtx-3090", "--batch-size", "1")
+    assert "loss" in refusal(protwin, folder, ("search", *arguments, "--loss-tiles", "4"))
