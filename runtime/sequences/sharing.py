@@ -164,7 +164,7 @@ class _State:
         try:
             with REGISTRY.running(self._shared), self._loss_of(own_labels, counted / self._peers.num_ranks):
                 output = original(**own)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             if self._shared.called or isinstance(error, torch.OutOfMemoryError):
                 raise
             raise _refused(self._name, f"{_ELSEWHERE}, which fails: {error}") from error
