@@ -41,7 +41,8 @@ class SharedAttention:
         """Of a whole sequence, from its forward to the next, for recomputation; None: the last one was not shared."""
         self.positions: torch.Tensor | None = None
         """(B or 1, S) of the whole sequence."""
-        self.num_calls = 0
+        self.called: set[str] = set()
+        """Modules whose attention has run since somebody emptied it."""
 
     def has(self, module: nn.Module) -> bool:
         """Whether it is a part of the model."""
@@ -62,7 +63,7 @@ class SharedAttention:
                 f"{name} attends from {q.shape[2]} tokens to {k.shape[2]}; only self-attention can share a sequence. "
                 f"Train with sequence_ranks 1."
             )
-        self.num_calls += 1
+        self.called.add(name)
         if kwargs.get("position_ids") is not None and self.positions is not None:
             # Kernels for packed samples read them: those of all tokens.
             kwargs["position_ids"] = self.positions
@@ -165,6 +166,13 @@ class _Registry:
                 return inner(*args, **kwargs)
             if args or kwargs.get("q_offset") or kwargs.get("kv_offset"):
                 raise ScheduleError("a mask for a cache of keys is asked for. Leave use_cache out.")
+            padding = kwargs.get("attention_mask")
+            if padding is not None and padding.shape[-1] != shared.num_tokens:
+                raise PlanError(
+                    f"sequence_ranks: the model makes a mask of its own for {padding.shape[-1]:,} of the "
+                    f"{shared.num_tokens:,} tokens of a sequence. Give it an attention_mask, or train it with "
+                    f"sequence_ranks 1."
+                )
             return inner(**{**kwargs, "q_length": shared.num_tokens, "kv_length": shared.num_tokens})
 
         return mask

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
@@ -26,6 +27,9 @@ IGNORED: Final = -100
 """The label of a token that does not count."""
 _MIXING: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.MultiheadAttention)
 """Modules that let tokens see each other without transformers' registry."""
+_ELSEWHERE: Final = "takes its attention from elsewhere than transformers' registry"
+_IN_A_ROW: Final = re.compile(r"(.+?)\.\d+\.")
+"""The path of a part of a block, with that of the row of blocks."""
 _WHOLE: Final = frozenset({"attention_mask"})
 """Arguments that stay whole: attention is told of all tokens."""
 _CACHES: Final = ("past_key_values", "cache", "past_key_value")
@@ -100,6 +104,9 @@ def check_model(model: nn.Module, sequence_ranks: int) -> None:
     if mixing is not None:
         kind = type(model.get_submodule(mixing)).__name__
         raise _refused(name, f"has {mixing} ({kind}), which mixes tokens outside of attention")
+    for path, part in model.named_modules():
+        if isinstance(part, nn.Embedding) and "position" in path.rpartition(".")[2] and part.padding_idx is not None:
+            raise _refused(name, f"counts positions from the number of its padding token ({path})")
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise _refused(name, "takes no position_ids, and would count every rank's tokens from 0")
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -152,14 +159,30 @@ class _State:
         own["labels"] = own_labels
         own.pop("shift_labels", None)
         own.pop("num_items_in_batch", None)
-        self._shared.num_calls = self._num_losses = 0
-        with REGISTRY.running(self._shared), self._loss_of(own_labels, counted / self._peers.num_ranks):
-            output = original(**own)
+        self._shared.called.clear()
+        self._num_losses = 0
+        try:
+            with REGISTRY.running(self._shared), self._loss_of(own_labels, counted / self._peers.num_ranks):
+                output = original(**own)
+        except (RuntimeError, ValueError) as error:
+            if self._shared.called or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise _refused(self._name, f"{_ELSEWHERE}, which fails: {error}") from error
         if not self._num_losses:
             raise _refused(self._name, "computes its loss by itself, not by its loss_function")
-        if not self._shared.num_calls:
-            raise _refused(self._name, "takes its attention from elsewhere than transformers' registry")
+        self._check_attention()
         return self._with_whole_loss(output)
+
+    def _check_attention(self) -> None:
+        """Refuse a model with a block that lets tokens see each other its own way: it would see a rank's alone."""
+        called = tuple(self._shared.called)
+        if not called:
+            raise _refused(self._name, _ELSEWHERE)
+        rows = {found.group(1) for name in called if (found := _IN_A_ROW.match(name)) is not None}
+        for row in rows:
+            for place, _ in self._model.get_submodule(row).named_children():
+                if not any(name.startswith(f"{row}.{place}.") for name in called):
+                    raise _refused(self._name, f"{_ELSEWHERE} in {row}.{place}")
 
     def _own(self, given: dict[str, Any], batch_size: int, num_tokens: int) -> dict[str, Any]:
         """The arguments for this rank's tokens."""

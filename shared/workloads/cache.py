@@ -65,6 +65,8 @@ class TraceRequest:
     """Numbers of tiles beside 1 that MLPs of blocks may run in, ascending."""
     loss_tiles: tuple[int, ...] = ()
     """Numbers of tiles beside 1 that head and loss may run in, ascending."""
+    sequence_ranks: tuple[int, ...] = ()
+    """Numbers of ranks beside 1 that may share each sequence, ascending."""
 
 
 def cache_key(request: TraceRequest) -> str:

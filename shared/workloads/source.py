@@ -93,13 +93,14 @@ def resolve_workload(
     packed_lengths: str | None = None,
     mlp_tiles: Sequence[int] = (),
     loss_tiles: Sequence[int] = (),
+    sequence_ranks: Sequence[int] = (),
 ) -> Workload:
     """The workload that ``model`` names: a saved workload's path, a configuration's path, or a catalogue name.
 
     With ``student``, of every block of the student learning beside its block; without a trace where the model is one
     of the catalogue and its student's blocks have its sizes (``catalogue_pairs.py``).  ``code``: files that such a
     teacher is made by, if these may run.  ``mlp_tiles`` and ``loss_tiles``: numbers of tiles that the workload shall
-    know beside 1; a saved workload has to know them.
+    know beside 1; a saved workload has to know them.  ``sequence_ranks``: the same of ranks that share each sequence.
 
     ``cache`` is the folder of traced workloads; None: trace anew and keep nothing.  ``options`` say what of the model
     is trained, ``device`` on what, where that decides which kernels run and, without ``dtype``, in which element type;
@@ -117,7 +118,7 @@ def resolve_workload(
                 f"{model} is a workload, whose samples lie in rows as they were traced. Leave --packed-lengths out, or "
                 f"name the model that it was traced from."
             )
-        _check_tiles(saved, model, mlp_tiles, loss_tiles)
+        _check_tiles(saved, model, mlp_tiles, loss_tiles, sequence_ranks)
         _check_shape(saved, model, batch_size=batch_size, sequence_length=sequence_length, dtype=dtype)
         return saved
     if student is not None and not options.model_copy(update={"autocast": None}).is_full:
@@ -155,6 +156,7 @@ def resolve_workload(
         packing,
         mlp_counts,
         loss_counts,
+        _beside_one(sequence_ranks),
     )
     found = _shipped(described, request) if known_model(model) is not None else None
     return chosen.note_in(found if found is not None else _traced(request, cache, warn))
@@ -187,11 +189,19 @@ def _beside_one(counts: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(set(counts) - {1}))
 
 
-def _check_tiles(saved: Workload, origin: str, mlp_tiles: Sequence[int], loss_tiles: Sequence[int]) -> None:
-    """Raise WorkloadError if a saved workload does not know numbers of tiles that are asked for."""
+def _check_tiles(
+    saved: Workload,
+    origin: str,
+    mlp_tiles: Sequence[int],
+    loss_tiles: Sequence[int],
+    sequence_ranks: Sequence[int] = (),
+) -> None:
+    """Raise WorkloadError if a saved workload does not know numbers of tiles, or of ranks, that are asked for."""
+    of_ranks = [sharing.sequence_ranks for sharing in saved.sequence_sharings]
     for knob, option, asked, known in (
         ("mlp_tiles", "--mlp-tiles", mlp_tiles, [tiling.mlp_tiles for tiling in saved.tilings]),
         ("loss_tiles", "--loss-tiles", loss_tiles, [tiling.loss_tiles for tiling in saved.loss_tilings]),
+        ("sequence_ranks", "--sequence-ranks", sequence_ranks, of_ranks),
     ):
         unknown = sorted(set(asked) - {1, *known})
         if unknown:
@@ -297,9 +307,10 @@ def _traced(request: TraceRequest, cache: Path | None, warn: Warn) -> Workload:
 def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload | None:
     """The answer of the family that comes with the package; None if it has none, so that the model is traced.
 
-    It has none of tiles in float16, of tiles or packed rows with factors, of training with LoRA, frozen parts or
-    autocast, of shapes beyond those proven, of some named maps in factors (``factorised.py``), of dropout in attention
-    on a CPU, where that runs otherwise, and of students that differ from their teacher (``catalogue_pairs.py``).
+    It has none of ranks that share sequences, of tiles in float16, of tiles or packed rows with factors, of training
+    with LoRA, frozen parts or autocast, of shapes beyond those proven, of some named maps in factors
+    (``factorised.py``), of dropout in attention on a CPU, where that runs otherwise, and of students that differ from
+    their teacher (``catalogue_pairs.py``).
     """
     from .family import OutsideFamilyError
 
@@ -311,7 +322,8 @@ def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload |
     osft, options = request.options.osft, request.options.model_copy(update={"osft": None})
     family = resolve_family(described.name, dtype=request.dtype) if options.is_full else None
     is_tiled = bool(request.mlp_tiles or request.loss_tiles)
-    if family is None or (osft is not None and (is_tiled or request.packing is not None)):
+    is_other = bool(request.sequence_ranks) or (osft is not None and (is_tiled or request.packing is not None))
+    if family is None or is_other:
         return None
     try:
         if is_tiled:
@@ -386,7 +398,8 @@ def _saved_workload(model: str) -> Workload | None:
 def _trace(request: TraceRequest) -> Workload:
     with progress_bar(f"tracing {request.name}") as on_progress:
         is_full = request.student is None
-        tiles = {"mlp_tiles": request.mlp_tiles, "loss_tiles": request.loss_tiles, "packing": request.packing}
+        names = ("mlp_tiles", "loss_tiles", "sequence_ranks", "packing")
+        tiles = {name: getattr(request, name) for name in names}
         traced = plugin("protwin.tracers", "transformers" if is_full else "students")(
             request.configuration,
             name=request.name,

@@ -74,6 +74,8 @@ class ModelChoice:
     """The file of what learns from the model; None: nothing does."""
     tiles: AskedTiles = field(default_factory=AskedTiles)
     """Numbers of tiles that the workload is to know."""
+    sequence_ranks: Tiles = ()
+    """Numbers of ranks that share each sequence, which it is to know too."""
     packed_lengths: str | None = None
     """Samples in each row, end to end; None: each row is one."""
 
@@ -86,7 +88,7 @@ class ModelChoice:
     def is_known(self) -> bool:
         """Whether it is of the catalogue, so that nothing has to be traced."""
         if known_model(self.name) is None or self.student is None:
-            return known_model(self.name) is not None
+            return known_model(self.name) is not None and max(self.sequence_ranks, default=1) == 1
         return self.untraced(1, self.sequence_length) is not None
 
     @cached_property
@@ -129,6 +131,7 @@ class ModelChoice:
                 packed_lengths=self.packed_lengths,
                 mlp_tiles=mlp_tiles,
                 loss_tiles=loss_tiles,
+                sequence_ranks=self.sequence_ranks,
             )
 
         if not self.has_shapes or self.student is not None:
@@ -181,6 +184,8 @@ class ModelChoice:
     def _untraced(
         self, batch_size: int, sequence_length: int | None, mlp_tiles: Tiles, loss_tiles: Tiles
     ) -> Workload | None:
+        if any(number > 1 for number in self.sequence_ranks):
+            return None
         return untraced_workload(
             self.name,
             batch_size,

@@ -104,6 +104,7 @@ from .space_options import (
     AllowedStaging,
     AllowedSwaps,
     LooksUpRows,
+    groups_that_share,
     shard_groups_to_search,
 )
 
@@ -236,6 +237,7 @@ def search_command(
         "loss_tiles": loss_tiles,
         "sequence_ranks": sequence_ranks,
     }
+    num_groups = groups_that_share(sequence_ranks, num_ranks)
     space = SearchSpace.model_validate(
         {knob: tuple(values) for knob, values in allowed.items() if values} | {"looks_up_rows": looks_up_rows}
     )
@@ -256,6 +258,7 @@ def search_command(
         method=method,
         student_path=student,
         packed_lengths=packed_lengths,
+        sequence_ranks=tuple(sequence_ranks or ()),
         tiles=AskedTiles.named(
             mlp_tiles, loss_tiles, at_any_length=goal in (Goal.LONGEST_SEQUENCE, Goal.LARGEST_BATCH)
         ),
@@ -263,13 +266,13 @@ def search_command(
 
     def workload_with(change: MethodChange) -> Workload | GlobalBatch:
         changed = choice.changed(change)
-        return changed.workload() if global_batch is None else changed.global_batch(global_batch, num_ranks)
+        return changed.workload() if global_batch is None else changed.global_batch(global_batch, num_groups)
 
     with progress_bar("searching"):
         request = SearchRequest(
             workload=_first_workload(goal, choice)
             if global_batch is None
-            else choice.global_batch(global_batch, num_ranks),
+            else choice.global_batch(global_batch, num_groups),
             hardware=machine,
             calibration=factors,
             device_budget_bytes=device_budget_bytes,

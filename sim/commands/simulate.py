@@ -167,6 +167,7 @@ def simulate_command(
         tiles=AskedTiles()
         if isinstance(loaded, Pipeline)
         else AskedTiles(mlp=(loaded.mlp_tiles,), loss=(loaded.loss_tiles,)),
+        sequence_ranks=() if isinstance(loaded, Pipeline) else (loaded.sequence_ranks,),
     )
     if isinstance(loaded, Pipeline):
         of_ranks = {"--ranks": num_ranks, "--parallel": parallel, "--n-shard": n_shard, "--shard-ranks": shard_ranks}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import gcd
 from typing import Annotated, Any
 
 import typer
 
 from ...shared.basics.errors import PlanError
 from ...shared.cli.options import size_option
+from ...shared.phases.sequence_sharing import why_not_shared
 from ...shared.schema.plan import MOST_RANKS, ParallelMode, why_not_shard_ranks
 from ..space.space import ALL, LARGEST_KNOB
 
@@ -132,6 +134,17 @@ AllowedModes = Annotated[
     list[ParallelMode] | None,
     typer.Option("--parallel", help="Allow this way of training together (repeatable); all unless given."),
 ]
+
+
+def groups_that_share(sequence_ranks: Sequence[int] | None, num_ranks: int) -> int:
+    """Groups of ranks with batches of their own, where those share sequences that are named for it: the most of them.
+
+    Raises PlanError if they make no equal groups.
+    """
+    for number in sequence_ranks or ():
+        if (reason := why_not_shared(number, num_ranks)) is not None:
+            raise PlanError(f"{reason}.")
+    return num_ranks // gcd(*(sequence_ranks or (1,)))
 
 
 def shard_groups_to_search(

@@ -16,6 +16,7 @@ from ...shared.basics.errors import WorkloadError
 from ...shared.catalogue.rank_share import machine_of_rank
 from ...shared.layout.layout import layout_of
 from ...shared.methods.known import method_named
+from ...shared.phases.sequence_sharing import why_no_sequence_ranks
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan
@@ -77,7 +78,7 @@ def remedies(
         workload_at: Other batches; None leaves the batch as it is.
     """
     plan = record.plan
-    workload = workload.tiled(plan.mlp_tiles, plan.loss_tiles)
+    workload = workload.shared_among(plan.sequence_ranks).tiled(plan.mlp_tiles, plan.loss_tiles)
     if schedule is None:
         schedule = memory_schedule(plan, workload)
     found = [
@@ -223,9 +224,10 @@ def _larger_batches(
 
 
 def _in_tiles(workload: Workload | None, plan: Plan) -> Workload | None:
-    """``workload`` with its MLPs and its loss in as many tiles as those of ``plan``; None if nobody knows it so."""
-    if workload is None:
+    """``workload`` shared as by ``plan``, and in as many tiles of MLPs and loss; None if nobody knows it so."""
+    if workload is None or why_no_sequence_ranks(plan.sequence_ranks, workload.sequence_sharings, "") is not None:
         return None
+    workload = workload.shared_among(plan.sequence_ranks)
     mlp, loss = ({1, *(of.mlp_tiles for of in workload.tilings)}, {1, *(of.loss_tiles for of in workload.loss_tilings)})
     known = plan.mlp_tiles in mlp and plan.loss_tiles in loss
     return workload.tiled(plan.mlp_tiles, plan.loss_tiles) if known else None

@@ -139,6 +139,7 @@ def system_plan(system: System, problem: SearchProblem, like: Plan, *, is_checkp
         host_gradients=like.host_gradients,
         parallel=_mode_of(system, like.num_ranks),
         num_ranks=like.num_ranks,
+        sequence_ranks=like.sequence_ranks,
         shard_ranks=problem.together.devices_per_node if system.is_hybrid else None,
     )
 

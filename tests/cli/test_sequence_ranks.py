@@ -44,6 +44,15 @@ def test_plans_are_searched_simulated_and_shown(protwin_here: Protwin, folder: P
     assert record.iteration_s == pytest.approx(result.prediction.iteration_s)
 
 
+def test_a_step_of_one_batch_is_shared_by_all_ranks(protwin_here: Protwin, folder: Path, shared: Workload) -> None:
+    asked = ("--ranks", "8", "--global-batch", str(shared.num_samples), "--json")
+    assert protwin_here("search", *BOX, *asked).returncode == 2, "8 ranks cannot have batches of their own"
+    found = protwin_here("search", *BOX, *asked, "--sequence-ranks", "8", "--parallel", "sharded")
+    assert found.returncode == 0, found.stderr
+    chosen = json.loads(found.stdout)["result"]["plan"]
+    assert (chosen["sequence_ranks"], chosen["micro_batches"]) == (8, 1)
+
+
 def test_all_that_the_workload_knows_is_weighed_where_none_is_named(
     protwin_here: Protwin, folder: Path, shared: Workload
 ) -> None:
@@ -59,7 +68,7 @@ def test_all_that_the_workload_knows_is_weighed_where_none_is_named(
         (("search", *BOX, "--ranks", "8", "--sequence-ranks", "3"), "sequence_ranks: 3 does not divide num_ranks 8"),
         (
             ("search", *BOX, "--ranks", "8", "--sequence-ranks", "4"),
-            "sequence_ranks: 4, but the workload of small-deco",
+            "sequence_ranks 4 asked for, but shared.json is a workload that knows 1, 2, 8",
         ),
         (("search", *BOX[:-1], "rtx-3090", "--sequence-ranks", "8"), "sequence_ranks: 8 with parallel single"),
         (("search", *BOX, "--ranks", "8", "--sequence-ranks", "0"), "greater than or equal to 1"),

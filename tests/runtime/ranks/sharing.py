@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 from typing import Any, Final
 from unittest import mock
 
@@ -20,6 +21,7 @@ import protwin.runtime
 from protwin.runtime import CpuDevice, carry_out
 from protwin.runtime.ranks.sequence_peers import SequencePeers
 from protwin.runtime.sequences import attention, exchange, sharing
+from protwin.shared.basics.errors import ProtwinError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.record import Record
@@ -252,3 +254,43 @@ def recorded(rank: int, name: str, plan: Plan, workload: Workload) -> tuple[Reco
             training.step()
             seconds.append(0.0)
         return training.record(), statistics.fmean(seconds[3:-1])
+
+
+@in_default_group
+def trouble(rank: int, name: str, plan: Plan, workload: Workload, moment: int) -> tuple[str, float]:
+    """Rank 1 fails when it comes to its exchange of that number: what this rank is told, and after how many seconds."""
+    model, calls = build(name), count()
+    exchange_all = SequencePeers.exchange
+
+    def failing(self: SequencePeers, *args: Any) -> None:
+        if next(calls) == moment and rank == 1:
+            raise ValueError("trouble on the way")
+        exchange_all(self, *args)
+
+    since_s = time.perf_counter()
+    try:
+        with (
+            mock.patch.object(SequencePeers, "exchange", failing),
+            carry_out(model, plan, workload, optimizer=optimizer_of, parameter_groups=groups(model)) as training,
+        ):
+            for batch in batches(name):
+                model(**batch).loss.backward()
+                training.step()
+    except (ValueError, ProtwinError) as error:
+        return f"{type(error).__name__}: {error}", time.perf_counter() - since_s
+    return "", time.perf_counter() - since_s
+
+
+@in_default_group
+def evaluated(rank: int, name: str, plan: Plan, workload: Workload) -> tuple[list[float], list[float]]:
+    """Losses in an evaluation between two steps, and those of one rank with the same weights afterwards."""
+    model = build(name)
+    given = batches(name)
+    with carry_out(model, plan, workload, optimizer=optimizer_of, parameter_groups=groups(model)) as training:
+        for batch in given[:2]:
+            model(**batch).loss.backward()
+            training.step()
+        with training.evaluation():
+            found = [model(**batch).loss.item() for batch in given[2:5]]
+    with torch.no_grad():
+        return found, [model(**batch).loss.item() for batch in given[2:5]]

@@ -17,8 +17,18 @@ from protwin.shared.schema.schedule import Lane, TaskKind
 from protwin.shared.schema.workload import Workload
 from tests.proof_size import some_quick
 from tests.runtime.accounts import BAR, MIXTURES
-from tests.runtime.ranks.processes import Pool, Ranks, environment
-from tests.runtime.ranks.sharing import Trained, differ, peak_error, plainly, recorded, train, workload
+from tests.runtime.ranks.processes import PATIENCE_S, Pool, Ranks, environment
+from tests.runtime.ranks.sharing import (
+    Trained,
+    differ,
+    evaluated,
+    peak_error,
+    plainly,
+    recorded,
+    train,
+    trouble,
+    workload,
+)
 from tests.runtime.ranks.test_run import protwin_on
 
 CHUNK_BYTES = 20_000
@@ -89,7 +99,7 @@ CASES = [
 @some_quick(
     ("name", "ranks"),
     CASES,
-    quick=[("llama", (4, 2)), ("padded", (2, 2)), ("sliding windows", (4, 4)), ("packed", (2, 2))],
+    quick=[("llama", (4, 2)), ("padded", (2, 2)), ("sliding windows", (4, 4))],
 )
 def test_training_is_that_of_one_rank(name: str, ranks: tuple[int, int], pool: Pool) -> None:
     """Two key-value heads of four ranks are replicated; masks, windows and samples are those of whole sequences."""
@@ -105,7 +115,8 @@ def test_tiles_micro_batches_and_a_norm_that_is_limited(two_ranks: Ranks) -> Non
 
 PLANS = [
     *product(MIXTURES, ["persistent"], [ParallelMode.DDP]),
-    *product(MIXTURES, RESIDENCIES, [ParallelMode.REPLICATED, ParallelMode.SHARDED]),
+    *product(MIXTURES, RESIDENCIES, [ParallelMode.REPLICATED]),
+    *product(MIXTURES, ["persistent", "offloaded"], [ParallelMode.SHARDED]),
 ]
 
 
@@ -138,7 +149,7 @@ def kept_and_persistent(ranks: Ranks) -> list[Trained]:
     return _expected[0]
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@some_quick("wrong", WRONG, quick=["labels cut before the shift", "means of means", "one gradient of replicas"])
 def test_a_wrong_variant_is_noticed(wrong: str, pool: Pool) -> None:
     name = WRONG[wrong]
     plan = plan_of(name, 4, 4)
@@ -215,3 +226,19 @@ def test_the_command_trains_as_on_one_rank(tmp_path: Path, two_ranks: Ranks) -> 
     assert [code for code, _, _ in outcomes] == [0, 0], outcomes
     losses = re.compile(r"loss \d+\.\d+ -> \d+\.\d+ over 3 steps")
     assert losses.search(outcomes[0][1] + outcomes[0][2]).group() == losses.search(expected + errors).group()
+
+
+@pytest.mark.parametrize("moment", [1, 6])
+def test_a_rank_that_fails_within_forward_or_backward_is_not_waited_for(moment: int, two_ranks: Ranks) -> None:
+    plan = plan_of("llama", 2, 2, "checkpointed", "offloaded", parallel=ParallelMode.SHARDED)
+    (told, seconds), (own, _) = two_ranks.run(trouble, "llama", plan, workload("llama"), moment)
+    assert own == "ValueError: trouble on the way"
+    assert told.startswith("RanksError: ")
+    assert "trouble on the way" in told
+    assert seconds < PATIENCE_S / 4
+
+
+def test_ranks_evaluate_whole_sequences_together(two_ranks: Ranks) -> None:
+    plan = plan_of("llama", 2, 2, "mixed", "offloaded")
+    for found, expected in two_ranks.run(evaluated, "llama", plan, workload("llama")):
+        assert found == pytest.approx(expected, rel=TOLERANCE)

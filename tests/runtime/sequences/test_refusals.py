@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
@@ -72,6 +73,27 @@ def _mixtral() -> nn.Module:
     return MixtralForCausalLM(config)
 
 
+def _camembert() -> nn.Module:
+    config = transformers.CamembertConfig(**SHAPE, num_attention_heads=4, is_decoder=True)
+    return transformers.CamembertForCausalLM(config)
+
+
+def _biogpt() -> nn.Module:
+    return transformers.BioGptForCausalLM(transformers.BioGptConfig(**SHAPE, num_attention_heads=4))
+
+
+def _falcon() -> nn.Module:
+    shape = {"vocab_size": 32, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return transformers.FalconForCausalLM(transformers.FalconConfig(**shape))
+
+
+def _minimax() -> nn.Module:
+    shape = SHAPE | {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
+    layers = ["full_attention", "linear_attention"]
+    config = transformers.MiniMaxConfig(**shape, num_local_experts=2, layer_types=layers)
+    return transformers.MiniMaxForCausalLM(config)
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -80,6 +102,10 @@ def _mixtral() -> nn.Module:
         (_mixtral, "auxiliary loss of its router"),
         (lambda: _of(_Mixing), r"layers.0.mixing \(Conv1d\)"),
         (lambda: _of(_OwnLoss), "computes its loss by itself"),
+        (_camembert, "counts positions from the number of its padding token"),
+        (_biogpt, "makes a mask of its own for 6 of the 12 tokens"),
+        (_falcon, "takes its attention from elsewhere"),
+        (_minimax, r"takes its attention from elsewhere .* in model.layers.\d"),
         (lambda: llama(3, 3), "2 ranks cannot divide the 3 query heads and 3 key-value heads .* Choose from 1, 3"),
     ],
 )

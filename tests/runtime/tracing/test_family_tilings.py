@@ -27,7 +27,7 @@ EXPERTS = LLAMA | {
     "output_router_logits": True,
     "sliding_window": None,
 }
-CAPPED = LLAMA | {"model_type": "gemma2", "head_dim": 8, "sliding_window": None, "num_hidden_layers": 2}
+CAPPED = LLAMA | {"model_type": "gemma2", "head_dim": 8, "sliding_window": 4096, "num_hidden_layers": 2}
 PLAIN = {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 32, "vocab_size": 96, "n_positions": 512}
 OPT = {
     "model_type": "opt",

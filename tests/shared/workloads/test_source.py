@@ -84,6 +84,7 @@ def test_a_configuration_is_traced_once_for_each_shape(ask: Ask, configuration: 
             "device_kind": DeviceKind.CUDA,
             "mlp_tiles": (),
             "loss_tiles": (),
+            "sequence_ranks": (),
             "packing": None,
         }
     ]

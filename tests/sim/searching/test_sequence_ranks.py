@@ -304,3 +304,13 @@ def test_ranks_that_nobody_traced_or_that_make_no_groups_are_refused() -> None:
     # Numbers that the ranks do not allow are left out where none is named.
     of_two = _request(model, step=Step(num_ranks=2, modes=(ParallelMode.SHARDED,)))
     assert search(of_two).plan.sequence_ranks == 1
+
+
+def test_other_systems_share_sequences_too() -> None:
+    model = shared_decoder(8)
+    request = _request(model, space=SearchSpace(sequence_ranks=8), baselines=())
+    result = search(request)
+    assert result.baselines
+    for other in result.baselines:
+        assert other.plan.sequence_ranks == 8
+        assert other.num_samples == result.prediction.num_samples == model.num_samples
