@@ -251,7 +251,7 @@ def test_what_fits_nowhere_is_told() -> None:
     model, box = decoder(), known_machine("a100-80gb-x8")
     with pytest.raises(
         InfeasibleError,
-        match=r"in mode \w+ on each of 8 ranks, nor in ddp or \w+: no plan",
+        match=r"in mode replicated on each of 8 ranks, nor in ddp or sharded: no plan",
     ):
         search(fastest_request(workload=model, hardware=box, device_budget_bytes=2**20, step=Step(num_ranks=8)))
     with pytest.raises(PlanError, match="no plan of this mode"):
