@@ -28,6 +28,7 @@ from protwin.sim.questions.advise import (
     search_machine,
     whole_machines,
 )
+from protwin.sim.questions.in_tiles import sensible_tiles
 from protwin.sim.searching.request import GlobalBatch, SearchRequest, Step
 from protwin.sim.searching.search import search_batches
 from tests.cli.saved import decoder
@@ -338,8 +339,17 @@ def test_the_longest_sequence_trains_and_the_next_one_does_not(name: str, num_ra
     assert found.longest_sequence is not None, found.reason
 
     def result_at(length: int) -> BatchSearchResult:
+        tiles = sensible_tiles(length)
         workload = resolve_workload(
-            MODEL, batch_size=1, sequence_length=length, dtype=None, cache=None, warn=print, device=box.device
+            MODEL,
+            batch_size=1,
+            sequence_length=length,
+            dtype=None,
+            cache=None,
+            warn=print,
+            device=box.device,
+            mlp_tiles=tiles,
+            loss_tiles=tiles,
         )
         step = Step(micro_batches=SAMPLES // num_ranks, num_ranks=num_ranks)
         return search_batches(
