@@ -23,6 +23,7 @@ from ...sim.searching.request import SearchRequest
 from ...sim.searching.search import search
 from ...sim.space.space import SearchSpace
 from .largest import largest_predictions
+from .longest import longest_predictions
 from .machines import (
     Range,
     four_rank_machine,
@@ -84,6 +85,7 @@ def predict_published(on_step: OnStep = lambda done, total: None) -> tuple[Predi
         largest_predictions,
         adam_predictions,
         sharded_predictions,
+        longest_predictions,
     )
     found: list[Prediction] = []
     for done, part in enumerate(parts):

@@ -203,6 +203,7 @@ _NAMES: Final = {
     Quantity.DEVICE_PEAK: "device peak",
     Quantity.PINNED: "pinned host",
     Quantity.LARGEST: "parameters",
+    Quantity.LONGEST: "longest sample",
     Quantity.ADAM: "full update",
 }
 
@@ -210,6 +211,8 @@ _NAMES: Final = {
 def _show(quantity: Quantity, value: float) -> str:
     if quantity is Quantity.LARGEST:
         return f"{value / 1e9:.1f} B"
+    if quantity is Quantity.LONGEST:
+        return f"{value:,.0f} tokens"
     if quantity in (Quantity.ITERATION, Quantity.ADAM):
         return format_seconds(value)
     return f"{value / 1e9:.2f}e9 B"

@@ -22,6 +22,7 @@ SHARDED: Final = "offloaded, sharded over 4"
 PLAN_OF_130_CHUNKS: Final = "113 of 130 chunks persistent"
 LARGEST_ON_24_GB: Final = "one RTX 3090 (24 GB)"
 LARGEST_ON_80_GB: Final = "one A100 (80 GB)"
+LONGEST_ON_ONE_H100: Final = "Llama-3.1-8B, one H100 (80 GB)"
 ADAM_128_THREADS: Final = "Llama-2-7B, 128 threads"
 ADAM_32_THREADS: Final = "Llama-2-7B, 32 threads"
 ADAM_4210R: Final = "1.35 B parameters, Xeon 4210R"
@@ -34,6 +35,7 @@ class Quantity(StrEnum):
     DEVICE_PEAK = "peak_device_bytes"
     PINNED = "pinned_host_bytes"
     LARGEST = "num_parameters"
+    LONGEST = "sequence_length"
     ADAM = "update_s"
 
 
@@ -41,7 +43,7 @@ class Measurement(FrozenModel):
     """One published figure."""
 
     row: str
-    """The run that it belongs to, R1 to R6."""
+    """The run that it belongs to, R1 to R7."""
     case: str
     """Which of the run's configurations, in words; with ``quantity`` it names the figure."""
     quantity: Quantity
