@@ -98,18 +98,30 @@ class Entry:
         return max(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True))
 
 
-def main() -> None:
-    """Run all contestants and print their table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=10, help="bursts of every contestant (10)")
-    parser.add_argument("--steps", type=int, default=4, help="steps of a burst (4)")
+def turns_parser(description: str | None, *, rounds: int, steps: int) -> argparse.ArgumentParser:
+    """Options of contestants that take turns, with their usual numbers of rounds and of steps of a burst."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"bursts of every contestant ({rounds})")
+    parser.add_argument("--steps", type=int, default=steps, help=f"steps of a burst ({steps})")
     parser.add_argument("--threads", type=int, default=max(1, num_cores() - 1), help="of each process (cores - 1)")
     parser.add_argument("--keep", action="store_true", help="keep the result in benchmarks/results/")
-    parser.add_argument("--without", nargs="*", default=[], choices=_LEFT_OUT, help="leave these out")
-    parser.add_argument("--build", action="store_true", help="compile what a peer compiles on first use, and end")
+    return parser
+
+
+def turns_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """What the command line says.  Exits with 2 if there is nothing to do."""
     options = parser.parse_args()
     if min(options.rounds, options.steps, options.threads) < 1:
         parser.error("--rounds, --steps and --threads must be at least 1.")
+    return options
+
+
+def main() -> None:
+    """Run all contestants and print their table."""
+    parser = turns_parser(__doc__, rounds=10, steps=4)
+    parser.add_argument("--without", nargs="*", default=[], choices=_LEFT_OUT, help="leave these out")
+    parser.add_argument("--build", action="store_true", help="compile what a peer compiles on first use, and end")
+    options = turns_options(parser)
     console = Console(highlight=False, width=150)
     break_stale_locks()
     if options.build:

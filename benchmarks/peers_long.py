@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from peers import Entry, begin, take_turns
+from peers import Entry, begin, take_turns, turns_options, turns_parser
 from peers_long_models import BATCH_SIZE, MODEL_NAME, NUM_TILES, SEQUENCE_LENGTH
 from rich.console import Console
 from rich.table import Table
@@ -48,14 +48,7 @@ _WHO: Final = {"plain": "plain PyTorch loop", "deepspeed": "DeepSpeed", "ours": 
 
 def main() -> None:
     """Run all contestants and print their table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8, help="bursts of every contestant (8)")
-    parser.add_argument("--steps", type=int, default=1, help="steps of a burst (1)")
-    parser.add_argument("--threads", type=int, default=max(1, num_cores() - 1), help="of each process (cores - 1)")
-    parser.add_argument("--keep", action="store_true", help="keep the result in benchmarks/results/")
-    options = parser.parse_args()
-    if min(options.rounds, options.steps, options.threads) < 1:
-        parser.error("--rounds, --steps and --threads must be at least 1.")
+    options = turns_options(turns_parser(__doc__, rounds=8, steps=1))
     console = Console(highlight=False, width=150)
     entries = [
         Entry(f"{_WHO[who]}, {_told(variant)}", f"long-{who}-{variant}")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from peers import Entry, begin, take_turns
+from peers import Entry, begin, take_turns, turns_options, turns_parser
 from peers_budget import RATIO, TOKENS, make_plans
 from peers_subject import BATCH_SIZE, MODEL_NAME, SEQUENCE_LENGTH
 from rich.console import Console
@@ -41,14 +41,7 @@ _CONTESTANTS: Final = {
 
 def main() -> None:
     """Run all contestants and print their table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=10, help="bursts of every contestant (10)")
-    parser.add_argument("--steps", type=int, default=4, help="steps of a burst (4)")
-    parser.add_argument("--threads", type=int, default=max(1, num_cores() - 1), help="of each process (cores - 1)")
-    parser.add_argument("--keep", action="store_true", help="keep the result in benchmarks/results/")
-    options = parser.parse_args()
-    if min(options.rounds, options.steps, options.threads) < 1:
-        parser.error("--rounds, --steps and --threads must be at least 1.")
+    options = turns_options(turns_parser(__doc__, rounds=10, steps=4))
     console = Console(highlight=False, width=150)
     torch.set_num_threads(options.threads)
     entries = [Entry(name, contestant) for contestant, name in _CONTESTANTS.items()]

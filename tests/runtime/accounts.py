@@ -7,10 +7,12 @@ import gc
 import torch
 
 from protwin.runtime import CpuDevice, carry_out
+from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import layout_of
 from protwin.shared.schema.plan import ActivationMode, Plan, mode_counts
+from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from tests.runtime.eager_lanes import WATCHED, AccountedPeak, settled_lanes
-from tests.runtime.models import SEED, Case, held
+from tests.runtime.models import SEED, Case, held, snapshot
 
 KEEP, CHECKPOINT, SWAP = ActivationMode.KEEP, ActivationMode.CHECKPOINT, ActivationMode.SWAP
 OFFLOAD_INPUT = ActivationMode.OFFLOAD_INPUT
@@ -47,6 +49,23 @@ def plan_of(case: Case, mixture: str, residency: str, *, micro_batches: int = 1)
         activation_modes=modes,
         micro_batches=micro_batches,
     )
+
+
+def carried_out(case: Case, plan: Plan) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights, on a device with the memory that the plan is guaranteed to need and no more."""
+    model, losses = case.build(), []
+    limit_bytes = guaranteed_device_peak(compile_schedule(plan, case.workload)).size_bytes
+    with carry_out(
+        model, plan, case.workload, optimizer=case.make_optimizer, device=CpuDevice(limit_bytes)
+    ) as training:
+        torch.manual_seed(SEED)
+        for batches in case.steps(plan.micro_batches):
+            for batch in held(case, batches):
+                loss = case.loss(model, batch)
+                loss.backward()
+                losses.append(loss.item())
+            training.step()
+    return losses, snapshot(model)
 
 
 def measured_peak_bytes(case: Case, plan: Plan) -> int:

@@ -10,17 +10,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from protwin.runtime import CpuDevice, carry_out, trace
+from protwin.runtime import trace
 from protwin.shared.basics.errors import WorkloadError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.workload import Workload
-from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
-from tests.runtime.accounts import BAR, error_frac, measured_peak_bytes
+from tests.runtime.accounts import BAR, carried_out, error_frac, measured_peak_bytes
 from tests.runtime.eager_lanes import eager_peak
 from tests.runtime.equality import random_plans
-from tests.runtime.models import SEED, Batch, Case, frozen, held, snapshot
+from tests.runtime.models import Batch, Case, frozen
 from tests.runtime.tiles.small_families import WORDS, small
 
 NAMED: Final = ("llama", "gpt2", "gemma2", "mixtral")
@@ -103,21 +102,9 @@ def plans_of(family: str, number: int, seed: int) -> list[Plan]:
 def difference(family: str, plan: Plan) -> tuple[float, float]:
     """Of losses and of weights from the plain loop's, relative, on a device of just the guaranteed memory."""
     case = case_of(family)
-    model, losses = case.build(), []
-    limit_bytes = guaranteed_device_peak(compile_schedule(plan, case.workload)).size_bytes
-    with carry_out(
-        model, plan, case.workload, optimizer=case.make_optimizer, device=CpuDevice(limit_bytes)
-    ) as training:
-        torch.manual_seed(SEED)
-        for of_step in case.steps(plan.micro_batches):
-            for batch in held(case, of_step):
-                loss = case.loss(model, batch)
-                loss.backward()
-                losses.append(loss.item())
-                del loss
-            training.step()
+    losses, weights = carried_out(case, plan)
     plain = case.plain_with(plan.micro_batches, plan.max_gradient_norm)
-    weights, expected, before = snapshot(model), plain.weights[-1], plain.weights[0]
+    expected, before = plain.weights[-1], plain.weights[0]
     of_losses = max(abs(one / other - 1) for one, other in zip(losses, plain.losses, strict=True))
     moved = max(float((value - before[key]).norm()) for key, value in expected.items())
     assert moved > 1e-2, "steps that show nothing"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from protwin.runtime import CpuDevice, carry_out, trace
+from protwin.runtime import trace
 from protwin.runtime.model.blocks import find_blocks
 from protwin.runtime.tiles import mlp
 from protwin.runtime.tiles.mlp_modules import find_mlps, in_tiles, modules_of
@@ -21,9 +21,9 @@ from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim import SearchRequest, SearchResult, SearchSpace, search, simulate
-from tests.runtime.accounts import BAR, error_frac, measured_peak_bytes, plan_of
+from tests.runtime.accounts import BAR, carried_out, error_frac, measured_peak_bytes, plan_of
 from tests.runtime.eager_lanes import eager_peak
-from tests.runtime.models import SEED, Case, gpt2, held, llama, snapshot, token_batches
+from tests.runtime.models import SEED, Case, gpt2, llama, token_batches
 
 MACHINE = load_hardware("rtx-3090")
 
@@ -118,23 +118,6 @@ def test_router_logits_are_recorded_once_and_whole(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(mlp, "recording", lambda module: nullcontext([]))
     with pytest.raises((RuntimeError, AssertionError)):
         assert difference() <= 1e-5
-
-
-def carried_out(case: Case, plan: Plan) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and weights, on a device with the memory that the plan is guaranteed to need and no more."""
-    model, losses = case.build(), []
-    limit_bytes = guaranteed_device_peak(compile_schedule(plan, case.workload)).size_bytes
-    with carry_out(
-        model, plan, case.workload, optimizer=case.make_optimizer, device=CpuDevice(limit_bytes)
-    ) as training:
-        torch.manual_seed(SEED)
-        for batches in case.steps(plan.micro_batches):
-            for batch in held(case, batches):
-                loss = case.loss(model, batch)
-                loss.backward()
-                losses.append(loss.item())
-            training.step()
-    return losses, snapshot(model)
 
 
 @pytest.mark.parametrize(
