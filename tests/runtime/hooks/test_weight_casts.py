@@ -156,9 +156,12 @@ def test_a_cast_for_each_block_would_part(name: str, monkeypatch: pytest.MonkeyP
 
 
 def test_casts_that_autocast_holds_would_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wrong variant: they are copied to the host, and are on the device all the same until forward ends."""
+    """The wrong variant: they are copied to the host, and are on the device all the same until forward ends.
+
+    A copy that a busy machine makes late keeps its bytes for that long: the least of several peaks is free of that.
+    """
     name = "weights of their own"
-    peak_bytes = trained(name, swapping_plan(name))[1]
+    peak_bytes = min(trained(name, swapping_plan(name))[1] for _ in range(6))
     monkeypatch.setattr(WeightCasts, "let_go", lambda *_: None)
     assert trained(name, swapping_plan(name))[1] > 1.2 * peak_bytes
 
