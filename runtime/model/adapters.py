@@ -67,10 +67,9 @@ class LowRankLinear(nn.Module):
         return weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The base's map plus the scaled low-rank one."""
-        low = nn.functional.linear(nn.functional.linear(x, self.lora_a), self.lora_b)
+        """The base's map plus the scaled low-rank one: PEFT's operators in PEFT's order, so that plans are for both."""
         mapped: torch.Tensor = self.base(x)
-        return mapped + self.scale * low
+        return mapped + nn.functional.linear(nn.functional.linear(x, self.lora_a), self.lora_b) * self.scale
 
 
 def add_lora(
