@@ -71,8 +71,8 @@ def _check_layer(layer: QuantizedLayer) -> None:
         )
     if layer.quantization.double and state.state2.blocksize != 256:
         raise WorkloadError(
-            f"{name}: scales in blocks of {state.state2.blocksize} are quantized themselves, but bitsandbytes multiplies "
-            f"with blocks of 256 alone. Quantize the model again."
+            f"{name}: scales are quantized themselves in blocks of {state.state2.blocksize}, but bitsandbytes "
+            f"multiplies with blocks of 256 alone. Quantize the model again."
         )
     if module.compute_dtype is not None and module.compute_dtype not in _FLOATS:
         raise WorkloadError(

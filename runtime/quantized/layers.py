@@ -93,9 +93,7 @@ def quantization_of(module: nn.Module) -> Quantization | None:
             return Quantization(
                 type=QuantizedType(weight.quant_type), double=weight.compress_statistics, blocksize=weight.blocksize
             )
-        return Quantization(
-            type=QuantizedType(state.quant_type), double=state.nested, blocksize=state.blocksize
-        )
+        return Quantization(type=QuantizedType(state.quant_type), double=state.nested, blocksize=state.blocksize)
     if isinstance(module, modules.Linear8bitLt):
         return Quantization(type=QuantizedType.INT8)
     return None

@@ -26,24 +26,16 @@ def parts_of(operator: Any) -> Callable[..., Any] | None:
 
 
 def _gemm_4bit(
-    a: torch.Tensor,
-    packed: torch.Tensor,
-    shape: Any,
-    absmax: torch.Tensor,
-    blocksize: int,
-    quant_type: str,
-    bias: torch.Tensor | None = None,
-    absmax_8bit: torch.Tensor | None = None,
-    absmax_code: torch.Tensor | None = None,
-    absmax_offset: torch.Tensor | None = None,
+    a: torch.Tensor, packed: torch.Tensor, shape: Any, *state: Any, bias: torch.Tensor | None = None, **nested: Any
 ) -> torch.Tensor:
+    """``state``: scales, size of blocks and type; ``nested``: of scales that are quantized themselves."""
     operations = torch.ops.bitsandbytes
-    if absmax_8bit is not None:
-        nested = operations.dequantize_blockwise.default(
-            absmax_8bit, absmax, absmax_code, _NESTED_BLOCKSIZE, torch.float32
-        )
-        absmax = nested + absmax_offset
-        del nested
+    absmax, blocksize, quant_type = state
+    if nested.get("absmax_8bit") is not None:
+        codes, table = nested["absmax_8bit"], nested["absmax_code"]
+        scales = operations.dequantize_blockwise.default(codes, absmax, table, _NESTED_BLOCKSIZE, torch.float32)
+        absmax = scales + nested["absmax_offset"]
+        del scales
     weight = operations.dequantize_4bit.default(packed, absmax, blocksize, quant_type, shape, a.dtype)
     # What torch's linear does with a dense weight, operation for operation.
     rows = a.reshape(-1, a.shape[-1])

@@ -7,12 +7,12 @@ from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
-import torch
 from torch import nn
 
 from ...shared.phases.parameters import Parameter
 from ...shared.phases.quantization import QuantizedType
 from .checks import check_layers
+from .eight_bit import install, remove
 from .layers import QuantizedLayer, quantized_layers
 
 _P = ParamSpec("_P")
@@ -103,6 +103,7 @@ def _register(layer: QuantizedLayer) -> Callable[[], None]:
             setattr(slot.owner, slot.attribute, values if table is None or table.device != values.device else table)
         if layer.quantization.type is QuantizedType.INT8:
             module.state.CB = weight.data
+            remove(module)
         if hasattr(module, _REPACKS):
             setattr(module, _REPACKS, repacks)
         weight.__class__ = kind
@@ -117,6 +118,7 @@ def _link(layer: QuantizedLayer) -> None:
         # The weight itself, and no other view of its memory: it follows it wherever its chunk puts it.
         weight.__dict__.update(CB=None, SCB=None, has_fp16_weights=False)
         module.state.CB, module.state.SCB = weight, module._parameters["weight_scale"]
+        install(module)
         return
     weight.__dict__.update(quant_state=module.quant_state, bnb_quantized=True)
     for slot in layer.slots:

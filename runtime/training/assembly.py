@@ -246,7 +246,8 @@ class Assembly:
         self._agree(prepared)
         self._open_lanes()
         with ExitStack() as unbegun:
-            unbegun.callback(agreed(everybody, lambda: fill_buffers(self.model, saved, world), undo=lambda undo: undo()))
+            undo_buffers = agreed(everybody, lambda: fill_buffers(self.model, saved, world), undo=lambda undo: undo())
+            unbegun.callback(undo_buffers)
             # Ranks that have given their whole weights up give them back together, once all know why.
             with ExitStack() as undo:
                 parts = agreed(everybody, lambda: self._assemble(undo, prepared))
@@ -290,9 +291,8 @@ class Assembly:
             self.settings.stages.peers.open_lane(device.torch_device, self.plan.shard_ranks)
 
     def _named_settings(self) -> dict[str, Any]:
-        settings = self.settings
-        named = {name: getattr(settings, name) for name in ("check_gradients", "loss_scaling", "keep_last_step")}
-        return named | {"weights": None if settings.weights is None else settings.weights.fingerprint()}
+        named = {name: getattr(self.settings, name) for name in ("check_gradients", "loss_scaling", "keep_last_step")}
+        return named | {"weights": None if self.settings.weights is None else self.settings.weights.fingerprint()}
 
     def _facts(self, prepared: Prepared) -> dict[str, str]:
         """What ranks have to have in common before anything moves."""
