@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .osft.orthogonal_model import make_orthogonal as make_orthogonal
     from .osft.projection import project_gradients as project_gradients
     from .osft.projection import project_parameters as project_parameters
+    from .polynomials.families import family_of_configuration as family_of_configuration
     from .ranks.rank_probe import probe_ranks as probe_ranks
     from .recording.summaries import StepSummary as StepSummary
     from .students.activation_statistics import activation_statistics as activation_statistics
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from .students.student_model import make_student as make_student
     from .timing.within_budget import trace_within as trace_within
     from .tracing.configurations import workload_of_configuration as workload_of_configuration
-    from .tracing.families import family_of_configuration as family_of_configuration
     from .tracing.tracing import trace as trace
     from .training.carry_out import carry_out as carry_out
     from .training.carry_out import training_of as training_of
@@ -67,7 +67,7 @@ _HOMES = {
     "carry_out": "training.carry_out",
     "dense_state_dict": "osft.orthogonal_model",
     "distil": "distillation.distil",
-    "family_of_configuration": "tracing.families",
+    "family_of_configuration": "polynomials.families",
     "freeze": "model.adapters",
     "load_student": "students.saving",
     "make_dense": "osft.orthogonal_model",
