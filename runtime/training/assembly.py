@@ -419,9 +419,8 @@ class Assembly:
         if device.ledger is not None:
             device.ledger.adopt(model.buffers(), Content.RESIDENT)
         store = self._store(undo, layout, schedule)
-        world = self.settings.world
-        ranks = None if world is None else between_steps(world)
-        values = values_for(model, self.settings.weights, world)
+        ranks = None if self.settings.world is None else between_steps(self.settings.world)
+        values = values_for(model, self.settings.weights, self.settings.world)
         placed = PlacedModel(
             model, workload, layout, device, plan=plan, policy=policy, store=store, ranks=ranks, values=values
         )
