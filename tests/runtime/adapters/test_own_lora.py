@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -16,6 +17,7 @@ import torch
 
 from protwin.calibration.published.workloads import partly_trained_workload
 from protwin.runtime import add_lora, trace
+from protwin.runtime.checkpoints.published import save_published
 from protwin.runtime.model.configurations import build_model
 from protwin.shared.schema.training_options import LoraOptions
 from protwin.shared.schema.workload import DType, Workload
@@ -86,9 +88,10 @@ def test_it_learns_what_pefts_learns(seed: int) -> None:
     """With the same matrices, the same losses and the same matrices afterwards, bit for bit."""
     family, rank, targets, _, _ = drawn(seed)
     alpha = random.Random(seed).choice((1.0, 3.5, 16.0))
+    use_rslora = seed % 3 == 1
     own, theirs = (uncached(BUILT[family]().eval()) for _ in range(2))
-    add_lora(own, rank=rank, targets=targets, alpha=alpha)
-    theirs = of_peft(theirs, rank, targets, alpha)
+    add_lora(own, rank=rank, targets=targets, alpha=alpha, use_rslora=use_rslora)
+    theirs = of_peft(theirs, rank, targets, alpha, use_rslora=use_rslora)
     pairs = [
         (parameter, theirs.get_parameter(name))
         for name, parameter in ((of_pefts(name), p) for name, p in own.named_parameters() if p.requires_grad)
@@ -115,6 +118,29 @@ def test_it_learns_what_pefts_learns(seed: int) -> None:
 def of_pefts(name: str) -> str:
     """What PEFT calls the matrix ``name``."""
     return "base_model.model." + re.sub(r"lora_([ab])$", lambda m: f"lora_{m[1].upper()}.default.weight", name)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "use_rslora"), [(None, False), (7.5, False), (16.0, True)], ids=["usual", "alpha", "rsLoRA"]
+)
+@pytest.mark.parametrize("family", BUILT)
+def test_peft_reads_what_is_saved_of_it(family: str, alpha: float | None, use_rslora: bool, tmp_path: Path) -> None:
+    own = BUILT[family]().eval()
+    add_lora(own, rank=5, targets=MAPS[family][:2], alpha=alpha, use_rslora=use_rslora)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in own.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.2)
+    save_published(tmp_path / "adapter", own, None, base="base")
+    theirs = peft.PeftModel.from_pretrained(BUILT[family]().eval(), tmp_path / "adapter")
+    tokens = token_batches(1)[0]["input_ids"]
+    with torch.no_grad():
+        logits = [model(input_ids=tokens).logits for model in (own, theirs, BUILT[family]().eval())]
+    assert torch.equal(logits[0], logits[1])
+    assert not torch.equal(logits[0], logits[2])
+    layer = next(part for part in theirs.modules() if isinstance(part, peft.tuners.lora.LoraLayer))
+    assert layer.scaling["default"] == (alpha or 5) / (5**0.5 if use_rslora else 5)
 
 
 def test_it_begins_as_pefts_does() -> None:
