@@ -165,19 +165,12 @@ def run_long_demo(folder: Path, console: Console, size: LongDemo = STANDARD) -> 
         measured=planned.record,
         budget_bytes=budget_bytes,
         losses={"plain": plain.losses, "planned": planned.losses},
-        loss_tolerance=LossTolerance(
-            comparison["loss_tolerance"],
-            f"{_TIMES_ITSELF:g} times what plain training's losses differ by once its first weights are moved by a "
-            f"rounding, or {_TIMES_ITSELF:g} roundings of a loss",
-        ),
+        loss_tolerance=_loss_tolerance(comparison),
         plain_peak_bytes=need_bytes,
         schedule=compile_schedule(found.plan, subject.workload),
         search=found,
         further=(Section("What knobs of long sequences take off", (PageTable(knobs),)),),
-        notes=(
-            f"Plain training under this budget ends with: {refusal}",
-            f"Losses and weights are {_told_equality(comparison)}.",
-        ),
+        notes=_notes(refusal, comparison),
     )
     _write_records(folder, found, planned.record, facts)
     console.print(Printed(comparison_tables(compare_records(found.prediction, planned.record))))
@@ -381,6 +374,22 @@ def _print_summary(console: Console, comparison: dict[str, Any]) -> None:
         f"{format_bytes(c['device_budget_bytes'])}; plain training needs {format_bytes(c['plain_peak_device_bytes'])}, "
         f"{c['plain_peak_device_bytes'] / c['measured_peak_device_bytes']:.1f} times as much\n"
         f"losses and weights: {_told_equality(c)}"
+    )
+
+
+def _loss_tolerance(comparison: Mapping[str, Any]) -> LossTolerance:
+    return LossTolerance(
+        comparison["loss_tolerance"],
+        f"{_TIMES_ITSELF:g} times what plain training's losses differ by once its first weights are moved by a "
+        f"rounding, or {_TIMES_ITSELF:g} roundings of a loss",
+    )
+
+
+def _notes(refusal: str, comparison: Mapping[str, Any]) -> tuple[str, str]:
+    """For the page."""
+    return (
+        f"Plain training under this budget ends with: {refusal}",
+        f"Losses and weights are {_told_equality(comparison)}.",
     )
 
 
