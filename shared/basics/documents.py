@@ -147,7 +147,7 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 def read_mapping(path: str | Path) -> dict[str, Any]:
     """The table in a JSON or TOML file.  Raises FileError if it is missing or damaged."""
     path = Path(path)
-    text = _read_text(path)
+    text = read_text(path)
     try:
         content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text, object_pairs_hook=_stated_once)
     except (ValueError, RecursionError) as error:
@@ -166,7 +166,7 @@ def _stated_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
     """The text of a file, without the mark that some editors put before it.  Raises FileError."""
     try:
         found = path.stat()

@@ -262,7 +262,7 @@ def test_every_command_is_named_after_its_app() -> None:
     for name, place in APPS.items():
         module, _, attribute = place.partition(":")
         assert module.startswith("protwin.")
-        assert attribute == name
+        assert attribute == name.replace("-", "_")
         assert (Path(__file__).parents[2] / module.split(".")[1]).is_dir()
 
 
