@@ -14,6 +14,7 @@ from ...shared.catalogue.models import ModelConfiguration, load_model_configurat
 from ...shared.cli.options import (
     AutocastName,
     ConfigurationName,
+    DoubleQuantize,
     DTypeName,
     FrozenParts,
     JsonFlag,
@@ -23,6 +24,8 @@ from ...shared.cli.options import (
     OsftTargets,
     OutputPath,
     PackedLengths,
+    QuantizationBlock,
+    QuantizedTo,
     Seed,
     SequenceLength,
     StatedBatchSize,
@@ -32,6 +35,7 @@ from ...shared.cli.options import (
     keep_apart,
     options_of,
     osft_of,
+    quantized_of,
     warn,
 )
 from ...shared.cli.output import give
@@ -112,6 +116,9 @@ def trace_command(
     hardware: MachineToTrainOn = None,
     lora_rank: LoraRank = None,
     lora_targets: LoraTargets = None,
+    quantized_to: QuantizedTo = None,
+    double_quantize: DoubleQuantize = False,
+    quantization_blocksize: QuantizationBlock = None,
     method: MethodName = None,
     unfreeze_rank_ratio: UnfreezeRankRatio = None,
     osft_targets: OsftTargets = None,
@@ -142,7 +149,8 @@ def trace_command(
     if method is TrainingMethod.BYPASS:
         raise ProtwinError(f"--method {method} trains a student, which a search traces with its teacher. Leave it out.")
     osft = osft_of(method, unfreeze_rank_ratio, osft_targets)
-    options = options_of(lora_rank, lora_targets, frozen, autocast, osft)
+    quantized = quantized_of(quantized_to, double=double_quantize, blocksize=quantization_blocksize)
+    options = options_of(lora_rank, lora_targets, frozen, autocast, osft, quantized)
     if mlp_modules and not mlp_tiles:
         raise ProtwinError("--mlp-module names what runs in tiles. Say in how many: --mlp-tiles 4.")
     if is_real and options.autocast is not None:

@@ -45,12 +45,20 @@ class LowRankLinear(nn.Module):
     """A frozen linear map with a trained product of two thin matrices beside it."""
 
     def __init__(
-        self, base: nn.Module, num_in: int, num_out: int, *, rank: int, alpha: float, device: torch.device | None = None
+        self,
+        base: nn.Module,
+        num_in: int,
+        num_out: int,
+        *,
+        rank: int,
+        alpha: float,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         weight = base.weight
         assert isinstance(weight, torch.Tensor)
-        place: dict[str, Any] = {"dtype": weight.dtype, "device": device or weight.device}
+        place: dict[str, Any] = {"dtype": dtype or weight.dtype, "device": device or weight.device}
         self.base = base
         self.base.requires_grad_(False)
         self.lora_a = nn.Parameter(torch.empty(rank, num_in, **place))
@@ -85,8 +93,8 @@ def add_lora(
 
     ``targets`` are the maps' names within a block, or the ends of them (``"q_proj"``, ``"mlp.up_proj"``); none: all
     linear maps.  Without ``alpha`` the scale is 1; it costs nothing.  The matrices have the dtype of the map that they
-    lie beside, and lie where it does, or on ``device``.  Raises WorkloadError if the rank makes no sense or a target
-    names nothing.
+    lie beside, of a packed one that which it computes in, and lie where it does, or on ``device``.  Raises
+    WorkloadError if the rank makes no sense or a target names nothing.
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= _MAX_RANK:
         raise WorkloadError(f"the rank of LoRA is {rank!r}; it must be a whole number from 1 to {_MAX_RANK}.")
@@ -117,9 +125,23 @@ def add_lora(
         module, (num_in, num_out) = maps[path]
         parent, _, name = path.rpartition(".")
         scaled = float(rank) if alpha is None else alpha
-        adapted = LowRankLinear(module, num_in, num_out, rank=rank, alpha=scaled, device=device)
+        dtype = _dtype_beside(module, model)
+        adapted = LowRankLinear(module, num_in, num_out, rank=rank, alpha=scaled, device=device, dtype=dtype)
         setattr(model.get_submodule(parent), name, adapted)
     return chosen
+
+
+def _dtype_beside(module: nn.Module, model: nn.Module) -> torch.dtype:
+    """The element type of matrices beside a linear map: that of its products."""
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    if weight.is_floating_point():
+        return weight.dtype
+    computed = getattr(module, "compute_dtype", None)
+    if isinstance(computed, torch.dtype):
+        return computed
+    # Packed into eight bits: it computes in the element type of what it is given.
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
 
 def _sizes(module: nn.Module) -> tuple[int, int] | None:

@@ -15,8 +15,9 @@ from typing import Any, Final
 
 import torch
 
+from ...shared.phases.quantization import NESTED_BLOCKSIZE
+
 _NAMESPACE: Final = "bitsandbytes::"
-_NESTED_BLOCKSIZE: Final = 256
 
 
 def parts_of(operator: Any) -> Callable[..., Any] | None:
@@ -25,22 +26,23 @@ def parts_of(operator: Any) -> Callable[..., Any] | None:
     return _PARTS.get(name) if name.startswith(_NAMESPACE) else None
 
 
-def _gemm_4bit(
-    a: torch.Tensor, packed: torch.Tensor, shape: Any, *state: Any, bias: torch.Tensor | None = None, **nested: Any
-) -> torch.Tensor:
-    """``state``: scales, size of blocks and type; ``nested``: of scales that are quantized themselves."""
+def _gemm_4bit(*args: Any, **kwargs: Any) -> torch.Tensor:
     operations = torch.ops.bitsandbytes
-    absmax, blocksize, quant_type = state
-    if nested.get("absmax_8bit") is not None:
-        codes, table = nested["absmax_8bit"], nested["absmax_code"]
-        scales = operations.dequantize_blockwise.default(codes, absmax, table, _NESTED_BLOCKSIZE, torch.float32)
-        absmax = scales + nested["absmax_offset"]
+    names = (argument.name for argument in operations.gemm_4bit.default._schema.arguments)
+    given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
+    rows, bias, absmax = given["A"], given.get("bias"), given["absmax"]
+    if given.get("absmax_8bit") is not None:
+        codes, table = given["absmax_8bit"], given["absmax_code"]
+        scales = operations.dequantize_blockwise.default(codes, absmax, table, NESTED_BLOCKSIZE, torch.float32)
+        absmax = scales + given["absmax_offset"]
         del scales
-    weight = operations.dequantize_4bit.default(packed, absmax, blocksize, quant_type, shape, a.dtype)
+    weight = operations.dequantize_4bit.default(
+        given["B"], absmax, given["blocksize"], given["quant_type"], given["shapeB"], rows.dtype
+    )
     # What torch's linear does with a dense weight, operation for operation.
-    rows = a.reshape(-1, a.shape[-1])
-    made = torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
-    return made.view(*a.shape[:-1], weight.shape[0])
+    flat = rows.reshape(-1, rows.shape[-1])
+    made = torch.mm(flat, weight.t()) if bias is None else torch.addmm(bias, flat, weight.t())
+    return made.view(*rows.shape[:-1], weight.shape[0])
 
 
 def _int8_scaled_mm(

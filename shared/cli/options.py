@@ -14,9 +14,10 @@ import typer
 from ..basics.errors import FileError, ProtwinError
 from ..basics.units import parse_bytes, parse_bytes_per_s, parse_count
 from ..optimizers.names import host_gradients_named, optimizer_named
+from ..phases.quantization import BLOCKSIZE, BLOCKSIZES, Quantization, QuantizedType
 from ..schema.optimizer import HostGradients, Optimizer
 from ..schema.plan import Plan, TrainingMethod
-from ..schema.training_options import LoraOptions, OsftOptions, TrainingOptions
+from ..schema.training_options import LoraOptions, OsftOptions, QuantizationOptions, TrainingOptions
 from ..schema.workload import DType
 from .output import check_standard_output, is_standard_output
 from .told import warn as warn
@@ -206,6 +207,22 @@ LoraTargets = Annotated[
         "--lora-targets", metavar="NAMES", help="Linear maps that get them (q_proj,v_proj), instead of all of a block."
     ),
 ]
+QuantizedTo = Annotated[
+    QuantizedType | None,
+    typer.Option(
+        "--quantize",
+        metavar="TYPE",
+        help="Pack the weights beside which LoRA trains into few bits: nf4, fp4 or int8, by bitsandbytes.",
+    ),
+]
+DoubleQuantize = Annotated[
+    bool,
+    typer.Option("--double-quantize", help="Quantize the scales of 4-bit blocks themselves."),
+]
+QuantizationBlock = Annotated[
+    int | None,
+    typer.Option("--quantization-blocksize", metavar="N", help="Scalars that share a scale, instead of 64."),
+]
 MethodName = Annotated[
     TrainingMethod | None,
     typer.Option(
@@ -329,6 +346,7 @@ def options_of(
     frozen: list[str] | None,
     autocast: str | None,
     osft: OsftOptions | None = None,
+    quantized: QuantizationOptions | None = None,
 ) -> TrainingOptions:
     """What the options say of how a model is trained.  Raises ProtwinError if they make no sense together."""
     computed = None if autocast is None else _autocast(autocast)
@@ -339,7 +357,39 @@ def options_of(
             f"--lora-targets is {lora_targets!r}, but {missing}. Write --lora-rank 16 --lora-targets q_proj."
         )
     lora = LoraOptions(rank=lora_rank, targets=targets) if lora_rank is not None else None
-    return TrainingOptions(lora=lora, osft=osft, frozen=tuple(frozen or ()), autocast=computed)
+    if quantized is not None and (lora is None or osft is not None):
+        reason = (
+            "--unfreeze-rank-ratio factorises and trains these weights"
+            if osft is not None
+            else "packed weights cannot be trained, and nothing else would be"
+        )
+        raise ProtwinError(
+            f"--quantize is {quantized.how.type}, but {reason}. Train low-rank matrices beside them (--lora-rank "
+            f"16), or leave --quantize out."
+        )
+    return TrainingOptions(lora=lora, quantized=quantized, osft=osft, frozen=tuple(frozen or ()), autocast=computed)
+
+
+def quantized_of(to: QuantizedType | None, *, double: bool, blocksize: int | None) -> QuantizationOptions | None:
+    """How weights are packed.  Raises ProtwinError if nothing is, or not so."""
+    if to is None:
+        if double or blocksize is not None:
+            given = "--double-quantize" if double else f"--quantization-blocksize {blocksize}"
+            raise ProtwinError(f"{given} is given, but --quantize is not. Add --quantize nf4.")
+        return None
+    if to is QuantizedType.INT8:
+        if double or blocksize is not None:
+            raise ProtwinError(
+                "--quantize int8 has one scale for each output: it takes neither --double-quantize nor "
+                "--quantization-blocksize. Leave them out, or take nf4."
+            )
+        return QuantizationOptions(how=Quantization(type=to))
+    if blocksize is not None and blocksize not in BLOCKSIZES:
+        raise ProtwinError(
+            f"--quantization-blocksize is {blocksize}; it must be one of {', '.join(map(str, BLOCKSIZES))}, for which "
+            f"bitsandbytes has kernels."
+        )
+    return QuantizationOptions(how=Quantization(type=to, double=double, blocksize=blocksize or BLOCKSIZE))
 
 
 def _autocast(name: str) -> DType:

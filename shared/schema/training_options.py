@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final
 from pydantic import Field, PositiveInt, SerializerFunctionWrapHandler, model_serializer
 
 from ..basics.documents import FrozenModel
+from ..phases.quantization import Quantization
 from .workload import DType
 
 
@@ -16,6 +17,14 @@ class LoraOptions(FrozenModel):
     rank: PositiveInt
     targets: tuple[str, ...] = ()
     """Names of the linear maps within a block; none: all of them."""
+
+
+class QuantizationOptions(FrozenModel):
+    """Linear maps whose weights are packed, and frozen."""
+
+    how: Quantization
+    skipped: tuple[str, ...] = ()
+    """Names of the linear maps that stay as they are, beside the head."""
 
 
 class OsftOptions(FrozenModel):
@@ -31,6 +40,8 @@ class TrainingOptions(FrozenModel):
     """How a workload's model is trained."""
 
     lora: LoraOptions | None = None
+    quantized: QuantizationOptions | None = None
+    """Linear maps are packed before adapters are put beside them; None: none is."""
     osft: OsftOptions | None = None
     """Linear maps are factorised, behind LoRA's: these have none of the other."""
     frozen: tuple[str, ...] = ()
@@ -41,10 +52,11 @@ class TrainingOptions(FrozenModel):
 
     @model_serializer(mode="wrap")
     def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Kept traces are found by it, also those of before there was OSFT."""
+        """Kept traces are found by it, also those of before there were OSFT and packed weights."""
         fields: dict[str, Any] = handler(self)
-        if self.osft is None:
-            fields.pop("osft", None)
+        for name in ("osft", "quantized"):
+            if getattr(self, name) is None:
+                fields.pop(name, None)
         return fields
 
     @property

@@ -168,8 +168,8 @@ def _check_saved(saved: Workload, model: str, options: TrainingOptions, student:
     if not options.is_full or student is not None:
         raise WorkloadError(
             f"{model} is a workload, traced as it was to be trained. Leave out --lora-rank, --lora-targets, "
-            f"--unfreeze-rank-ratio, --osft-target, --freeze, --autocast and --student, or name the model that it was "
-            f"traced from."
+            f"--quantize, --unfreeze-rank-ratio, --osft-target, --freeze, --autocast and --student, or name the model "
+            f"that it was traced from."
         )
 
 

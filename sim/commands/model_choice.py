@@ -12,7 +12,7 @@ from ...shared.catalogue.models import known_model
 from ...shared.cli.options import cache_folder, options_of, osft_of, warn
 from ...shared.schema.hardware import Device
 from ...shared.schema.plan import TrainingMethod
-from ...shared.schema.training_options import OsftOptions, TrainingOptions
+from ...shared.schema.training_options import OsftOptions, QuantizationOptions, TrainingOptions
 from ...shared.schema.workload import Workload
 from ...shared.students.student import Student
 from ...shared.workloads.check import check_method
@@ -59,6 +59,8 @@ class ModelChoice:
     dtype: str | None
     lora_rank: int | None
     lora_targets: str | None
+    quantized: QuantizationOptions | None = field(default=None, kw_only=True)
+    """How linear maps are packed; None: none is."""
     unfreeze_rank_ratio: float | None = field(default=None, kw_only=True)
     """Part of the directions that orthogonal subspace fine-tuning trains; None: nothing is factorised."""
     osft_targets: list[str] | None = field(default=None, kw_only=True)
@@ -99,7 +101,7 @@ class ModelChoice:
     @property
     def options(self) -> TrainingOptions:
         """How it is trained.  Raises ProtwinError if its options make no sense together."""
-        return options_of(self.lora_rank, self.lora_targets, self.frozen, self.autocast, self._osft)
+        return options_of(self.lora_rank, self.lora_targets, self.frozen, self.autocast, self._osft, self.quantized)
 
     @property
     def _osft(self) -> OsftOptions | None:
