@@ -81,7 +81,7 @@ def trace(
     device_kind: DeviceKind = DeviceKind.CUDA,
     mlp_tiles: int | Sequence[int] = (),
     mlp_modules: str | Sequence[str] | None = None,
-    loss_tiles: Sequence[int] = (),
+    loss_tiles: int | Sequence[int] = (),
     sequence_ranks: int | Sequence[int] = (),
     packing: Packing | None = None,
     on_progress: Callable[[int, int], None] | None = None,
