@@ -11,6 +11,7 @@ from ..shared.basics.lazy_face import lazy_face
 
 if TYPE_CHECKING:
     from .chunks.meta_parameters import parameters_on_meta as parameters_on_meta
+    from .chunks.saved_weights import load_quantized as load_quantized
     from .devices.cpu_device import CpuDevice as CpuDevice
     from .devices.cuda_device import CudaDevice as CudaDevice
     from .devices.device import TrainingDevice as TrainingDevice
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from .osft.projection import project_gradients as project_gradients
     from .osft.projection import project_parameters as project_parameters
     from .polynomials.families import family_of_configuration as family_of_configuration
+    from .quantized.quantizing import quantize as quantize
     from .ranks.rank_probe import probe_ranks as probe_ranks
     from .recording.summaries import StepSummary as StepSummary
     from .students.activation_statistics import activation_statistics as activation_statistics
@@ -70,7 +72,7 @@ _HOMES = {
     "distil": "distillation.distil",
     "family_of_configuration": "polynomials.families",
     "freeze": "model.adapters",
-    "load_quantized": "chunks.packed_weights",
+    "load_quantized": "chunks.saved_weights",
     "load_student": "students.saving",
     "make_dense": "osft.orthogonal_model",
     "make_orthogonal": "osft.orthogonal_model",
