@@ -12,7 +12,17 @@ import pytest
 import torch
 from torch import nn
 
-from protwin.runtime import CpuDevice, add_lora, carry_out, load_quantized, parameters_on_meta, quantize, trace
+from protwin.runtime import (
+    CpuDevice,
+    add_lora,
+    carry_out,
+    load_quantized,
+    make_orthogonal,
+    parameters_on_meta,
+    quantize,
+    trace,
+    trace_distillation,
+)
 from protwin.runtime.chunks import saved_weights
 from protwin.shared.basics.errors import ProtwinError, WorkloadError
 from tests.runtime.models import adamw, gpt2, llama, token_batches
@@ -209,6 +219,15 @@ def test_a_model_that_cannot_be_packed_is_refused() -> None:
     quantize(again)
     with pytest.raises(WorkloadError, match="already"):
         quantize(again)
+
+
+def test_methods_that_train_weights_refuse_packed_ones_by_name() -> None:
+    model = llama(num_layers=1)
+    quantize(model)
+    with pytest.raises(WorkloadError, match="q_proj is quantized to nf4, but orthogonal"):
+        make_orthogonal(model, unfreeze_rank_ratio=0.5)
+    with pytest.raises(WorkloadError, match="q_proj is quantized to nf4, but a distillation"):
+        trace_distillation(llama(num_layers=1), model, token_batches(1)[0], nn.functional.mse_loss)
 
 
 def test_files_of_another_model_are_refused_before_anything_is_filled(tmp_path: Path) -> None:
