@@ -43,6 +43,7 @@ from tests.runtime.models import (
 from tests.runtime.quantized.models import quantized_cases
 
 STEPS = 3
+OF_PEFT = ("DoRA", "head and embedding saved")
 STEADY = "gated, without dropout"
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -85,6 +86,12 @@ def _factorised_model() -> nn.Module:
     model = _gated_model()
     make_orthogonal(model, unfreeze_rank_ratio=0.4, targets=["stack.*.up", "stack.*.down"])
     return model
+
+
+def _of_peft(kind: str) -> nn.Module:
+    from tests.runtime.adapters.peft_kinds import KINDS, adapted  # PEFT takes seconds to import
+
+    return adapted(partial(llama, num_layers=3), KINDS[kind])
 
 
 def _factorised(build: Callable[[], nn.Module]) -> nn.Module:
@@ -156,6 +163,7 @@ def _all_cases(num_batches: int) -> dict[str, Case]:
         ),
         "llama, 64 wide, factorised": replace(wide, build=partial(_factorised, wide.build)),
         "llama, 64 wide": wide,
+        **{f"PEFT, {kind}": Case(partial(_of_peft, kind), token_batches(num_batches)) for kind in OF_PEFT},
     }
 
 
