@@ -56,6 +56,8 @@ from ...shared.cli.options import (
     DeviceBudget,
     DTypeName,
     FrozenParts,
+    ImageCount,
+    ImageSize,
     JsonFlag,
     LoraRank,
     LoraTargets,
@@ -69,6 +71,7 @@ from ...shared.cli.options import (
     UnfreezeRankRatio,
     command_app,
     examples,
+    images_of,
     keep_apart,
     load_plan,
     options_of,
@@ -116,6 +119,8 @@ def run_command(
     osft_targets: OsftTargets = None,
     osft_cache: FactorFolder = None,
     frozen: FrozenParts = None,
+    image_size: ImageSize = None,
+    images: ImageCount = None,
     data: DataPaths = None,
     tokenizer: TokenizerFolder = None,
     evaluation: EvaluationPath = None,
@@ -173,7 +178,7 @@ def run_command(
     described = load_model_configuration(named)
     osft = _factorised(chosen, method, unfreeze_rank_ratio, osft_targets)
     _check_factor_cache(osft_cache, osft)
-    options = options_of(lora_rank, lora_targets, frozen, None, osft)
+    options = options_of(lora_rank, lora_targets, frozen, None, osft, images=images_of(image_size, images))
 
     prefer_expandable_segments(os.environ)
     if starts:
@@ -201,7 +206,17 @@ def run_command(
         workload=given,
         shape=Shape(batch_size, sequence_length, asked),
         model=RunModel(described, named, weights, asked, options, seed, rank, cache),
-        data=DataChoice(tuple(data or ()), evaluation, evaluate_every, tokenizer, text, weights, seed, loss_weighting),
+        data=DataChoice(
+            tuple(data or ()),
+            evaluation,
+            evaluate_every,
+            tokenizer,
+            text,
+            weights,
+            seed,
+            loss_weighting,
+            options.images,
+        ),
         steps=steps,
         epochs=epochs,
         rates=LearningRates(learning_rate, schedule, warmup_steps),

@@ -16,7 +16,7 @@ from ..basics.units import parse_bytes, parse_bytes_per_s, parse_count
 from ..optimizers.names import host_gradients_named, optimizer_named
 from ..schema.optimizer import HostGradients, Optimizer
 from ..schema.plan import Plan, TrainingMethod
-from ..schema.training_options import LoraOptions, OsftOptions, TrainingOptions
+from ..schema.training_options import ImageOptions, LoraOptions, OsftOptions, TrainingOptions
 from ..schema.workload import DType
 from .output import check_standard_output, is_standard_output
 from .told import warn as warn
@@ -239,6 +239,18 @@ FrozenParts = Annotated[
         help="Do not train these: model.embed_tokens, 'model.layers.[0-9].*' (repeatable).",
     ),
 ]
+ImageSize = Annotated[
+    str | None,
+    typer.Option(
+        "--image-size",
+        metavar="HEIGHTxWIDTH",
+        help="Pixels of each image of a model that reads some (448x672, or 448), instead of the configuration's.",
+    ),
+]
+ImageCount = Annotated[
+    int | None,
+    typer.Option("--images", metavar="N", min=1, help="Images in the text of each sample, where a model reads both."),
+]
 OptimizerName = Annotated[
     Optimizer | None,
     typer.Option(
@@ -329,8 +341,13 @@ def options_of(
     frozen: list[str] | None,
     autocast: str | None,
     osft: OsftOptions | None = None,
+    *,
+    images: ImageOptions | None = None,
 ) -> TrainingOptions:
-    """What the options say of how a model is trained.  Raises ProtwinError if they make no sense together."""
+    """What the options say of how a model is trained, and on which ``images``.
+
+    Raises ProtwinError if they make no sense together.
+    """
     computed = None if autocast is None else _autocast(autocast)
     targets = tuple(name.strip() for name in (lora_targets or "").split(",") if name.strip())
     if lora_targets is not None and (lora_rank is None or not targets):
@@ -339,7 +356,18 @@ def options_of(
             f"--lora-targets is {lora_targets!r}, but {missing}. Write --lora-rank 16 --lora-targets q_proj."
         )
     lora = LoraOptions(rank=lora_rank, targets=targets) if lora_rank is not None else None
-    return TrainingOptions(lora=lora, osft=osft, frozen=tuple(frozen or ()), autocast=computed)
+    return TrainingOptions(lora=lora, osft=osft, frozen=tuple(frozen or ()), autocast=computed, images=images)
+
+
+def images_of(size: str | None, count: int | None) -> ImageOptions | None:
+    """What ``--image-size`` and ``--images`` say; None: nothing.  Raises ProtwinError if the size is none."""
+    if size is None and count is None:
+        return None
+    sides = [] if size is None else size.lower().split("x")
+    if size is not None and (len(sides) > 2 or not all(side.strip().isdecimal() and int(side) for side in sides)):
+        raise ProtwinError(f"--image-size {size} is no size in pixels. Write height and width (448x672), or one side.")
+    pixels = None if size is None else (int(sides[0]), int(sides[-1]))
+    return ImageOptions(size=pixels, per_sample=count or 1)
 
 
 def _autocast(name: str) -> DType:

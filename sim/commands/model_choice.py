@@ -12,7 +12,7 @@ from ...shared.catalogue.models import known_model
 from ...shared.cli.options import cache_folder, options_of, osft_of, warn
 from ...shared.schema.hardware import Device
 from ...shared.schema.plan import TrainingMethod
-from ...shared.schema.training_options import OsftOptions, TrainingOptions
+from ...shared.schema.training_options import ImageOptions, OsftOptions, TrainingOptions
 from ...shared.schema.workload import Workload
 from ...shared.students.student import Student
 from ...shared.workloads.check import check_method
@@ -63,6 +63,8 @@ class ModelChoice:
     """Part of the directions that orthogonal subspace fine-tuning trains; None: nothing is factorised."""
     osft_targets: list[str] | None = field(default=None, kw_only=True)
     frozen: list[str] | None
+    images: ImageOptions | None = field(default=None, kw_only=True)
+    """What is seen beside text; None: as the model's configuration says."""
     autocast: str | None
     device: Device
     """Decides the element type and the kernels."""
@@ -99,7 +101,7 @@ class ModelChoice:
     @property
     def options(self) -> TrainingOptions:
         """How it is trained.  Raises ProtwinError if its options make no sense together."""
-        return options_of(self.lora_rank, self.lora_targets, self.frozen, self.autocast, self._osft)
+        return options_of(self.lora_rank, self.lora_targets, self.frozen, self.autocast, self._osft, images=self.images)
 
     @property
     def _osft(self) -> OsftOptions | None:
