@@ -49,7 +49,7 @@ test: $(STAMP) ## Run the tests (ARGS="-k name" for some of them)
 
 .PHONY: catalogue
 catalogue: $(STAMP) ## Trace the catalogue's models anew (NAMES="gpt2 llama-3-8b" for some of them)
-	$(BIN)/python -m protwin.runtime.tracing.regenerate_catalogue $(NAMES)
+	$(BIN)/python -m protwin.runtime.polynomials.regenerate_catalogue $(NAMES)
 
 .PHONY: check
 check: $(STAMP) ## Lint, format, types and imports

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .fitting.slowdowns import measure_slowdowns as measure_slowdowns
     from .fitting.subject import Subject as Subject
     from .fitting.updating import updated as updated
+    from .one_call.plan import plan as plan
     from .validation.fidelity import Fidelity as Fidelity
     from .validation.validate import Trial as Trial
     from .validation.validate import validate as validate
@@ -32,6 +33,7 @@ _HOMES = {
     "calibrate": "fitting.calibrate",
     "fit_calibration": "fitting.fit",
     "measure_slowdowns": "fitting.slowdowns",
+    "plan": "one_call.plan",
     "updated": "fitting.updating",
     "validate": "validation.validate",
 }

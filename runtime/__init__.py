@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .distillation.tracing import trace_distillation as trace_distillation
     from .distillation.validation import ValidationLosses as ValidationLosses
     from .distillation.validation import validation_losses as validation_losses
+    from .integrations.trainer_class import planned_trainer as planned_trainer
     from .model.adapters import add_lora as add_lora
     from .model.adapters import freeze as freeze
     from .optimizers.loss_scaling import LossScaling as LossScaling
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from .osft.orthogonal_model import make_orthogonal as make_orthogonal
     from .osft.projection import project_gradients as project_gradients
     from .osft.projection import project_parameters as project_parameters
+    from .polynomials.families import family_of_configuration as family_of_configuration
     from .ranks.rank_probe import probe_ranks as probe_ranks
     from .recording.summaries import StepSummary as StepSummary
     from .students.activation_statistics import activation_statistics as activation_statistics
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
     from .students.student_model import make_student as make_student
     from .timing.within_budget import trace_within as trace_within
     from .tracing.configurations import workload_of_configuration as workload_of_configuration
-    from .tracing.families import family_of_configuration as family_of_configuration
     from .tracing.tracing import trace as trace
     from .training.carry_out import carry_out as carry_out
     from .training.carry_out import training_of as training_of
@@ -67,7 +68,7 @@ _HOMES = {
     "carry_out": "training.carry_out",
     "dense_state_dict": "osft.orthogonal_model",
     "distil": "distillation.distil",
-    "family_of_configuration": "tracing.families",
+    "family_of_configuration": "polynomials.families",
     "freeze": "model.adapters",
     "load_student": "students.saving",
     "make_dense": "osft.orthogonal_model",
@@ -75,6 +76,7 @@ _HOMES = {
     "make_student": "students.student_model",
     "named_optimizer": "optimizers.named",
     "parameters_on_meta": "chunks.meta_parameters",
+    "planned_trainer": "integrations.trainer_class",
     "probe_hardware": "devices.probe",
     "probe_ranks": "ranks.rank_probe",
     "project_gradients": "osft.projection",

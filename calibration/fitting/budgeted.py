@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ from torch import nn
 
 from ...runtime.chunks.saved_weights import SavedWeights
 from ...runtime.devices.device import TrainingDevice
-from ...runtime.model.batches import Batch, Loss
+from ...runtime.model.batches import Batch, Loss, on_device
 from ...runtime.optimizers.chunk_optimizer import MakeOptimizer
 from ...runtime.optimizers.named import named_optimizer
 from ...runtime.ranks.own_device import device_of_rank
@@ -130,17 +130,3 @@ class BudgetedSubject(Subject):
     def left_as_found(self) -> AbstractContextManager[Any]:
         """Within the block the model is trained; afterwards it is what it was."""
         return trained_as_found(self.model, folder=self.scratch_folder) if self.is_kept else nullcontext()
-
-
-def on_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch with its tensors on ``device``."""
-
-    def moved(value: Any) -> Any:
-        return value.to(device) if isinstance(value, torch.Tensor) else value
-
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        return {key: moved(value) for key, value in batch.items()}
-    assert isinstance(batch, Sequence)
-    return [moved(value) for value in batch]

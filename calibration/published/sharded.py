@@ -12,11 +12,11 @@ from typing import Final
 
 from ...shared.catalogue.machines import machine, override_hardware
 from ...shared.catalogue.parts import network_part
+from ...shared.families.shipped import shipped_family
 from ...shared.layout.layout import layout_of
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.workload import DType, Workload
-from ...shared.workloads.shipped import shipped_family
 from ...sim.engine.simulator import simulate
 from .machines import Range, slowed
 from .runs import PUBLISHED_RUNS, Prediction, Quantity, ShardedRun

@@ -13,7 +13,7 @@ from torch import nn
 
 from ...runtime.devices.device import TrainingDevice
 from ...runtime.devices.process_settings import leave_a_core_for_lanes
-from ...runtime.model.batches import Batch, Loss
+from ...runtime.model.batches import Batch, Loss, on_device
 from ...runtime.optimizers.chunk_optimizer import default_optimizer
 from ...runtime.optimizers.named import check_runs_on, named_optimizer
 from ...runtime.ranks.agreement import agreed
@@ -26,7 +26,7 @@ from ...shared.basics.errors import WorkloadError
 from ...shared.schema.hardware import DeviceKind, Hardware
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.record import Record
-from ..fitting.budgeted import BudgetedSubject, on_device
+from ..fitting.budgeted import BudgetedSubject
 from ..fitting.calibrate import check_probed_here
 from ..fitting.configured import configured_subject
 from ..fitting.subject import Subject, check_disk_described

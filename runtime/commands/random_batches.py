@@ -12,9 +12,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...shared.basics.errors import WorkloadError
+from ...shared.families.family import BATCH_SIZE, SEQUENCE_LENGTH, TARGET_LENGTH
 from ...shared.schema.training_options import ImageOptions
 from ...shared.schema.workload import Workload
-from ...shared.workloads.family import BATCH_SIZE, SEQUENCE_LENGTH, TARGET_LENGTH
 from ..data.byte_text import byte_batches, head_batches
 from ..data.sources import Batch, DataSource
 from ..model.batches import BatchRefusedError, batch_shapes, loss_of

@@ -74,6 +74,16 @@ class CpuDevice(TrainingDevice):
         """The enforced budget."""
         return self.ledger.budget_bytes
 
+    def without_budget(self) -> CpuDevice:
+        """The same throttles, and as much memory as the host has."""
+        return CpuDevice(
+            host_to_device_bytes_per_s=self._rates[True],
+            device_to_host_bytes_per_s=self._rates[False],
+            disk_read_bytes_per_s=self._disk_rates[False],
+            disk_write_bytes_per_s=self._disk_rates[True],
+            collective_bytes_per_s=self._collective_rate,
+        )
+
     @property
     def description(self) -> str:
         """The machine that stands in for a device."""

@@ -48,11 +48,19 @@ class CudaDevice(TrainingDevice):
             raise HardwareError(
                 f"a budget of {format_bytes(budget_bytes)} is outside cuda:{index}'s {format_bytes(self._total_bytes)}."
             )
-        self.budget_bytes = budget_bytes
-        """The enforced budget."""
+        self._budget_bytes = budget_bytes
         self._fraction_before: float | None = None
         self._compute_stream: Any = None
         self._clock = StreamClock(self.torch_device)
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The enforced budget."""
+        return self._budget_bytes
+
+    def without_budget(self) -> CudaDevice:
+        """The same GPU, all of it."""
+        return CudaDevice(self._index)
 
     @property
     def description(self) -> str:

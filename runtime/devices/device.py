@@ -40,6 +40,15 @@ class TrainingDevice(ABC):
 
     @property
     @abstractmethod
+    def budget_bytes(self) -> int | None:
+        """The enforced budget; None without one."""
+
+    @abstractmethod
+    def without_budget(self) -> TrainingDevice:
+        """The same device, its links and disk as slow as they are, for work that no budget holds for."""
+
+    @property
+    @abstractmethod
     def limit_bytes(self) -> int | None:
         """What a training may take at most: the budget, else all memory of the device; None: no limit is known."""
 

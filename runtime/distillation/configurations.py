@@ -8,13 +8,13 @@ from typing import Any, Final
 from ...shared.basics.errors import WorkloadError
 from ...shared.basics.gc_pause import gc_paused
 from ...shared.catalogue.own_code import OwnCode
+from ...shared.families.family import BATCH_SIZE, SEQUENCE_LENGTH, TARGET_LENGTH
 from ...shared.phases.distillation import KeyToLearn
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.training_options import FULL_TRAINING, TrainingOptions
 from ...shared.schema.workload import Workload
 from ...shared.students.shapes import student_shapes
 from ...shared.students.student import Student
-from ...shared.workloads.family import BATCH_SIZE, SEQUENCE_LENGTH, TARGET_LENGTH
 from ..devices.time_limit import TimeChecks, time_limit
 from ..model.batches import BatchRefusedError
 from ..model.configurations import quiet

@@ -18,6 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...shared.basics.errors import ProtwinError, WorkloadError
+from ...shared.observed.assembly import TracedModel, TracedShape
 from ...shared.observed.observation import Observation
 from ...shared.observed.observed_inputs import PhaseKey
 from ...shared.phases.distillation import KeyToLearn
@@ -25,7 +26,6 @@ from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import ActivationMode
 from ...shared.schema.schedule import TaskKind
 from ...shared.schema.workload import BlockId, DType, Parameter, Workload
-from ...shared.workloads.assembly import TracedModel, TracedShape
 from ...shared.workloads.pair_assembly import assemble_pairs
 from ..devices.device import device_description
 from ..devices.ledger import MemoryLedger

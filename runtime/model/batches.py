@@ -91,3 +91,17 @@ def count_samples_and_tokens(batch: Batch) -> tuple[int, int]:
     samples = int(first.shape[0])
     is_sequence = first.dim() >= 2 and not first.is_floating_point()
     return samples, max(1, first.numel()) if is_sequence else samples
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with its tensors on ``device``."""
+
+    def moved(value: Any) -> Any:
+        return value.to(device) if isinstance(value, torch.Tensor) else value
+
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: moved(value) for key, value in batch.items()}
+    assert isinstance(batch, Sequence)
+    return [moved(value) for value in batch]

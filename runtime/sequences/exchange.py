@@ -161,9 +161,10 @@ def _gather_tokens(peers: Peers, tensors: Sequence[torch.Tensor]) -> list[torch.
     sizes = [part.numel() for part in parts]
     sent = tensors[0].new_empty((ranks, sum(sizes)))
     for tensor, own, places in zip(tensors, parts, torch.split(sent, sizes, dim=1), strict=True):
-        for rank in range(ranks):
-            first = rank * tensor.shape[1] // ranks
-            places[rank].view(own.shape).copy_(tensor[:, first : first + own.shape[1]])
+        # Each group of ranks has the heads of one stretch: several of one rank, or one of several ranks.
+        groups = min(ranks, tensor.shape[1])
+        by_group = torch.unflatten(tensor, 1, (groups, -1)).transpose(0, 1)
+        places.view(groups, ranks // groups, *own.shape).copy_(by_group.unsqueeze(1))
     received = _exchanged(peers, sent)
     del sent
     found = []

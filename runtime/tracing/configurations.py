@@ -13,11 +13,11 @@ from torch.distributed import ProcessGroup
 from ...shared.basics.errors import ProtwinError, WorkloadError
 from ...shared.basics.gc_pause import gc_paused
 from ...shared.catalogue.own_code import OwnCode
+from ...shared.families.family import BATCH_SIZE, MAX_TOKENS, SEQUENCE_LENGTH, TARGET_LENGTH, Limit
 from ...shared.phases.packing import Packing
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.training_options import FULL_TRAINING, TrainingOptions
 from ...shared.schema.workload import DType, Workload
-from ...shared.workloads.family import BATCH_SIZE, MAX_TOKENS, SEQUENCE_LENGTH, TARGET_LENGTH, Limit
 from ..data.packed_batches import with_positions
 from ..devices.time_limit import TimeChecks, time_limit
 from ..model.adapters import add_lora, freeze

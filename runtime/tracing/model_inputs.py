@@ -32,8 +32,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...shared.basics.errors import WorkloadError
+from ...shared.families.family import BATCH_SIZE, SEQUENCE_LENGTH, TARGET_LENGTH
 from ...shared.schema.training_options import ImageOptions
-from ...shared.workloads.family import BATCH_SIZE, SEQUENCE_LENGTH, TARGET_LENGTH
 from ..model.configurations import first_line
 from ..model.heads import SOUNDS, Head, Labels, head_of, reads_more_than_text
 from .fake import fake_batch, fake_model

@@ -17,6 +17,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...shared.basics.errors import ScheduleError, WorkloadError
+from ...shared.families.variants import (
+    checked_sequence_ranks,
+    checked_tiles,
+    with_loss_tilings,
+    with_sharings,
+    with_tilings,
+)
+from ...shared.observed.assembly import TracedModel, TracedShape, assemble
 from ...shared.observed.observation import Observation
 from ...shared.observed.observed_inputs import PhaseKey
 from ...shared.observed.packed import attending_within_samples
@@ -25,14 +33,6 @@ from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import ActivationMode
 from ...shared.schema.schedule import OuterSection, TaskKind
 from ...shared.schema.workload import BlockId, DType, Workload
-from ...shared.workloads.assembly import TracedModel, TracedShape, assemble
-from ...shared.workloads.tilings import (
-    checked_sequence_ranks,
-    checked_tiles,
-    with_loss_tilings,
-    with_sharings,
-    with_tilings,
-)
 from ..data.packed_batches import is_told_ends, packing_of_batch, samples_apart
 from ..devices.device import device_description
 from ..hooks.row_reads import agreed
@@ -79,7 +79,7 @@ def trace(
     device_kind: DeviceKind = DeviceKind.CUDA,
     mlp_tiles: int | Sequence[int] = (),
     mlp_modules: str | Sequence[str] | None = None,
-    loss_tiles: Sequence[int] = (),
+    loss_tiles: int | Sequence[int] = (),
     sequence_ranks: int | Sequence[int] = (),
     packing: Packing | None = None,
     on_progress: Callable[[int, int], None] | None = None,

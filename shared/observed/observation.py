@@ -1,6 +1,6 @@
 """What a trace sees of one section of an iteration, and the phase that follows from it.
 
-Tracing records calls and levels; a family of workloads (``shared/workloads/family.py``) computes the same calls and
+Tracing records calls and levels; a family of workloads (``shared/families/family.py``) computes the same calls and
 levels for another shape.  Everything that is derived from them lies here, so that both derive it alike.
 """
 

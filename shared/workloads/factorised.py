@@ -11,6 +11,8 @@ from ..factors.sections import Freed, freed_behind, has_own_input, in_factors
 from ..factors.sizes import factor_shapes, num_frozen
 from ..factors.structure import ModelStructure
 from ..factors.targets import is_default, is_named, no_such_map
+from ..families.family import BATCH_SIZE, SEQUENCE_LENGTH, TARGET_LENGTH, FamilyPiece, WorkloadFamily
+from ..observed.assembly import TracedModel, TracedShape
 from ..observed.observation import Observation
 from ..observed.observed_inputs import ObservedInput, PhaseKey
 from ..phases.subspaces import Subspace, SubspaceAxis
@@ -18,8 +20,6 @@ from ..schema.plan import ActivationMode
 from ..schema.schedule import TaskKind
 from ..schema.training_options import OsftOptions
 from ..schema.workload import BlockId, Parameter, Workload
-from .assembly import TracedModel, TracedShape
-from .family import BATCH_SIZE, SEQUENCE_LENGTH, TARGET_LENGTH, FamilyPiece, WorkloadFamily
 
 _LINEAR: Final = {"Linear": False, "Conv1D": True}
 """Classes of linear maps, and whether their weight is transposed."""

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from ..observed.assembly import TracedModel, TracedShape, median, phase_of
 from ..observed.observation import Observation
 from ..observed.observed_inputs import PhaseKey
 from ..phases.distillation import Distillation, KeyToLearn
 from ..schema.plan import ActivationMode
 from ..schema.schedule import OuterSection, TaskKind
 from ..schema.workload import Block, BlockId, BlockProfile, Phase, Workload
-from .assembly import TracedModel, TracedShape, median, phase_of
 
 Profiled = tuple[BlockProfile, Phase]
 """A block's profile and its loss."""

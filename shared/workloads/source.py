@@ -28,7 +28,7 @@ from .check import check_magnitude, has_fused_dropout
 from .dtypes import choose_dtype
 
 if TYPE_CHECKING:
-    from .family import WorkloadFamily
+    from ..families.family import WorkloadFamily
 
 Warn = Callable[[str], None]
 _USUAL_LENGTH: Final = 2048
@@ -257,7 +257,7 @@ def resolve_family(model: str, *, dtype: str | None = None) -> WorkloadFamily | 
 
     It is in ``dtype``, or as the model was published.  Raises WorkloadError if ``dtype`` cannot be trained.
     """
-    from .shipped import shipped_family
+    from ..families.shipped import shipped_family
 
     asked = choose_dtype(None, dtype, None).dtype if dtype is not None else None
     known = known_model(model)
@@ -312,7 +312,7 @@ def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload |
     (``factorised.py``), of dropout in attention on a CPU, where that runs otherwise, and of students that differ from
     their teacher (``catalogue_pairs.py``).
     """
-    from .family import OutsideFamilyError
+    from ..families.family import OutsideFamilyError
 
     if request.student is not None:
         from .catalogue_pairs import distillation_of_shipped, needs_no_trace
@@ -354,7 +354,7 @@ def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload |
 
 
 def _in_tiles(family: WorkloadFamily, name: str, request: TraceRequest) -> Workload | None:
-    from .shipped import shipped_tilings
+    from ..families.shipped import shipped_tilings
 
     tilings = shipped_tilings(name, family.compute_dtype)
     if tilings is None or not tilings.knows(mlp_tiles=request.mlp_tiles, loss_tiles=request.loss_tiles):

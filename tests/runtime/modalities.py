@@ -8,7 +8,7 @@ import torch
 
 from protwin.runtime.model.configurations import build_model
 from protwin.runtime.tracing.model_inputs import ModelInputs
-from protwin.shared.workloads.family import BATCH_SIZE, SEQUENCE_LENGTH, TARGET_LENGTH
+from protwin.shared.families.family import BATCH_SIZE, SEQUENCE_LENGTH, TARGET_LENGTH
 
 WIDTH = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24}
 TEXT = {**WIDTH, "vocab_size": 64, "max_position_embeddings": 64, "num_key_value_heads": 2}

@@ -48,9 +48,9 @@ from protwin.calibration.published.workloads import (
     with_depth,
     with_divisions,
 )
+from protwin.shared.families.shipped import shipped_family
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.workload import DType, Workload
-from protwin.shared.workloads.shipped import shipped_family
 from protwin.sim.costs.copies import copy_time_s
 from protwin.sim.costs.efficiency import DISPATCHES_PER_LAUNCH
 from protwin.sim.costs.fabrics import CALL_OVERHEAD_S

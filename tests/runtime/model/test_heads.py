@@ -13,7 +13,7 @@ from protwin.runtime.model.configurations import build_model
 from protwin.runtime.model.heads import Head, Labels, head_of
 from protwin.runtime.tracing.configurations import batch_of, workload_of_configuration
 from protwin.shared.basics.errors import WorkloadError
-from protwin.shared.workloads.family import BATCH_SIZE, SEQUENCE_LENGTH, TARGET_LENGTH
+from protwin.shared.families.family import BATCH_SIZE, SEQUENCE_LENGTH, TARGET_LENGTH
 from tests.proof_size import some_quick
 
 SIZES = {

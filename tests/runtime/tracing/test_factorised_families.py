@@ -11,10 +11,10 @@ from protwin.shared.basics.errors import WorkloadError
 from protwin.shared.catalogue.models import model_configuration, model_names
 from protwin.shared.factors import sections
 from protwin.shared.factors.sections import Freed
+from protwin.shared.families.shipped import shipped_family
 from protwin.shared.schema.training_options import OsftOptions, TrainingOptions
 from protwin.shared.schema.workload import DType, Workload
 from protwin.shared.workloads.factorised import factorised_workload
-from protwin.shared.workloads.shipped import shipped_family
 
 SMALL = ("gpt2", "smollm2-135m", "t5-small", "qwen2.5-0.5b", "qwen3-0.6b", "bert-large", "opt-1.3b", "vit-huge")
 """One of each way of making blocks."""

@@ -12,8 +12,8 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from protwin.runtime import trace
 from protwin.runtime.hooks.square_tensors import SquareTensors
+from protwin.runtime.polynomials.families import family_of_configuration
 from protwin.runtime.tracing.configurations import workload_of_configuration
-from protwin.runtime.tracing.families import family_of_configuration
 from protwin.shared.phases.quadratic import attention_words
 from protwin.shared.schema.workload import QuadraticMemory, Workload
 from tests.runtime.models import VOCABULARY, llama

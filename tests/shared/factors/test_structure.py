@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from protwin.shared.catalogue.models import model_names
+from protwin.shared.families.shipped import SHIPPED_DTYPES, shipped_family
 from protwin.shared.schema.training_options import OsftOptions, TrainingOptions
-from protwin.shared.workloads.shipped import SHIPPED_DTYPES, shipped_family
 from protwin.shared.workloads.source import resolve_workload
 
 NAMES = model_names()

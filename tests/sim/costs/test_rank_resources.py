@@ -6,11 +6,11 @@ import pytest
 
 from protwin.shared.basics.errors import HardwareError
 from protwin.shared.catalogue.machines import machine as known_machine
+from protwin.shared.families.shipped import shipped_family
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.schedule import LANES_ALONE, Lane
 from protwin.shared.schema.workload import DType
-from protwin.shared.workloads.shipped import shipped_family
 from protwin.sim import simulate
 from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.costs.fabrics import fabric_levels

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from protwin.shared.basics.errors import InfeasibleError, PlanError, WorkloadError
 from protwin.shared.catalogue.machines import load_hardware
+from protwin.shared.families.shipped import shipped_family
 from protwin.shared.layout.kinds import kind_of
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.hardware import DeviceKind, Hardware
 from protwin.shared.schema.plan_kind import PlanKind, Uncertainty
 from protwin.shared.schema.search_result import Goal, SearchResult
 from protwin.shared.schema.workload import DType, Workload
-from protwin.shared.workloads.shipped import shipped_family
 from protwin.sim.engine.simulator import simulate
 from protwin.sim.questions.goals import search_goal
 from protwin.sim.searching.request import Effort, SearchRequest, Step

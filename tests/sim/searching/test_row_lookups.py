@@ -8,10 +8,10 @@ import pytest
 
 from protwin.shared.basics.errors import PlanError
 from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.families.shipped import shipped_family
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import DType
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
-from protwin.shared.workloads.shipped import shipped_family
 from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.engine.simulator import simulate_timing

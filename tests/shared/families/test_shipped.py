@@ -11,8 +11,8 @@ import pytest
 
 from protwin.shared.basics.errors import WorkloadError
 from protwin.shared.catalogue.models import model_configuration, model_names
+from protwin.shared.families.shipped import SHIPPED_DTYPES, shipped_family, shipped_path
 from protwin.shared.schema.workload import DType, OperationClass
-from protwin.shared.workloads.shipped import SHIPPED_DTYPES, shipped_family, shipped_path
 
 FOLDER = files("protwin.shared") / "catalogue" / "data" / "workloads"
 MAX_BYTES = 2 * 2**20

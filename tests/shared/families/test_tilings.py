@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protwin.shared.families.family import OutsideFamilyError
+from protwin.shared.families.tilings import TiledLoop, TiledRun, _passes
 from protwin.shared.observed.observation import Observation, Repeated
 from protwin.shared.schema.workload import DType, Operation, OperationClass
-from protwin.shared.workloads.family import OutsideFamilyError
-from protwin.shared.workloads.tilings import TiledLoop, TiledRun, _passes
 
 Pass = tuple[list[Operation], list[int]]
 """Operations and the level behind each, relative to the level before the pass."""

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protwin.runtime.tracing.family_fit import NotPolynomialError, fit_piece
+from protwin.runtime.polynomials.family_fit import NotPolynomialError, fit_piece
 from protwin.shared.basics.errors import WorkloadError
+from protwin.shared.families.family import FamilyPiece, Limit, OutsideFamilyError, WorkloadFamily
+from protwin.shared.families.shipped import write_family
+from protwin.shared.observed.assembly import PhaseKey, TracedModel, TracedShape, assemble
 from protwin.shared.observed.observation import Observation, OperatorCall, moved_bytes
 from protwin.shared.schema.plan import ActivationMode
 from protwin.shared.schema.schedule import OuterSection, TaskKind
 from protwin.shared.schema.workload import BlockId, DType, OperationClass, Parameter, Workload
-from protwin.shared.workloads.assembly import PhaseKey, TracedModel, TracedShape, assemble
-from protwin.shared.workloads.family import FamilyPiece, Limit, OutsideFamilyError, WorkloadFamily
-from protwin.shared.workloads.shipped import write_family
 
 WIDTH, VOCABULARY = 8, 100
 MONOMIALS = [(b, s) for b in (0, 1) for s in (0, 1, 2)]

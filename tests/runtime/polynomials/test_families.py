@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from protwin.runtime.model.configurations import build_model, quiet
+from protwin.runtime.polynomials.families import family_of_configuration
 from protwin.runtime.tracing import tracing
 from protwin.runtime.tracing.configurations import workload_of_configuration
 from protwin.runtime.tracing.fake import representatives
-from protwin.runtime.tracing.families import family_of_configuration
 from protwin.shared.basics.errors import WorkloadError
 from protwin.shared.catalogue.models import model_configuration, model_names
+from protwin.shared.families.family import OutsideFamilyError, WorkloadFamily
+from protwin.shared.families.shipped import shipped_family
 from protwin.shared.schema.training_options import LoraOptions, TrainingOptions
 from protwin.shared.schema.workload import DType, Workload
-from protwin.shared.workloads.family import OutsideFamilyError, WorkloadFamily
-from protwin.shared.workloads.shipped import shipped_family
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -94,7 +94,7 @@ def test_one_token_is_outside() -> None:
     ],
 )
 def test_shipped_families_equal_fresh_traces(name: str, dtype: DType, batch: int, length: int | None) -> None:
-    """Regenerate the catalogue (python -m protwin.runtime.tracing.regenerate_catalogue) if the tracer has changed."""
+    """Regenerate the catalogue (``make catalogue``) if the tracer has changed."""
     traced = workload_of_configuration(
         model_configuration(name).config, name=name, dtype=dtype, batch_size=batch, sequence_length=length
     )

@@ -20,11 +20,11 @@ from math import lcm, prod
 from typing import Any
 
 from ...shared.basics.errors import WorkloadError
+from ...shared.families.family import FamilyCall, FamilyPiece, FamilyPlace, FamilySection, FamilySharedInput
+from ...shared.observed.assembly import TracedShape
 from ...shared.observed.observation import Observation, OperatorCall
 from ...shared.observed.observed_inputs import ObservedInput, PhaseKey
 from ...shared.schema.plan import ActivationMode
-from ...shared.workloads.assembly import TracedShape
-from ...shared.workloads.family import FamilyCall, FamilyPiece, FamilyPlace, FamilySection, FamilySharedInput
 
 Shape = tuple[int, ...]
 """Values of the family's variables."""

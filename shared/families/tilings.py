@@ -1,4 +1,4 @@
-"""A workload, and what it does where MLPs, or head and loss, run in tiles, or where ranks share its sequences.
+"""What a family of workloads does where MLPs, or head and loss, run in tiles.
 
 [Note: What is polynomial of tiles]
 Tiles of tokens are as equal as can be, so a loop over them has passes of two lengths.  The operations of a pass, and
@@ -10,7 +10,7 @@ loop, and what comes before, between and behind loops.  At a shape, equal passes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -20,16 +20,13 @@ from typing import ClassVar, Final, Self
 from pydantic import PositiveInt, model_validator
 
 from ..basics.documents import Document, FrozenModel
-from ..basics.errors import WorkloadError
+from ..observed.assembly import TracedShape
 from ..observed.observation import Observation, OperatorCall, Repeated
 from ..observed.observed_inputs import PhaseKey
 from ..phases.packing import Packing
 from ..phases.quadratic import SHORTEST_SQUARE
-from ..phases.sequence_sharing import MOST_SEQUENCE_RANKS, SequenceSharing
-from ..phases.tiling import MOST_TILES, LossTiling
 from ..schema.plan import ActivationMode
-from ..schema.workload import DType, Operation, Phase, Tiling, Workload
-from .assembly import TracedShape
+from ..schema.workload import DType, Operation, Workload
 from .family import (
     FamilyCall,
     FamilyPiece,
@@ -40,8 +37,8 @@ from .family import (
     call_at,
     phase_key,
 )
+from .variants import checked_tiles, with_loss_tilings, with_tilings
 
-_OUTSIDE: Final = ("prologue_forward", "epilogue_forward", "epilogue_backward", "prologue_backward")
 LEAST_TILE: Final = 2
 """Tokens of the shortest tile that a family knows: one token's transposed copies become views."""
 
@@ -292,94 +289,3 @@ def _passes(loop: TiledLoop, num_tokens: int, num_tiles: int) -> Iterator[tuple[
     rest = count - max(2, num_long + 1 if num_long >= 2 else 2)
     if rest > 0:
         yield loop.later, (short, short), rest
-
-
-def checked_tiles(mlp_tiles: int | Sequence[int], num_tokens: int) -> tuple[int, ...]:
-    """The numbers of tiles beside 1, in order.  Raises WorkloadError if one is none, or exceeds the tokens."""
-    asked = (mlp_tiles,) if isinstance(mlp_tiles, int) else tuple(mlp_tiles)
-    most = min(num_tokens, MOST_TILES)
-    for number in asked:
-        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most:
-            raise WorkloadError(
-                f"mlp_tiles is {number!r}, but the batch has {num_tokens:,} tokens, of which every tile has at least "
-                f"one. Name numbers from 1 to {most:,}."
-            )
-    return tuple(sorted(set(asked) - {1}))
-
-
-def with_tilings(workload: Workload, tiled: Mapping[int, Workload], modules: Sequence[str]) -> Workload:
-    """``workload`` with the blocks of the others, by the number of tiles that ``modules`` ran in there.
-
-    Raises WorkloadError if tiles change what the model takes outside of its blocks.
-    """
-    for mlp_tiles, other in tiled.items():
-        _check_outside(workload, other, mlp_tiles)
-    tilings = tuple(
-        Tiling(
-            mlp_tiles=mlp_tiles,
-            modules=tuple(modules),
-            profiles=other.profiles,
-            profile_of=tuple(block.profile for block in other.blocks),
-        )
-        for mlp_tiles, other in sorted(tiled.items())
-    )
-    fields = {name: getattr(workload, name) for name in Workload.model_fields}
-    return Workload(**fields | {"tilings": tilings}) if tilings else workload
-
-
-def checked_sequence_ranks(sequence_ranks: int | Sequence[int]) -> tuple[int, ...]:
-    """The numbers of ranks beside 1, in order.  Raises WorkloadError if one is none."""
-    asked = (sequence_ranks,) if isinstance(sequence_ranks, int) else tuple(sequence_ranks)
-    for number in asked:
-        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MOST_SEQUENCE_RANKS:
-            raise WorkloadError(
-                f"sequence_ranks is {number!r}; it must be a whole number from 1 to {MOST_SEQUENCE_RANKS:,}."
-            )
-    return tuple(sorted(set(asked) - {1}))
-
-
-def with_sharings(workload: Workload, shared: Mapping[int, Workload]) -> Workload:
-    """``workload`` that knows what one of several ranks does, as ``shared`` by their number, tilings included."""
-    if not shared:
-        return workload
-    same = SequenceSharing.model_fields.keys() & Workload.model_fields.keys()
-    sharings = tuple(
-        SequenceSharing(
-            sequence_ranks=number,
-            profile_of=tuple(block.profile for block in other.blocks),
-            **{name: getattr(other, name) for name in same},
-        )
-        for number, other in sorted(shared.items())
-    )
-    fields = {name: getattr(workload, name) for name in Workload.model_fields}
-    return Workload(**fields | {"sequence_sharings": sharings})
-
-
-def _check_outside(workload: Workload, other: Workload, mlp_tiles: int) -> None:
-    changed = [name for name in _OUTSIDE if _memory(getattr(workload, name)) != _memory(getattr(other, name))]
-    changed += ["shared_inputs"] if workload.shared_inputs != other.shared_inputs else []
-    changed += ["resident_bytes"] if workload.resident_bytes < other.resident_bytes else []
-    if changed:
-        raise WorkloadError(
-            f"with mlp_tiles = {mlp_tiles} {workload.model_name} takes other memory outside of its blocks "
-            f"({', '.join(changed)}). Leave mlp_tiles out, or name other modules (mlp_modules)."
-        )
-
-
-def _memory(phase: Phase) -> tuple[int, int, int]:
-    return phase.net_bytes, phase.peak_bytes, phase.stated_gradient_bytes
-
-
-def with_loss_tilings(workload: Workload, traced: Mapping[int, Workload]) -> Workload:
-    """``workload`` that knows what its epilogue does in each number of tiles, as ``traced`` by that number.
-
-    Blocks, prologue and who uses which parameter are those of ``workload``: tiles read no weight that a whole loss
-    leaves alone.
-    """
-    if not traced:
-        return workload
-    tilings = tuple(
-        LossTiling(loss_tiles=tiles, epilogue_forward=found.epilogue_forward, epilogue_backward=found.epilogue_backward)
-        for tiles, found in sorted(traced.items())
-    )
-    return Workload(**{name: getattr(workload, name) for name in Workload.model_fields} | {"loss_tilings": tilings})

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
+from protwin.runtime.polynomials.families import family_of_configuration, tilings_of_family
 from protwin.runtime.tracing.configurations import workload_of_configuration
-from protwin.runtime.tracing.families import family_of_configuration, tilings_of_family
 from protwin.shared.catalogue.models import model_configuration, model_names
+from protwin.shared.families import tilings as tilings_module
+from protwin.shared.families.family import WorkloadFamily
+from protwin.shared.families.shipped import shipped_family, shipped_tilings
+from protwin.shared.families.tilings import FamilyTilings
 from protwin.shared.schema.workload import DType, Workload
-from protwin.shared.workloads import tilings as tilings_module
-from protwin.shared.workloads.family import WorkloadFamily
-from protwin.shared.workloads.shipped import shipped_family, shipped_tilings
 from protwin.shared.workloads.source import resolve_workload
-from protwin.shared.workloads.tilings import FamilyTilings
-from tests.runtime.tracing.test_families import LLAMA, same
+from tests.runtime.polynomials.test_families import LLAMA, same
 
 TIED = LLAMA | {"tie_word_embeddings": True}
 EXPERTS = LLAMA | {

@@ -1,4 +1,4 @@
-"""Trace every model of the catalogue anew: ``python -m protwin.runtime.tracing.regenerate_catalogue [NAME ...]``.
+"""Trace every model of the catalogue anew: ``python -m protwin.runtime.polynomials.regenerate_catalogue [NAME ...]``.
 
 Writes the families of workloads beside the models' configurations, and what they do in tiles, and says what became of
 each.  Needed when the tracer changes, or what it traces with.  With ``--tiles``, the families stay, and only what they
@@ -14,8 +14,8 @@ from itertools import product
 from pathlib import Path
 
 from ...shared.catalogue.models import model_configuration, model_names
+from ...shared.families.shipped import SHIPPED_DTYPES, shipped_family, shipped_path, write_family
 from ...shared.schema.workload import DType
-from ...shared.workloads.shipped import SHIPPED_DTYPES, shipped_family, shipped_path, write_family
 from .families import family_of_configuration, tilings_of_family
 
 

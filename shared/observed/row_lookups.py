@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ..observed.observation import Observation, OperatorCall
-from ..observed.observed_inputs import PhaseKey
 from ..schema.plan import ActivationMode
 from ..schema.schedule import OuterSection, TaskKind
 from ..schema.workload import LookedUpTable, Operation, OperationClass, Parameter
+from .observation import Observation, OperatorCall
+from .observed_inputs import PhaseKey
 
 _LOOKUP: Final = "embedding"
 _TABLE_GRADIENT: Final = "embedding_dense_backward"

@@ -6,7 +6,7 @@ in batch size and sequence length, and so is every level of memory, which is a s
 from them is not: equal operations are counted together, a lookup reads at most its table, curves keep the highest level
 of stretches whose ends depend on all operations' shares, tiny tensors are not swapped, equal blocks share a profile.
 So a family keeps what a trace records, call by call (``shared/observed/observation.py``), and a workload at one shape
-is assembled from it as a trace's is (``shared/workloads/assembly.py``).
+is assembled from it as a trace's is (``shared/observed/assembly.py``).
 
 [Note: Where a family holds]
 A model may do other things at other shapes: with a batch of one, copies become views; beyond a sliding window, masks
@@ -34,6 +34,7 @@ from pydantic import PositiveInt, ValidationError, model_validator
 from ..basics.documents import Document, FrozenModel
 from ..basics.errors import WorkloadError
 from ..factors.structure import ModelStructure
+from ..observed.assembly import TracedModel, TracedShape, assemble
 from ..observed.observation import Observation, OperatorCall
 from ..observed.observed_inputs import ObservedInput, PhaseKey
 from ..observed.packed import attending_within_samples
@@ -42,7 +43,6 @@ from ..phases.quadratic import SHORTEST_SQUARE
 from ..schema.plan import ActivationMode
 from ..schema.schedule import OuterSection, TaskKind
 from ..schema.workload import BlockId, DType, Operation, OperationClass, Parameter, Workload
-from .assembly import TracedModel, TracedShape, assemble
 
 BATCH_SIZE: Final = "batch_size"
 SEQUENCE_LENGTH: Final = "sequence_length"

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ..observed.observation import Observation
-from ..observed.observed_inputs import ObservedInput, PhaseKey, unshared
 from ..phases.packing import Packing
 from ..phases.sequence_sharing import SequenceSharing
 from ..schema.plan import ActivationMode
@@ -25,6 +23,8 @@ from ..schema.workload import (
     Subspace,
     Workload,
 )
+from .observation import Observation
+from .observed_inputs import ObservedInput, PhaseKey, unshared
 from .row_lookups import Observed, looking_up, lookups_of, tables_of
 
 Seconds = Mapping[ActivationMode, Mapping[PhaseKey, float]]

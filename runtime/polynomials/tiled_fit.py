@@ -14,11 +14,11 @@ from math import lcm, prod
 from typing import Any, Final
 
 from ...shared.basics.errors import WorkloadError
+from ...shared.families.family import FamilyCall, FamilyPiece, FamilyPlace
+from ...shared.families.tilings import TiledLoop, TiledPiece, TiledRun, TiledSection
 from ...shared.observed.observation import Observation, OperatorCall
 from ...shared.observed.observed_inputs import PhaseKey
 from ...shared.schema.plan import ActivationMode
-from ...shared.workloads.family import FamilyCall, FamilyPiece, FamilyPlace
-from ...shared.workloads.tilings import TiledLoop, TiledPiece, TiledRun, TiledSection
 
 _MOST_TERMS: Final = 3
 Values = tuple[int, ...]

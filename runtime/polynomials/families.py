@@ -13,13 +13,7 @@ from torch import nn
 
 from ...shared.basics.errors import ProtwinError, WorkloadError
 from ...shared.basics.gc_pause import gc_paused
-from ...shared.observed.observation import Observation
-from ...shared.observed.observed_inputs import PhaseKey
-from ...shared.schema.schedule import OuterSection
-from ...shared.schema.training_options import FULL_TRAINING, TrainingOptions
-from ...shared.schema.workload import DType
-from ...shared.workloads.assembly import TracedShape, assemble
-from ...shared.workloads.family import (
+from ...shared.families.family import (
     BATCH_SIZE,
     SEQUENCE_LENGTH,
     TARGET_LENGTH,
@@ -28,15 +22,21 @@ from ...shared.workloads.family import (
     Limit,
     WorkloadFamily,
 )
-from ...shared.workloads.tilings import LEAST_TILE, FamilyTilings, TiledPiece
+from ...shared.families.tilings import LEAST_TILE, FamilyTilings, TiledPiece
+from ...shared.observed.assembly import TracedShape, assemble
+from ...shared.observed.observation import Observation
+from ...shared.observed.observed_inputs import PhaseKey
+from ...shared.schema.schedule import OuterSection
+from ...shared.schema.training_options import FULL_TRAINING, TrainingOptions
+from ...shared.schema.workload import DType
 from ..model.blocks import find_blocks
 from ..model.configurations import quiet
 from ..model.identity import structure_of
 from ..tiles.mlp_modules import Mlps, find_mlps, names_of
-from ..tiles.tiled_fit import Seen, TiledFit, TilesNotPolynomialError
-from .configurations import autocast_of, batch_of, configured_model, limits_of, variables_of
+from ..tracing.configurations import autocast_of, batch_of, configured_model, limits_of, variables_of
+from ..tracing.tracing import FakeSubject, traced_model
 from .family_fit import NotPolynomialError, Shape, do_the_same, fit_piece
-from .tracing import FakeSubject, traced_model
+from .tiled_fit import Seen, TiledFit, TilesNotPolynomialError
 
 _BATCHES: Final = (2, 3)
 """Figures are of first degree in the batch's size.  A batch of one is another piece where it is another program."""

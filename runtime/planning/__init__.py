@@ -1,0 +1,1 @@
+"""From a model, a batch and a budget to the workload, the machine and the plan that training begins with."""
