@@ -44,7 +44,7 @@ def configured_subject(
     ``shape``: samples, and tokens of each; None for models of images.  ``make_device`` gives devices with the budget,
     if there is one: the model is on the host then, else on the device.  Raises ProtwinError.
     """
-    device, (batch_size, sequence_length) = make_device(), shape
+    device = make_device()
     check_runs_on(trained_as.optimizer, device.torch_device)
     chosen = choose_dtype(published_dtype(configuration), dtype, hardware.device)
     is_within = trained_as.device_budget_bytes is not None
@@ -54,17 +54,7 @@ def configured_subject(
     torch.manual_seed(seed)
     model: nn.Module = build_model(configuration, name, training_dtype(configuration, chosen.dtype), device="cpu")
     apply_options(model, trained_as.options)
-    batches = random_batches(
-        model,
-        python_reference(),
-        name=name,
-        batch_size=batch_size,
-        sequence_length=sequence_length,
-        num_batches=1,
-        seed=seed,
-        images=trained_as.options.images,
-    )
-    batch = {key: _moved(value, device.torch_device) for key, value in next(batches).items()}
+    batch = _batch(model, name, shape, seed, trained_as, device)
     autocast, optimizer = trained_as.options.autocast, trained_as.optimizer
     if trained_as.device_budget_bytes is not None:
         # Nobody wants random weights back.
@@ -92,5 +82,21 @@ def configured_subject(
     )
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, torch.Tensor) else value
+def _batch(
+    model: nn.Module, name: str, shape: tuple[int, int | None], seed: int, trained_as: TrainedAs, device: TrainingDevice
+) -> dict[str, Any]:
+    """The first batch of text, or of what the model reads, on ``device``."""
+    batches = random_batches(
+        model,
+        python_reference(),
+        name=name,
+        batch_size=shape[0],
+        sequence_length=shape[1],
+        num_batches=1,
+        seed=seed,
+        images=trained_as.options.images,
+    )
+    return {
+        key: value.to(device.torch_device) if isinstance(value, torch.Tensor) else value
+        for key, value in next(batches).items()
+    }
