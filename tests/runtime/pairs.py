@@ -159,8 +159,7 @@ class Combined:
                 loss = model(**batch).loss
                 losses.append(loss.item())
                 scaler.scale(loss).backward()
-                if not self.is_scaled:
-                    project_gradients(model)
+                project_gradients(model)
                 masters.take_gradients()
                 if self.is_scaled:
                     scaler.unscale_(optimizer)
