@@ -181,10 +181,10 @@ class TiledFit:
 
     def _terms(self, used: tuple[Values, ...], wanted: tuple[int, ...], num_extra: int) -> Collection[Terms]:
         """The polynomials that give ``wanted``: of few terms, or else one of the family and few terms more."""
-        for extra in dict.fromkeys((0, num_extra)):
-            found = self._solver(used, extra).polynomials(wanted)
-            if found:
-                return found
+        # Of fewest terms, and without the tile's variables if they spare none.
+        found = [self._solver(used, extra).polynomials(wanted) for extra in dict.fromkeys((0, num_extra))]
+        if any(found):
+            return min((terms for terms in found if terms), key=lambda terms: len(next(iter(terms))))
         solver = self._solver(used, num_extra)
         possible: dict[int, set[Terms]] = {}
         for row in self._known:

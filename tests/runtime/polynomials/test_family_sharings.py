@@ -172,11 +172,13 @@ def test_a_million_tokens_among_eight_need_no_trace(monkeypatch: pytest.MonkeyPa
         cache=None,
         warn=print,
         mlp_tiles=[128],
+        loss_tiles=[512],
         sequence_ranks=[8],
     )
     (sharing,) = found.sequence_sharings
     assert (sharing.sequence_ranks, found.num_tokens) == (8, 1_000_000)
     assert [tiling.mlp_tiles for tiling in sharing.tilings] == [128]
+    assert [tiling.loss_tiles for tiling in sharing.loss_tilings] == [512]
     assert sharing.profiles[0].forward.net_bytes < found.profiles[0].forward.net_bytes / 7
 
 
