@@ -1,0 +1,1 @@
+"""Plans in the loops of others: the Trainer of transformers and those made of it, and Accelerate."""

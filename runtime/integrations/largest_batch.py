@@ -1,0 +1,76 @@
+"""The batch that a plan is made for: the largest that training is expected to meet."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ...shared.basics.errors import WorkloadError
+from ..model.batches import batch_tensors
+
+MOST_BATCHES: Final = 256
+"""Of those that a data loader begins with, looked at; a dataset of fewer is looked through."""
+
+
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    """After the block the random generators of Python, numpy and torch are where they were before it."""
+    python_state, numpy_state, state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    of_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(state)
+        if of_devices is not None:
+            torch.cuda.set_rng_state_all(of_devices)
+
+
+def largest_batch(loader: Any) -> tuple[Any, int, bool]:
+    """The largest of the first batches of ``loader``, how many were looked at, and whether these were all.
+
+    The loader is Accelerate's or torch's, made for this alone.  Raises WorkloadError if it has no batch.
+    """
+    largest, number = None, 0
+    batches = iter(loader)
+    try:
+        for batch in islice(batches, MOST_BATCHES):
+            number += 1
+            if largest is None or size_of(batch) > size_of(largest):
+                largest = copy.copy(batch)
+        is_all = next(batches, None) is None
+    finally:
+        noted = getattr(loader, "gradient_state", None)
+        if noted is not None and loader in noted.dataloader_references:
+            # What Accelerate notes of a loader that is being gone through is for training to note.
+            loader.end()
+    largest = _of_all_ranks(largest)
+    if largest is None:
+        raise WorkloadError("the training data have no batch, so that there is nothing to plan for.")
+    return largest, number, is_all
+
+
+def _of_all_ranks(own: Any) -> Any:
+    """The largest batch of all ranks, which Accelerate's loader has divided the data among."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return own
+    sizes: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(sizes, size_of(own))
+    found = [own]
+    dist.broadcast_object_list(found, src=sizes.index(max(sizes)))
+    return found[0]
+
+
+def size_of(batch: Any) -> int:
+    """Scalars in the batch, of all its tensors."""
+    tensors = batch_tensors(batch) if isinstance(batch, Mapping | list | tuple | torch.Tensor) else {}
+    return sum(tensor.numel() for tensor in tensors.values())

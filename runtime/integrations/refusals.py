@@ -1,0 +1,115 @@
+"""What decides over a model's memory itself, and what a training by a plan cannot go along with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ...shared.basics.errors import PlanError
+from ...shared.schema.plan import Plan
+from ...shared.schema.workload import Workload
+
+_LAUNCHED: Final = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config",
+}
+"""What ``accelerate launch`` was told to use, by the variable that says so."""
+_ALONE: Final = "a plan decides alone where parameters, gradients and optimizer state lie"
+
+
+def refuse_other_systems(arguments: Any = None, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise PlanError if another system is to place the model's memory in the same run.
+
+    ``arguments`` are the TrainingArguments, if there are some; ``environment`` has what ``accelerate launch`` set.
+    """
+    for field, system in (("deepspeed", "DeepSpeed"), ("fsdp", "FSDP"), ("parallelism_config", "a parallelism_config")):
+        if getattr(arguments, field, None):
+            raise PlanError(
+                f"{field} is set, so that {system} would train the model, but {_ALONE}. Leave {field} out of the "
+                f"training arguments, or train without a plan."
+            )
+    for variable, system in _LAUNCHED.items():
+        if environment.get(variable, "false").lower() in ("true", "1", "yes"):
+            raise PlanError(
+                f"accelerate launch was told to use {system} ({variable}), but {_ALONE}. Launch without it "
+                f"(accelerate launch --cpu, --num_processes N or torchrun), or train without a plan."
+            )
+
+
+def refuse_arguments(arguments: Any, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise PlanError if TrainingArguments ask for what no plan is carried out with."""
+    refuse_other_systems(arguments, environment)
+    for field in ("activation_checkpointing", "gradient_checkpointing"):
+        if getattr(arguments, field, None):
+            raise PlanError(
+                f"{field} is True, but the plan decides which blocks are checkpointed (n_checkpoint). Set "
+                f"gradient_checkpointing=False."
+            )
+    if getattr(arguments, "activation_offloading", None):
+        raise PlanError(
+            "activation_offloading is True, but the plan decides which activations go to the host (n_swap, "
+            "n_offload_input). Set activation_offloading=False."
+        )
+    backend = environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    if getattr(arguments, "torch_compile", None) or backend != "no":
+        raise PlanError(
+            "torch_compile is set, but a plan is not carried out on a compiled model: its tasks begin and end with "
+            "the blocks that compiled code does away with. Set torch_compile=False."
+        )
+    if getattr(arguments, "auto_find_batch_size", None):
+        raise PlanError(
+            "auto_find_batch_size is True, but a plan is for one batch size. Set it to False: the search says whether "
+            "per_device_train_batch_size fits, and protwin search --goal largest-batch finds the largest."
+        )
+    if getattr(arguments, "fp16", None) or environment.get("ACCELERATE_MIXED_PRECISION", "no").lower() in _SCALED:
+        raise PlanError(
+            "fp16 is set: Accelerate scales losses and gradients for it, but gradients of offloaded chunks have left "
+            "the device by then. Set bf16=True, or train in float32."
+        )
+    if getattr(arguments, "n_gpu", 1) > 1:
+        raise PlanError(
+            f"this process sees {arguments.n_gpu} GPUs, over which the Trainer would copy the model (DataParallel); "
+            f"a plan is carried out by one process for each. Start torchrun --nproc-per-node {arguments.n_gpu}, or let "
+            f"CUDA_VISIBLE_DEVICES show one."
+        )
+
+
+_SCALED: Final = ("fp16", "fp8")
+
+
+def refuse_other_step(arguments: Any, plan: Plan | None, workload: Workload | None) -> None:
+    """Raise PlanError, which names both, if the step of TrainingArguments is another one than the plan's."""
+    if plan is not None:
+        if plan.micro_batches != arguments.gradient_accumulation_steps:
+            raise PlanError(
+                f"gradient_accumulation_steps is {arguments.gradient_accumulation_steps}, but the plan has "
+                f"{plan.micro_batches} micro-batches. Set gradient_accumulation_steps={plan.micro_batches}, or search "
+                f"a plan with {arguments.gradient_accumulation_steps} micro-batches."
+            )
+        limit, planned = limit_of(arguments.max_grad_norm), plan.max_gradient_norm
+        if limit != planned:
+            asked, has = ("no limit" if one is None else f"{one:g}" for one in (limit, planned))
+            raise PlanError(
+                f"max_grad_norm is {arguments.max_grad_norm or 0:g}, which clips gradients to {asked}, but the plan "
+                f"limits their norm to {has} (max_gradient_norm). Set max_grad_norm={planned or 0:g}, or search a plan "
+                f"with that limit."
+            )
+        if plan.num_ranks != arguments.world_size:
+            raise PlanError(
+                f"{arguments.world_size} processes train, but the plan is for {plan.num_ranks}. Start as many "
+                f"(torchrun --nproc-per-node {plan.num_ranks}), or search a plan for {arguments.world_size}."
+            )
+    if workload is not None and workload.num_samples != arguments.per_device_train_batch_size:
+        raise PlanError(
+            f"per_device_train_batch_size is {arguments.per_device_train_batch_size}, but the workload was traced with "
+            f"{workload.num_samples} samples. Set per_device_train_batch_size={workload.num_samples}, or leave the "
+            f"workload out and let the Trainer trace."
+        )
+
+
+def limit_of(max_grad_norm: float | None) -> float | None:
+    """The limit of the norm that the Trainer clips to; it takes 0 for none."""
+    return max_grad_norm if max_grad_norm is not None and max_grad_norm > 0 else None
