@@ -242,7 +242,7 @@ def _tiled_shapes(piece: FamilyPiece, ranks: Sequence[int]) -> list[tuple[int, i
     found = []
     for i, (batch, tokens, number) in enumerate(_shapes(piece, ranks)[:_TILED]):
         own = batch * tokens
-        counts = [n for n in range(3 + i, 12 + i) if own % n and own // n >= LEAST_TILE]
+        counts = [n for n in range(2 if i == 1 else 3 + i, 12 + i) if own % n and own // n >= LEAST_TILE]
         # One longer tile in some, several in others.
         wanted = [n for n in counts if (own % n == 1) == (i == 1)]
         found.append((batch, tokens, number, (wanted or counts or [2])[0]))
