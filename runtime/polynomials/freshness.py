@@ -10,6 +10,7 @@ sees, the two differ and the files are to be made anew (``make catalogue``).
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
@@ -86,5 +87,6 @@ def fingerprint(configuration: Mapping[str, Any], dtype: DType, *, is_shared: bo
 
 
 def digest_of(family: WorkloadFamily) -> str:
-    """Of what a family holds, whatever traced it."""
-    return hashlib.sha256(family.model_copy(update={"software": {}}).to_json().encode()).hexdigest()[:16]
+    """Of the pieces of a family, whatever traced them."""
+    pieces = json.dumps([piece.model_dump(mode="json") for piece in family.pieces], sort_keys=True)
+    return hashlib.sha256(pieces.encode()).hexdigest()[:16]
