@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from .fitting.subject import Subject as Subject
     from .fitting.updating import updated as updated
     from .one_call.plan import plan as plan
+    from .one_call.train import train as train
+    from .one_call.trained import Trained as Trained
     from .validation.fidelity import Fidelity as Fidelity
     from .validation.validate import Trial as Trial
     from .validation.validate import validate as validate
@@ -29,11 +31,13 @@ _HOMES = {
     "Pair": "fitting.fit",
     "Replanner": "fitting.replanning",
     "Subject": "fitting.subject",
+    "Trained": "one_call.trained",
     "Trial": "validation.validate",
     "calibrate": "fitting.calibrate",
     "fit_calibration": "fitting.fit",
     "measure_slowdowns": "fitting.slowdowns",
     "plan": "one_call.plan",
+    "train": "one_call.train",
     "updated": "fitting.updating",
     "validate": "validation.validate",
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 FOLDER: Final = Path(__file__).resolve().parent / "python"
-FACES: Final = ("shared", "sim", "runtime", "calibration")
+FACES: Final = ("protwin", "shared", "sim", "runtime", "calibration")
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
 
 def page(face: str) -> str:
     """The page of one face as text: functions, then classes, then errors, each by name."""
-    name = f"protwin.{face}"
+    name = face if face == "protwin" else f"protwin.{face}"
     module = import_module(name)
     summary = (module.__doc__ or "").split("\n\n")[0]
     kinds: dict[str, list[str]] = {"Functions": [], "Classes": [], "Errors": []}

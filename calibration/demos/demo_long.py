@@ -40,6 +40,7 @@ from ...shared.catalogue.machines import hardware_to_toml
 from ...shared.compile.compile import compile_schedule
 from ...shared.layout.layout import layout_of
 from ...shared.records.comparison import compare_records
+from ...shared.report.losses import LossTolerance
 from ...shared.report.page import PageTable, Section
 from ...shared.report.report import Facts, report
 from ...shared.schema.calibration import Calibration
@@ -164,11 +165,12 @@ def run_long_demo(folder: Path, console: Console, size: LongDemo = STANDARD) -> 
         measured=planned.record,
         budget_bytes=budget_bytes,
         losses={"plain": plain.losses, "planned": planned.losses},
+        loss_tolerance=_loss_tolerance(comparison),
         plain_peak_bytes=need_bytes,
         schedule=compile_schedule(found.plan, subject.workload),
         search=found,
         further=(Section("What knobs of long sequences take off", (PageTable(knobs),)),),
-        notes=(f"Plain training under this budget ends with: {refusal}",),
+        notes=_notes(refusal, comparison),
     )
     _write_records(folder, found, planned.record, facts)
     console.print(Printed(comparison_tables(compare_records(found.prediction, planned.record))))
@@ -205,10 +207,14 @@ class _Distance:
         """For a file."""
         return {"loss": self.loss, "weights": self.weight}
 
+    @property
+    def loss_tolerance(self) -> float:
+        """The most by which a loss may differ, this being what roundings do to plain training."""
+        return _TIMES_ITSELF * max(self.loss, _ROUNDING * self.largest_loss)
+
     def is_within(self, other: _Distance) -> bool:
         """Whether it is what roundings do, ``other`` being what they do to plain training."""
-        of_loss = max(other.loss, _ROUNDING * other.largest_loss)
-        return self.loss <= _TIMES_ITSELF * of_loss and self.weight <= _TIMES_ITSELF * other.weight
+        return self.loss <= other.loss_tolerance and self.weight <= _TIMES_ITSELF * other.weight
 
 
 def _distance(one: _Trained, other: _Trained) -> _Distance:
@@ -236,6 +242,7 @@ def _compared(
         "same_tiles_identical": from_resident.loss == from_resident.weight == 0,
         "from_plain": from_plain.described,
         "plain_from_itself": itself.described,
+        "loss_tolerance": itself.loss_tolerance,
         "is_within_tolerance": from_plain.is_within(itself),
         **{knob: getattr(found.plan, knob) for knob in knobs},
     }
@@ -358,8 +365,6 @@ def _write_records(folder: Path, found: SearchResult, measured: Record, facts: F
 
 def _print_summary(console: Console, comparison: dict[str, Any]) -> None:
     c = comparison
-    same = "bit for bit" if c["same_tiles_identical"] else "NOT"
-    within = "within" if c["is_within_tolerance"] else "NOT within"
     console.print(
         f"iteration: predicted {format_seconds(c['predicted_iteration_s'])}, measured "
         f"{format_seconds(c['measured_iteration_s'])} ({c['iteration_error_frac']:+.1%}, noise "
@@ -368,7 +373,32 @@ def _print_summary(console: Console, comparison: dict[str, Any]) -> None:
         f"{format_bytes(c['measured_peak_device_bytes'])} ({c['peak_error_frac']:+.2%}) of a budget of "
         f"{format_bytes(c['device_budget_bytes'])}; plain training needs {format_bytes(c['plain_peak_device_bytes'])}, "
         f"{c['plain_peak_device_bytes'] / c['measured_peak_device_bytes']:.1f} times as much\n"
-        f"losses and weights: {same} those of the same tiles with everything on the device; from plain training's "
+        f"losses and weights: {_told_equality(c)}"
+    )
+
+
+def _loss_tolerance(comparison: Mapping[str, Any]) -> LossTolerance:
+    return LossTolerance(
+        comparison["loss_tolerance"],
+        f"{_TIMES_ITSELF:g} times what plain training's losses differ by once its first weights are moved by a "
+        f"rounding, or {_TIMES_ITSELF:g} roundings of a loss",
+    )
+
+
+def _notes(refusal: str, comparison: Mapping[str, Any]) -> tuple[str, str]:
+    """For the page."""
+    return (
+        f"Plain training under this budget ends with: {refusal}",
+        f"Losses and weights are {_told_equality(comparison)}.",
+    )
+
+
+def _told_equality(comparison: Mapping[str, Any]) -> str:
+    c = comparison
+    same = "bit for bit" if c["same_tiles_identical"] else "NOT"
+    within = "within" if c["is_within_tolerance"] else "NOT within"
+    return (
+        f"{same} those of the same tiles with everything on the device; from plain training's "
         f"losses differ by {c['from_plain']['loss']:.1e} and weights by {c['from_plain']['weights']:.1e}, {within} "
         f"{_TIMES_ITSELF:g} times what plain training does to itself once its first weights are moved by a rounding "
         f"({c['plain_from_itself']['loss']:.1e} and {c['plain_from_itself']['weights']:.1e})"

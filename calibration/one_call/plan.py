@@ -112,6 +112,7 @@ def _of_configuration(configuration: Mapping[str, Any], hardware: Hardware, opti
 
 def _of_module(model: nn.Module, batch: Batch | None, loss: Loss | None, hardware: Hardware) -> Workload:
     from ...runtime.timing.within_budget import meta_twin
+    from ...runtime.tracing.configurations import one_message
     from ...runtime.tracing.tracing import trace
 
     if batch is None:
@@ -119,4 +120,5 @@ def _of_module(model: nn.Module, batch: Batch | None, loss: Loss | None, hardwar
             f"a {type(model).__name__} is traced on a batch as it is trained on. Pass batch=, or the name or "
             f"configuration of a model with batch_size and sequence_length."
         )
-    return trace(meta_twin(model), batch, loss=loss, device_kind=hardware.device.kind)
+    with one_message(model, type(model).__name__):
+        return trace(meta_twin(model), batch, loss=loss, device_kind=hardware.device.kind)

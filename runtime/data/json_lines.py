@@ -68,10 +68,11 @@ def _rows(path: Path, content: bytes) -> Iterator[Row]:
             raise FileError(f"{origin} is nested too deeply to be read. Correct the line.") from None
         if not isinstance(columns, dict):
             raise FileError(f'{origin} is a JSON {_kind(columns)}, and no object. Write {{"text": "..."}}.')
-        yield _row(columns, origin)
+        yield row_of(columns, origin)
 
 
-def _row(columns: dict[str, Any], origin: str) -> Row:
+def row_of(columns: Mapping[str, Any], origin: str) -> Row:
+    """The row of these columns.  Raises FileError, which names ``origin``, if they are of no form."""
     form = next((form for form in Form if all(column in columns for column in form.columns)), None)
     if form is None:
         named = ", ".join(map(repr, columns)) or "none"

@@ -18,6 +18,8 @@ from typing import Any, Final, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from ..quantized.spelled_out import parts_of
+
 _DEVICE: Final = torch.ops.prim.device.default
 """A question of autograd's to fake tensors, and no operation."""
 
@@ -61,6 +63,10 @@ class WatchingMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _DEVICE:
             return func(*args, **kwargs)
+        parts = parts_of(func) if self._watcher is not None else None
+        if parts is not None:
+            with self:
+                return parts(*args, **kwargs)
         if self._watcher is not None and self._watcher.before_operation is not None:
             self._watcher.before_operation()
         result = func(*args, **kwargs)

@@ -37,6 +37,16 @@ def loss_of(model: nn.Module, batch: Batch, loss: Loss | None) -> torch.Tensor:
 
     Raises WorkloadError if the model refuses the batch, or if there is no scalar that depends on a parameter.
     """
+    value = scalar_of(model, batch, loss)
+    if not value.requires_grad:
+        raise WorkloadError(
+            f"the loss of {type(model).__name__} depends on no trainable parameter. Set requires_grad on some."
+        )
+    return value
+
+
+def scalar_of(model: nn.Module, batch: Batch, loss: Loss | None) -> torch.Tensor:
+    """As ``loss_of``, where nothing goes backward."""
     try:
         output = call_model(model, batch)
     except (TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
@@ -56,10 +66,6 @@ def loss_of(model: nn.Module, batch: Batch, loss: Loss | None) -> torch.Tensor:
         raise WorkloadError(
             f"{type(model).__name__} gives no scalar loss. Put labels into the batch, or pass loss=function(output, "
             f"batch)."
-        )
-    if not value.requires_grad:
-        raise WorkloadError(
-            f"the loss of {type(model).__name__} depends on no trainable parameter. Set requires_grad on some."
         )
     return value
 

@@ -161,9 +161,10 @@ def _uses(seen: SeenUses, owners: Iterable[int], beside: OuterSection) -> tuple[
 
 
 def compute_dtype(parameters: Sequence[Parameter]) -> DType:
-    """The dtype of most scalars."""
+    """The dtype of most scalars, packed weights and what unpacks them left out."""
     sizes: dict[DType, int] = {}
-    for parameter in parameters:
+    own = [parameter for parameter in parameters if parameter.num_scalars is None]
+    for parameter in own or parameters:
         sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.num_elements
     return max(sizes, key=lambda dtype: sizes[dtype])
 

@@ -68,11 +68,12 @@ def check_tiled_loss(model: nn.Module, loss_tiles: int) -> None:
         head_of_tokens(model)
 
 
-def loss_tile_counts(counts: Sequence[int], loss: object | None) -> list[int]:
+def loss_tile_counts(counts: int | Sequence[int], loss: object | None) -> list[int]:
     """Numbers of tiles to trace beside 1, ascending.  Raises PlanError if the loss is computed outside of the model."""
-    for count in counts:
+    asked = [counts] if isinstance(counts, int) else counts
+    for count in asked:
         check_loss_tiles(count)
-    found = sorted(set(counts) - {1})
+    found = sorted(set(asked) - {1})
     if found and loss is not None:
         raise PlanError(
             "loss_tiles: the loss is a function of whole logits outside of the model (loss=...). Leave it out, and put "

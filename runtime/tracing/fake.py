@@ -38,6 +38,7 @@ from ..model.batches import Batch
 from ..model.blocks import NamedBlock
 from ..model.kept_tensors import kept_tensors, replace_kept_tensors
 from ..model.strides import contiguous_strides, is_dense
+from ..quantized.states import relink
 from .known_values import known
 
 _FUSED_ATTENTION: Final = "sdpa"
@@ -60,6 +61,7 @@ def fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
                         tensors[name] = made.setdefault(id(tensor), _faked(tensor))
         for module in twin.modules():
             replace_kept_tensors(module, lambda tensor: made.setdefault(id(tensor), _faked(tensor)))
+    relink(twin)
     return twin
 
 

@@ -47,6 +47,7 @@ from ..model.parameters import SeenUses, TracedUses, compute_dtype, describe_par
 from ..model.snapshot import left_as_found
 from ..model.strides import unkept_strides
 from ..osft.subspaces import described_subspaces
+from ..quantized.states import described, with_states
 from ..routing.forced_choices import ForcedChoices
 from ..routing.tried import with_other_values
 from ..routing.value_dependence import ValueWatch, joined
@@ -68,6 +69,7 @@ _Seen = dict[ActivationMode, SeenIterations]
 _OnProgress = Callable[[int, int], None]
 
 
+@with_states
 def trace(
     model: nn.Module,
     batch: Batch,
@@ -79,7 +81,7 @@ def trace(
     device_kind: DeviceKind = DeviceKind.CUDA,
     mlp_tiles: int | Sequence[int] = (),
     mlp_modules: str | Sequence[str] | None = None,
-    loss_tiles: Sequence[int] = (),
+    loss_tiles: int | Sequence[int] = (),
     sequence_ranks: int | Sequence[int] = (),
     packing: Packing | None = None,
     on_progress: Callable[[int, int], None] | None = None,
@@ -221,7 +223,8 @@ def traced_model(
     row_lookups: tuple[str, ...] = (),
 ) -> TracedModel:
     """What is said of a model at every shape."""
-    parameters, subspaces = described_subspaces(model, describe_parameters(model, blocks, uses))
+    parameters = described(model, describe_parameters(model, blocks, uses))
+    parameters, subspaces = described_subspaces(model, parameters)
     return TracedModel(
         model_name=name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__,
         model_hash=model_hash(model),

@@ -43,6 +43,7 @@ from ..optimizers.chunk_optimizer import MakeOptimizer, group_options
 from ..optimizers.facade import ParameterStates, TrainingOptimizer
 from ..optimizers.loss_scaling import BlockScalers, LossScaler, LossScaling, scaler_for
 from ..optimizers.named import check_made, check_runs_on, on_host
+from ..quantized.states import states_as_parameters
 from ..ranks.agreement import agree, agreed
 from ..ranks.collectives import Collectives
 from ..ranks.own_device import check_own_device
@@ -290,9 +291,8 @@ class Assembly:
             self.settings.stages.peers.open_lane(device.torch_device, self.plan.shard_ranks)
 
     def _named_settings(self) -> dict[str, Any]:
-        settings = self.settings
-        named = {name: getattr(settings, name) for name in ("check_gradients", "loss_scaling", "keep_last_step")}
-        return named | {"weights": None if settings.weights is None else settings.weights.fingerprint()}
+        named = {name: getattr(self.settings, name) for name in ("check_gradients", "loss_scaling", "keep_last_step")}
+        return named | {"weights": None if self.settings.weights is None else self.settings.weights.fingerprint()}
 
     def _facts(self, prepared: Prepared) -> dict[str, str]:
         """What ranks have to have in common before anything moves."""
@@ -304,8 +304,9 @@ class Assembly:
         model, workload = self.model, self.workload
         self._check_device()
         check_unwrapped(model)
-        check_model(model, workload, traced_hash=self.settings.traced_hash)
-        check_values(model, self.settings.weights, self.settings.world)
+        with states_as_parameters(model):
+            check_model(model, workload, traced_hash=self.settings.traced_hash)
+            check_values(model, self.settings.weights, self.settings.world)
         return self._planned()
 
     def _check_device(self) -> None:
@@ -408,10 +409,10 @@ class Assembly:
     def _hold(self, undo: ExitStack, layout: Layout, schedule: Schedule, policy: StepPolicy) -> HeldModel:
         """Move the model into its chunks, and let nobody else step, save or convert it."""
         model, plan, workload, device = self.model, self.plan, self.workload, self.settings.device
-        progress = self.progress
         # As the user made it: while a plan is carried out, its cache is off.
         saved = self.settings.saved or SavedPart(configuration_text(model))
         undo.enter_context(without_cache(model))
+        undo.enter_context(states_as_parameters(model))
         undo.enter_context(taken_over(model, self.owner))
         undo.enter_context(buffers_on(device.torch_device, model))
         if device.ledger is not None:
@@ -427,7 +428,7 @@ class Assembly:
         if store is not None and self.settings.stated_disk is not None:
             store.check_speed(self.settings.stated_disk)
         # Steps of an iteration that was not completed, if what they overwrote was kept; no lane runs any more.
-        undo.callback(lambda: placed.take_back_steps(num_completed=progress.iteration))
+        undo.callback(lambda: placed.take_back_steps(num_completed=self.progress.iteration))
         offloaded_weights = OffloadedWeights(placed.named_offloaded())
         ownership = TakenOver(model)
         optimizer = self._optimizer(policy, schedule)

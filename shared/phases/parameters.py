@@ -11,6 +11,7 @@ from pydantic import Field, NonNegativeInt, model_validator
 
 from ..basics.documents import FrozenModel
 from .operations import DType
+from .quantization import Quantization
 
 
 class OuterSection(StrEnum):
@@ -64,11 +65,27 @@ class Parameter(FrozenModel):
     it, in forward and backward, and the first of them to add to its gradient."""
     aliases: tuple[str, ...] = ()
     """Other names of the same tensor."""
+    quantized: Quantization | None = None
+    """How a weight is packed into the elements; None if it is not."""
+    num_scalars: NonNegativeInt | None = None
+    """Scalars of the model that the elements stand for: of a packed weight those that it unpacks to, of what unpacks
+    one none.  None: one for each element."""
+
+    @model_validator(mode="after")
+    def _is_frozen_if_packed(self) -> Self:
+        if self.trainable and self.num_scalars is not None:
+            raise ValueError(f"{self.name} is packed, or unpacks another one, and cannot be trained")
+        return self
 
     @cached_property
     def num_elements(self) -> int:
-        """Number of scalars."""
+        """Number of elements."""
         return prod(self.shape)
+
+    @cached_property
+    def scalars(self) -> int:
+        """Scalars of the model that it stands for."""
+        return self.num_elements if self.num_scalars is None else self.num_scalars
 
     @cached_property
     def size_bytes(self) -> int:

@@ -19,7 +19,17 @@ _COLOURS: Final = ("sky", "orange", "blue", "green", "purple")
 _MOST_MARKERS: Final = 60
 
 
-def losses_chart(losses: Mapping[str, Sequence[float]]) -> Figure | None:
+@dataclass(frozen=True, slots=True)
+class LossTolerance:
+    """By how much losses of runs may differ whose sums are added in another order."""
+
+    most: float
+    """The largest difference of two losses of a step."""
+    source: str
+    """Where it comes from, behind "the tolerance of 1e-6, ": "4 times what roundings do to plain training"."""
+
+
+def losses_chart(losses: Mapping[str, Sequence[float]], tolerance: LossTolerance | None = None) -> Figure | None:
     """The first run as a broad band, every other as a thin line with rings upon it; None without a finite loss."""
     finite = [loss for run in losses.values() for loss in run if math.isfinite(loss)]
     if not finite:
@@ -48,7 +58,7 @@ def losses_chart(losses: Mapping[str, Sequence[float]]) -> Figure | None:
         height=_BOTTOM + 36,
         drawing=joined([*axes, zoomable(_BOTTOM, *drawn)]),
         label="Loss by step: " + ", ".join(losses),
-        caption=_caption(losses),
+        caption=_caption(losses, tolerance),
         legend=tuple(marks),
     )
 
@@ -91,13 +101,16 @@ class Agreement:
     detail: str
 
 
-def _caption(losses: Mapping[str, Sequence[float]]) -> tuple[str, str]:
-    found = agreement(losses)
+def _caption(losses: Mapping[str, Sequence[float]], tolerance: LossTolerance | None) -> tuple[str, str]:
+    found = agreement(losses, tolerance)
     return (found.headline.capitalize(), f", {found.detail}") if found is not None else ("", "")
 
 
-def agreement(losses: Mapping[str, Sequence[float]]) -> Agreement | None:
-    """Whether the runs are identical, and if not, by how much they differ; None for a single run."""
+def agreement(losses: Mapping[str, Sequence[float]], tolerance: LossTolerance | None = None) -> Agreement | None:
+    """Whether the runs are identical, and if not, by how much they differ; None for a single run.
+
+    With a ``tolerance``, whether all of them are within it of the first.
+    """
     runs = list(losses.values())
     if len(runs) < 2 or not any(runs):
         return None
@@ -108,8 +121,15 @@ def agreement(losses: Mapping[str, Sequence[float]]) -> Agreement | None:
         return Agreement("identical", f"bit for bit in all {steps} steps")
     first = next(step for step in range(steps) if any(not _same(runs[0][step], run[step]) for run in runs[1:]))
     gaps = [abs(left - right) for run in runs[1:] for left, right in zip(runs[0], run, strict=True)]
-    by = f"by at most {max(gaps):.3g}" if all(map(math.isfinite, gaps)) else "some of them not finite"
-    return Agreement("different", f"from step {first} on, {by}")
+    if not all(map(math.isfinite, gaps)):
+        return Agreement("different", f"from step {first} on, some of them not finite")
+    by = f"from step {first} on, by at most {max(gaps):.3g}"
+    if tolerance is None:
+        return Agreement("different", by)
+    allowed = f"the tolerance of {tolerance.most:.3g}, {tolerance.source}"
+    if max(gaps) <= tolerance.most:
+        return Agreement("equal within tolerance", f"different {by}; {allowed}")
+    return Agreement("different", f"{by}: more than {allowed}")
 
 
 def _same(left: float, right: float) -> bool:

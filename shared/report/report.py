@@ -33,7 +33,7 @@ from ..tables.question import question_table
 from ..tables.record import alive_table, beyond_table, factorisation_sentence, plan_table, ranks_table, traffic_table
 from .alive import alive_chart
 from .expected import expected_chart
-from .losses import agreement, losses_chart
+from .losses import LossTolerance, agreement, losses_chart
 from .memory import CONTENT_COLOURS, Limit, limits, memory_chart, stack_chart
 from .page import Card, PageTable, Part, Report, Section, quiet
 from .phases import phase_chart
@@ -64,6 +64,8 @@ class Facts:
     """Device memory that training without a plan needs."""
     losses: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Per run (say "plain" and "planned") the loss of every step."""
+    loss_tolerance: LossTolerance | None = None
+    """How far losses may be apart, where runs are not to be identical."""
     notes: Sequence[str] = ()
     schedule: Schedule | None = None
     """It adds what each task moves and waits for, and what the memory holds over time."""
@@ -106,7 +108,7 @@ def report(title: str, facts: Facts) -> Report:
     ]
     if beyond := beyond_table(predicted):
         sections.append(Section("Memory beyond the schedule", (PageTable(beyond),)))
-    if drawing := losses_chart(facts.losses):
+    if drawing := losses_chart(facts.losses, facts.loss_tolerance):
         sections.append(Section("Losses", (drawing,)))
     sections += facts.further
     if facts.measured is not None:
@@ -219,7 +221,7 @@ def _cards(facts: Facts) -> tuple[Card, ...]:
         with_peak = shown if shown.peak_device_bytes else predicted
         cards.append(_budget_card(with_peak, facts.budget_bytes, facts.plain_peak_bytes))
     cards += [_throughput_card(shown), _offload_card(shown)]
-    if (found := agreement(facts.losses)) is not None:
+    if (found := agreement(facts.losses, facts.loss_tolerance)) is not None:
         cards.append(Card(f"Losses, {' and '.join(facts.losses)}", found.headline, (found.detail,)))
     if len(cards) == 5:
         # The sixth place: how sure the plan is the best, else what it asks of the host.

@@ -399,7 +399,7 @@ class Workload(Document):
     @cached_property
     def num_parameters(self) -> int:
         """Scalars in all parameters, tied ones once."""
-        return sum(parameter.num_elements for parameter in self.parameters)
+        return sum(parameter.scalars for parameter in self.parameters)
 
     @cached_property
     def is_measured(self) -> bool:

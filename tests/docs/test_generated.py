@@ -45,7 +45,7 @@ def test_every_option_of_a_command_is_on_its_page() -> None:
         assert shown or "Commands:" in printed
 
 
-@pytest.mark.parametrize("face", ["shared", "sim", "runtime", "calibration"])
+@pytest.mark.parametrize("face", ["protwin", "shared", "sim", "runtime", "calibration"])
 def test_python_pages_are_fresh(face: str) -> None:
     assert script("python_reference")["page"](face) == (DOCS / "python" / f"{face}.md").read_text(), "run make docs"
 

@@ -64,6 +64,8 @@ def carried_out(case: Case, plan: Plan) -> tuple[list[float], dict[str, torch.Te
                 loss = case.loss(model, batch)
                 loss.backward()
                 losses.append(loss.item())
+                # A loss that is kept counts beside the next forward.
+                del loss
             training.step()
     return losses, snapshot(model)
 

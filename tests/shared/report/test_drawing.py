@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from protwin.shared.report.axes import Scale, Unit, ticks
 from protwin.shared.report.bars import KIND_COLOURS
-from protwin.shared.report.losses import agreement
+from protwin.shared.report.losses import LossTolerance, agreement
 from protwin.shared.report.memory import CONTENT_COLOURS
 from protwin.shared.report.page import Report
 from protwin.shared.report.svg import STROKES, spread
@@ -85,6 +85,39 @@ def test_losses_are_identical_only_bit_for_bit(other: list[float], headline: str
     assert found is not None
     assert found.headline == headline
     assert detail in found.detail
+
+
+@pytest.mark.parametrize(
+    ("other", "headline", "details"),
+    [
+        (LOSSES, "identical", ["bit for bit in all 30 steps"]),
+        ([*LOSSES[:29], LOSSES[29] + 0.125], "equal within tolerance", ["step 29", "at most 0.125", "of 0.25, halves"]),
+        ([LOSSES[0] - 0.25, *LOSSES[1:]], "equal within tolerance", ["step 0 on, by at most 0.25; the tolerance"]),
+        ([LOSSES[0] + 0.375, *LOSSES[1:]], "different", ["by at most 0.375: more than the tolerance of 0.25, halves"]),
+        (LOSSES[:10], "different", ["runs of 30, 10 steps"]),
+        ([math.nan] * 30, "different", ["not finite"]),
+    ],
+)
+def test_losses_within_a_tolerance_are_said_to_be_with_its_numbers(
+    other: list[float], headline: str, details: list[str]
+) -> None:
+    found = agreement({"plain": _eighths(LOSSES), "planned": _eighths(other)}, LossTolerance(0.25, "halves"))
+    assert found is not None
+    assert found.headline == headline
+    assert all(detail in found.detail for detail in details)
+
+
+def _eighths(losses: list[float]) -> list[float]:
+    """Numbers whose differences are exact."""
+    return [x if math.isnan(x) else round(8 * x) / 8 for x in losses]
+
+
+def test_the_page_says_within_which_tolerance_losses_are_equal(example: LaidOut) -> None:
+    losses = {"plain": LOSSES, "planned": [loss * (1 + 1e-7) for loss in LOSSES]}
+    assert "equal within tolerance" not in full_report(example, losses=losses).lower()
+    page = full_report(example, losses=losses, loss_tolerance=LossTolerance(1e-5, "10 roundings")).lower()
+    assert page.count("equal within tolerance") >= 2, "in its card and below its figure"
+    assert "the tolerance of 1e-05, 10 roundings" in page
 
 
 def test_a_loss_that_is_not_finite_breaks_the_line(example: LaidOut) -> None:

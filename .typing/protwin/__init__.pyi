@@ -1,0 +1,1 @@
+../../shared/cli/namespace/__init__.pyi
