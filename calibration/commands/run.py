@@ -57,6 +57,7 @@ from ...shared.cli.options import (
     DTypeName,
     FrozenParts,
     JsonFlag,
+    LoraAlpha,
     LoraRank,
     LoraTargets,
     MethodName,
@@ -67,6 +68,7 @@ from ...shared.cli.options import (
     SequenceLength,
     TimelinePath,
     UnfreezeRankRatio,
+    UseRslora,
     command_app,
     examples,
     keep_apart,
@@ -111,6 +113,8 @@ def run_command(
     dtype: DTypeName = None,
     lora_rank: LoraRank = None,
     lora_targets: LoraTargets = None,
+    lora_alpha: LoraAlpha = None,
+    use_rslora: UseRslora = False,
     method: MethodName = None,
     unfreeze_rank_ratio: UnfreezeRankRatio = None,
     osft_targets: OsftTargets = None,
@@ -173,7 +177,7 @@ def run_command(
     described = load_model_configuration(named)
     osft = _factorised(chosen, method, unfreeze_rank_ratio, osft_targets)
     _check_factor_cache(osft_cache, osft)
-    options = options_of(lora_rank, lora_targets, frozen, None, osft)
+    options = options_of(lora_rank, lora_targets, frozen, None, osft, lora_alpha=lora_alpha, use_rslora=use_rslora)
 
     prefer_expandable_segments(os.environ)
     if starts:
@@ -205,7 +209,7 @@ def run_command(
         steps=steps,
         epochs=epochs,
         rates=LearningRates(learning_rate, schedule, warmup_steps),
-        checkpoints=RunCheckpoints(checkpoint, checkpoint_every, is_resuming, was_accepted(os.environ)),
+        checkpoints=RunCheckpoints(checkpoint, checkpoint_every, is_resuming, was_accepted(os.environ), options.lora),
         save=save,
         device=DeviceChoice(device_budget_bytes, host_to_device, device_to_host),
         disk=None if disk_folder is None else DiskChoice(disk_folder, None if machine is None else machine.disk),

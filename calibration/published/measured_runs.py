@@ -12,6 +12,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 
 from ...shared.basics.documents import FrozenModel
 from ...shared.schema.hardware import MemorySize
+from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.plan import ParallelMode
 from ...shared.schema.workload import DType
 
@@ -103,6 +104,9 @@ class MeasuredRun(FrozenModel):
     lora_rank: PositiveInt | None = None
     lora_targets: tuple[str, ...] = ()
     """Maps with adapters; none: all of a block."""
+    trained_whole: tuple[str, ...] = ()
+    """Paths of parts that are trained whole beside adapters, as copies of frozen ones (PEFT's ``modules_to_save``)."""
+    optimizer: Optimizer = Optimizer.ADAMW
     machine: str
     """Name of the catalogue."""
     network: NetworkOfNodes | None = None
@@ -124,6 +128,8 @@ class MeasuredRun(FrozenModel):
 
     @model_validator(mode="after")
     def _is_measured(self) -> Self:
+        if self.trained_whole and self.lora_rank is None:
+            raise ValueError(f"{self.id} has trained_whole without lora_rank")
         if self.measured.speed is None and self.measured.memory is None:
             raise ValueError(f"{self.id} has neither a speed nor a memory")
         return self
@@ -133,6 +139,7 @@ class MeasuredRun(FrozenModel):
         """What one device trains in one step, in words."""
         sequences = f"{self.micro_batches} x {self.batch_size}" if self.micro_batches > 1 else str(self.batch_size)
         adapters = f", LoRA {self.lora_rank}" if self.lora_rank is not None else ""
+        adapters += ", embedding and head whole" if self.trained_whole else ""
         return f"{self.model}{adapters}, {sequences} x {self.sequence_length}"
 
     @property

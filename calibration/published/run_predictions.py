@@ -27,6 +27,7 @@ from ...shared.workloads.source import load_workload
 from ...sim.engine.simulator import simulate
 from .measured_runs import MEASURED_RUNS, MeasuredRun, configuration_of
 from .sharded import block_chunk_bytes
+from .workloads import partly_trained_workload
 
 _POSITIONS: Final = "max_position_embeddings"
 
@@ -98,6 +99,18 @@ def figures_of(run: MeasuredRun, record: Record) -> PredictedRun:
 def workload_of(run: MeasuredRun) -> Workload:
     """One micro-batch of ``run`` on one device."""
     lora = LoraOptions(rank=run.lora_rank, targets=run.lora_targets) if run.lora_rank is not None else None
+    if lora is not None and run.trained_whole:
+        configuration = configuration_of(run.model)
+        assert configuration is not None, "models of the catalogue are not trained so"
+        return partly_trained_workload(
+            {_POSITIONS: run.sequence_length} | configuration,
+            run.model,
+            batch_size=run.batch_size,
+            sequence_length=run.sequence_length,
+            dtype=run.dtype,
+            lora=lora,
+            trained_whole=run.trained_whole,
+        )
     return _workload(
         run.model,
         batch_size=run.batch_size,
@@ -147,6 +160,7 @@ def plan_of(run: MeasuredRun, workload: Workload) -> Plan:
     is_resident = not (is_sharded or run.offloaded)
     return Plan(
         workload_id=workload.identity,
+        optimizer=run.optimizer,
         chunk_bytes=chunk_bytes,
         n_persist=len(layout.chunks) if is_resident else 0,
         n_shard=len(layout.chunks) if is_sharded else 0,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 from torch import nn
 
+from ...runtime.model.adapters import add_lora
 from ...runtime.model.configurations import build_model, quiet
 from ...runtime.tracing.tracing import trace
-from ...shared.schema.workload import Block, Operation, OperationClass, Workload
+from ...shared.schema.training_options import LoraOptions
+from ...shared.schema.workload import Block, DType, Operation, OperationClass, Workload
 
 ADAPTED: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -48,6 +52,39 @@ def adapted_workload(
             base = getattr(module, child, None)
             if isinstance(base, nn.Linear):
                 setattr(module, child, WideAdapter(base, rank, scale=2.0))
+    return _traced(model, name, batch_size, sequence_length)
+
+
+class SavedWhole(nn.Module):
+    """A part that is trained whole beside adapters: a copy is, and the original stays (PEFT's ``modules_to_save``)."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self.original = original.requires_grad_(False)
+        self.trained = copy.deepcopy(original).requires_grad_(True)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        """What the trained copy gives."""
+        found: torch.Tensor = self.trained(given)
+        return found
+
+
+def partly_trained_workload(
+    configuration: dict[str, Any],
+    name: str,
+    *,
+    batch_size: int,
+    sequence_length: int,
+    dtype: DType,
+    lora: LoraOptions,
+    trained_whole: Sequence[str],
+) -> Workload:
+    """LoRA, with the parts at the paths ``trained_whole`` trained whole beside the adapters."""
+    model = build_model(configuration, name, getattr(torch, dtype))
+    add_lora(model, rank=lora.rank, targets=lora.targets)
+    for path in trained_whole:
+        parent, _, child = path.rpartition(".")
+        setattr(model.get_submodule(parent), child, SavedWhole(model.get_submodule(path)))
     return _traced(model, name, batch_size, sequence_length)
 
 

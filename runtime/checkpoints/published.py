@@ -91,13 +91,14 @@ def new_folder(folder: Path, need_bytes: int) -> Iterator[Path]:
 def _save_adapter(folder: Path, adapted: dict[str, LowRankLinear], base: str, *, is_causal: bool) -> None:
     first = next(iter(adapted.values()))
     rank = first.lora_a.shape[0]
-    alpha = float(first.scale * rank)
+    alpha = float(first.alpha)
     configuration = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if is_causal else None,
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
+        "use_rslora": first.use_rslora,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": any(not isinstance(part.base, nn.Linear) for part in adapted.values()),

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, Final
 
 from ...shared.basics.errors import FileError, ProtwinError
+from ...shared.schema.training_options import LoraOptions
 from ..checkpoints.checkpoints import has_checkpoint
 from ..data.sources import DataSource
 from ..ranks.agreement import agreed
 from ..training.training import Training
+
+_SCALE: Final = "lora_scale"
+_UNSCALED: Final = "without --lora-alpha"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +29,8 @@ class RunCheckpoints:
     is_resuming: bool
     is_restarted: bool = False
     """Whether a launcher has started the ranks again: they go on from the checkpoint if there is one by now."""
+    lora: LoraOptions | None = None
+    """The low-rank maps, whose scale no saved weight tells."""
 
     def check(self) -> None:
         """Raise ProtwinError if the options contradict each other, or what lies in the folder."""
@@ -51,7 +59,8 @@ class RunCheckpoints:
         if self.is_restarted and not agreed(training.world, partial(has_checkpoint, self.folder)):
             return 0
         found = training.resume(self.folder).data_position
-        expected = _position(source, 0)
+        expected = self._position(source, 0)
+        self._check_scale(found, expected)
         if not isinstance(found, dict) or {**found, "batches": 0} != expected:
             raise FileError(
                 f"{self.folder} was not saved by protwin run with this {source.name} and --seed {expected['seed']}. "
@@ -64,8 +73,25 @@ class RunCheckpoints:
         if self.folder is None:
             return
         if is_last or (self.every is not None and training.num_steps % self.every == 0):
-            training.save(self.folder, data_position=_position(source, num_batches))
+            training.save(self.folder, data_position=self._position(source, num_batches))
+
+    def _position(self, source: DataSource, num_batches: int) -> dict[str, int | str]:
+        lora = self.lora
+        is_scaled = lora is not None and (lora.alpha is not None or lora.use_rslora)
+        return {"batches": num_batches, **({_SCALE: _shown(lora)} if is_scaled else {}), **source.identity}
+
+    def _check_scale(self, found: Any, expected: Mapping[str, int | str]) -> None:
+        """Raise FileError if the low-rank maps had another scale."""
+        then = found.get(_SCALE, _UNSCALED) if isinstance(found, dict) else _UNSCALED
+        now = expected.get(_SCALE, _UNSCALED)
+        if then != now:
+            raise FileError(
+                f"{self.folder} was saved {then}, but this run is {now}: the low-rank maps would be other ones. Give "
+                f"--lora-alpha and --use-rslora as they were."
+            )
 
 
-def _position(source: DataSource, num_batches: int) -> dict[str, int | str]:
-    return {"batches": num_batches, **source.identity}
+def _shown(lora: LoraOptions | None) -> str:
+    assert lora is not None
+    alpha = [] if lora.alpha is None else [f"--lora-alpha {lora.alpha:g}"]
+    return f"with {' '.join([*alpha, *(['--use-rslora'] if lora.use_rslora else [])])}"

@@ -1,6 +1,7 @@
 """Training a part of a model: parameters that are frozen, and small trained matrices beside frozen linear maps (LoRA).
 
-Source: LoRA (arXiv 2106.09685), section 4.1: h = W x + (alpha / r) B A x, with A random and B zero at the beginning.
+Source: LoRA (arXiv 2106.09685), section 4.1: h = W x + (alpha / r) B A x, with A random and B zero at the beginning;
+rsLoRA (arXiv 2312.03732): alpha / sqrt(r) in the place of alpha / r.
 """
 
 from __future__ import annotations
@@ -45,7 +46,15 @@ class LowRankLinear(nn.Module):
     """A frozen linear map with a trained product of two thin matrices beside it."""
 
     def __init__(
-        self, base: nn.Module, num_in: int, num_out: int, *, rank: int, alpha: float, device: torch.device | None = None
+        self,
+        base: nn.Module,
+        num_in: int,
+        num_out: int,
+        *,
+        rank: int,
+        alpha: float,
+        use_rslora: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
         weight = base.weight
@@ -55,7 +64,8 @@ class LowRankLinear(nn.Module):
         self.base.requires_grad_(False)
         self.lora_a = nn.Parameter(torch.empty(rank, num_in, **place))
         self.lora_b = nn.Parameter(torch.zeros(num_out, rank, **place))
-        self.scale = alpha / rank
+        self.alpha, self.use_rslora = alpha, use_rslora
+        self.scale = alpha / math.sqrt(rank) if use_rslora else alpha / rank
         if not self.lora_a.is_meta:
             nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
 
@@ -67,10 +77,9 @@ class LowRankLinear(nn.Module):
         return weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The base's map plus the scaled low-rank one."""
-        low = nn.functional.linear(nn.functional.linear(x, self.lora_a), self.lora_b)
+        """The base's map plus the scaled low-rank one: PEFT's operators in PEFT's order, so that plans are for both."""
         mapped: torch.Tensor = self.base(x)
-        return mapped + self.scale * low
+        return mapped + nn.functional.linear(nn.functional.linear(x, self.lora_a), self.lora_b) * self.scale
 
 
 def add_lora(
@@ -79,12 +88,14 @@ def add_lora(
     rank: int,
     targets: Sequence[str] = (),
     alpha: float | None = None,
+    use_rslora: bool = False,
     device: torch.device | None = None,
 ) -> list[str]:
     """Freeze ``model`` and put low-rank matrices beside linear maps of its blocks, in place; gives their paths.
 
     ``targets`` are the maps' names within a block, or the ends of them (``"q_proj"``, ``"mlp.up_proj"``); none: all
-    linear maps.  Without ``alpha`` the scale is 1; it costs nothing.  The matrices have the dtype of the map that they
+    linear maps.  The scale is alpha / rank, or alpha / sqrt(rank) with ``use_rslora``; without ``alpha`` that is the
+    rank.  It costs nothing.  The matrices have the dtype of the map that they
     lie beside, and lie where it does, or on ``device``.  Raises WorkloadError if the rank makes no sense or a target
     names nothing.
     """
@@ -117,7 +128,7 @@ def add_lora(
         module, (num_in, num_out) = maps[path]
         parent, _, name = path.rpartition(".")
         scaled = float(rank) if alpha is None else alpha
-        adapted = LowRankLinear(module, num_in, num_out, rank=rank, alpha=scaled, device=device)
+        adapted = LowRankLinear(module, num_in, num_out, rank=rank, alpha=scaled, use_rslora=use_rslora, device=device)
         setattr(model.get_submodule(parent), name, adapted)
     return chosen
 

@@ -84,11 +84,11 @@ class TakenOver:
     def check(self) -> None:
         """Raise ScheduleError if the model is no longer made of what was taken over."""
         for name, module, parts in self._noted:
-            if _parts_of(module) != parts:
-                known = {part for part, _ in parts}
-                now = dict(_parts_of(module))
+            now = _parts_of(module)
+            if now != parts:
+                known = parts.keys()
                 changed = next(
-                    (part for part, identity in parts if now.get(part) != identity),
+                    (part for part, identity in parts.items() if now.get(part) != identity),
                     next((part for part in now if part not in known), "?"),
                 )
                 raise ScheduleError(
@@ -98,7 +98,7 @@ class TakenOver:
                 )
 
 
-def _parts_of(module: nn.Module) -> list[tuple[str, int]]:
-    """The names and identities of a module's own parts."""
+def _parts_of(module: nn.Module) -> dict[str, int]:
+    """The names and identities of a module's own parts, whose order may change: a parametrization puts one last."""
     parts = (*module._modules.items(), *module._parameters.items())
-    return [(name, id(part)) for name, part in parts]
+    return {name: id(part) for name, part in parts}

@@ -119,7 +119,15 @@ def apply_options(
     before, and the ranks of ``group`` decompose some weights each.  Raises WorkloadError.
     """
     if options.lora is not None:
-        add_lora(model, rank=options.lora.rank, targets=options.lora.targets, device=device)
+        lora = options.lora
+        add_lora(
+            model,
+            rank=lora.rank,
+            targets=lora.targets,
+            alpha=lora.alpha,
+            use_rslora=lora.use_rslora,
+            device=device,
+        )
     if options.osft is not None:
         make_orthogonal(
             model,

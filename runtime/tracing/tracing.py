@@ -33,6 +33,7 @@ from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import ActivationMode
 from ...shared.schema.schedule import OuterSection, TaskKind
 from ...shared.schema.workload import BlockId, DType, Workload
+from ..adapters.refusals import refused_adapter
 from ..data.packed_batches import is_told_ends, packing_of_batch, samples_apart
 from ..devices.device import device_description
 from ..hooks.row_reads import agreed
@@ -439,7 +440,7 @@ def _check_model(model: nn.Module) -> None:
     unknown = {str(p.dtype) for p in model.parameters()} - {f"torch.{dtype}" for dtype in DType}
     if unknown:
         raise WorkloadError(f"parameters of dtype {', '.join(sorted(unknown))} are not supported.")
-    wrong = compiled_part(model) or overlap_of(model) or unkept_strides(model)
+    wrong = compiled_part(model) or refused_adapter(model) or overlap_of(model) or unkept_strides(model)
     if wrong is not None:
         raise WorkloadError(wrong)
 

@@ -24,6 +24,7 @@ from ...shared.schema.plan import Plan
 from ...shared.schema.schedule import Content, Schedule, TaskKind
 from ...shared.schema.workload import Workload
 from ...shared.verify.verify import verify_schedule
+from ..adapters.changes import WatchedParts, watched_parts
 from ..checkpoints.saved_part import SavedPart
 from ..checkpoints.state import CheckpointState, configuration_text
 from ..chunks.chunk_store import ChunkStore, chunk_store
@@ -37,7 +38,7 @@ from ..hooks.section_walker import SectionWalker
 from ..hooks.swapping import SwappedActivations, swapped_blocks
 from ..model.blocks import NamedBlock, find_blocks
 from ..model.kept_tensors import kept_tensors
-from ..model.ownership import TakenOver, check_model, taken_over
+from ..model.ownership import check_model, taken_over
 from ..model.snapshot import without_cache
 from ..optimizers.chunk_optimizer import MakeOptimizer, group_options
 from ..optimizers.facade import ParameterStates, TrainingOptimizer
@@ -170,7 +171,7 @@ class HeldModel:
     state: CheckpointState
     access: StateAccess
     offloaded_weights: OffloadedWeights
-    taken_over: TakenOver
+    taken_over: WatchedParts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -418,9 +419,8 @@ class Assembly:
         if device.ledger is not None:
             device.ledger.adopt(model.buffers(), Content.RESIDENT)
         store = self._store(undo, layout, schedule)
-        world = self.settings.world
-        ranks = None if world is None else between_steps(world)
-        values = values_for(model, self.settings.weights, world)
+        ranks = None if self.settings.world is None else between_steps(self.settings.world)
+        values = values_for(model, self.settings.weights, self.settings.world)
         placed = PlacedModel(
             model, workload, layout, device, plan=plan, policy=policy, store=store, ranks=ranks, values=values
         )
@@ -430,7 +430,7 @@ class Assembly:
         # Steps of an iteration that was not completed, if what they overwrote was kept; no lane runs any more.
         undo.callback(lambda: placed.take_back_steps(num_completed=self.progress.iteration))
         offloaded_weights = OffloadedWeights(placed.named_offloaded())
-        ownership = TakenOver(model)
+        ownership = undo.enter_context(watched_parts(model, offloaded_weights.but_for_wrapping))
         optimizer = self._optimizer(policy, schedule)
         state = CheckpointState(model, workload, placed, optimizer, device, plan=plan, part=saved, scaler=policy.scaler)
         access = undo.enter_context(refusing_access(model))

@@ -292,16 +292,38 @@ class OffloadedWeights:
     """
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        self._noted = [(name, parameter, parameter._version) for name, parameter in parameters]
+        self._noted = [(name, parameter) for name, parameter in parameters]
+        self._versions = {id(parameter): parameter._version for _, parameter in self._noted}
+
+    @contextmanager
+    def but_for_wrapping(self, wrapped: Iterable[tuple[nn.Module, nn.Parameter]]) -> Iterator[None]:
+        """Within the block, a module of ``wrapped`` may have its parameter's changes counted while it runs.
+
+        See [Note: Parameters that are adapted] in ``runtime/adapters/peft_parts.py``.
+        """
+
+        def note(parameter: nn.Parameter, *_: Any) -> None:
+            with torch._C.DisableTorchFunctionSubclass():
+                self._versions[id(parameter)] = parameter._version
+
+        names = {id(parameter): name for name, parameter in self._noted}
+        with ExitStack() as undo:
+            for module, parameter in wrapped:
+                if id(parameter) in names:
+                    # Alone: a module around this one may be wrapping its own parameter.
+                    check = partial(self._check_one, names[id(parameter)], parameter)
+                    undo.callback(module.register_forward_pre_hook(check).remove)
+                    undo.callback(module.register_forward_hook(partial(note, parameter), always_call=True).remove)
+            yield
 
     def check(self) -> None:
         """Raise ScheduleError if a parameter was written to."""
-        with torch._C.DisableTorchFunctionSubclass():
-            self._check()
+        for name, parameter in self._noted:
+            self._check_one(name, parameter)
 
-    def _check(self) -> None:
-        for name, parameter, version in self._noted:
-            if parameter._version != version:
+    def _check_one(self, name: str, parameter: nn.Parameter, *_: Any) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            if parameter._version != self._versions[id(parameter)]:
                 raise ScheduleError(
                     f"parameter {name} was written to while a plan is being carried out. The host steps its chunk, "
                     f"so that the change is lost. Close the training before weights are changed, or keep every chunk "

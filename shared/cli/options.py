@@ -206,6 +206,11 @@ LoraTargets = Annotated[
         "--lora-targets", metavar="NAMES", help="Linear maps that get them (q_proj,v_proj), instead of all of a block."
     ),
 ]
+LoraAlpha = Annotated[
+    float | None,
+    typer.Option("--lora-alpha", metavar="ALPHA", help="Scale the low-rank maps by alpha / rank; without it, by 1."),
+]
+UseRslora = Annotated[bool, typer.Option("--use-rslora", help="Scale them by alpha / sqrt(rank) (rank-stabilized).")]
 MethodName = Annotated[
     TrainingMethod | None,
     typer.Option(
@@ -329,8 +334,16 @@ def options_of(
     frozen: list[str] | None,
     autocast: str | None,
     osft: OsftOptions | None = None,
+    *,
+    lora_alpha: float | None = None,
+    use_rslora: bool = False,
 ) -> TrainingOptions:
     """What the options say of how a model is trained.  Raises ProtwinError if they make no sense together."""
+    if lora_rank is None and (lora_alpha is not None or use_rslora):
+        given = "--use-rslora is" if lora_alpha is None else f"--lora-alpha {lora_alpha:g} is"
+        raise ProtwinError(f"{given} given, but --lora-rank is missing. Write --lora-rank 16 beside it.")
+    if lora_alpha is not None and not 0 < lora_alpha < float("inf"):
+        raise ProtwinError(f"--lora-alpha is {lora_alpha:g}; it must be above 0 and finite. Write --lora-alpha 16.")
     computed = None if autocast is None else _autocast(autocast)
     targets = tuple(name.strip() for name in (lora_targets or "").split(",") if name.strip())
     if lora_targets is not None and (lora_rank is None or not targets):
@@ -338,7 +351,9 @@ def options_of(
         raise ProtwinError(
             f"--lora-targets is {lora_targets!r}, but {missing}. Write --lora-rank 16 --lora-targets q_proj."
         )
-    lora = LoraOptions(rank=lora_rank, targets=targets) if lora_rank is not None else None
+    lora = None
+    if lora_rank is not None:
+        lora = LoraOptions(rank=lora_rank, targets=targets, alpha=lora_alpha, use_rslora=use_rslora)
     return TrainingOptions(lora=lora, osft=osft, frozen=tuple(frozen or ()), autocast=computed)
 
 

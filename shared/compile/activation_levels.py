@@ -18,7 +18,7 @@ bound.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, Self
@@ -51,6 +51,21 @@ class ActivationLevels:
     """(M,) which of the V each micro-batch is."""
     end_bytes: IntArray
     """(K,) what is left for device Adam."""
+
+    @classmethod
+    def joined(cls, parts: Sequence[ActivationLevels]) -> Self:
+        """The rows of several tables of the same micro-batches, as ``activation_levels`` makes them."""
+        most = max(len(part.alive_bytes[0]) for part in parts)
+        num_micro_batches = len(parts[0].kind)
+        # From its last kind on, every micro-batch is like it.
+        alive = [np.take(part.alive_bytes, np.minimum(np.arange(most), part.kind[-1]), axis=1) for part in parts]
+        return cls(
+            alive_bytes=np.concatenate(alive),
+            peak_bytes=np.concatenate([part.peak_bytes for part in parts]),
+            adding_bytes=np.concatenate([part.adding_bytes for part in parts]),
+            kind=np.minimum(np.arange(num_micro_batches), most - 1),
+            end_bytes=np.concatenate([part.end_bytes for part in parts]),
+        )
 
     def task_peaks(self, kind: int, adds: BoolArray) -> IntArray:
         """(K, W) the peak of the tasks of micro-batches of ``kind``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final
 
-from pydantic import Field, PositiveInt, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, PositiveFloat, PositiveInt, SerializerFunctionWrapHandler, model_serializer
 
 from ..basics.documents import FrozenModel
 from .workload import DType
@@ -16,6 +16,17 @@ class LoraOptions(FrozenModel):
     rank: PositiveInt
     targets: tuple[str, ...] = ()
     """Names of the linear maps within a block; none: all of them."""
+    alpha: PositiveFloat | None = None
+    """Of the scale alpha / rank; None: the rank.  It costs nothing."""
+    use_rslora: bool = False
+    """The scale is alpha / sqrt(rank) (arXiv 2312.03732)."""
+
+    @model_serializer(mode="wrap")
+    def _without_usual_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Kept traces are found by it, also those of before there was a scale."""
+        fields: dict[str, Any] = handler(self)
+        usual = {"alpha": None, "use_rslora": False}
+        return {name: value for name, value in fields.items() if name not in usual or value != usual[name]}
 
 
 class OsftOptions(FrozenModel):

@@ -42,8 +42,7 @@ class MemoryBounds:
         self._swapped = np.zeros((len(compute.modes.n_swap), positions.micro_length), dtype=np.int64)
         """(K, W) what has come back, and is there while the block's backward runs."""
         swapping = np.flatnonzero(compute.modes.is_swap.any(axis=0))
-        swapped_bytes = np.where(compute.modes.is_swap, compute.swap_bytes, 0)
-        self._swapped[:, positions.backward(1 + swapping)] = swapped_bytes[:, swapping]
+        self._swapped[:, positions.backward(1 + swapping)] = compute.swapped_bytes[:, swapping]
         # Inputs are there while the block's forward runs, and its backward.
         inputs = compute.modes.moved_inputs
         moving = np.flatnonzero(inputs.any(axis=0))

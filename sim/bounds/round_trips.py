@@ -69,7 +69,9 @@ class RoundTrips(LeastWork):
 
     def __init__(self, table: ChunkTable, compute: ComputeTable, throughput: Throughput, deepest: int) -> None:
         super().__init__(table, compute, throughput)
-        self._modes, self._copies, self._ahead = compute.modes, _Copies.of(compute, throughput), deepest + 1
+        self._modes, self._ahead = compute.modes, deepest + 1
+        self._copies = [_Copies.of(compute, tiling, throughput) for tiling in range(len(compute.workloads))]
+        """(T,)"""
         self._weights = throughput.weights
         self._positions, self._micro_batches = compute.positions, table.step.micro_batches
         self._until_s = np.concatenate([np.zeros((len(compute.seconds), 1)), compute.seconds.cumsum(axis=1)], axis=1)
@@ -80,7 +82,8 @@ class RoundTrips(LeastWork):
     def period_s(self, prefixes: IntArray, modes: IntArray) -> FloatArray:
         """(F, K) no plan with these prefixes and rows of modes, all with the same blocks swapped, takes less."""
         until_s = self._until_s[modes]
-        swaps = self._copies.windows(int(self._modes.n_swap[modes[0]]), self._ahead, self._positions, until_s)
+        trips = self._modes.trips[modes[0]]
+        swaps = self._copies[trips.tiling].windows(trips.n_swap, self._ahead, self._positions, until_s)
         least_s = self._micro_batches * (until_s[:, -1] + swaps.beyond_s) + self._once_s[prefixes, None]
         for trip in self._trips:
             least_s = np.maximum(least_s, self._trip_s(trip, prefixes, until_s, swaps))
@@ -124,9 +127,10 @@ class _Copies:
     """(n + 1,) of the ways back."""
 
     @classmethod
-    def of(cls, compute: ComputeTable, throughput: Throughput) -> Self:
-        out_s, in_s = (np.append(0.0, of.cumsum()) for of in (compute.swap_out_s, compute.swap_in_s))
-        return cls(throughput.weights, compute.swap_bytes, out_s, in_s)
+    def of(cls, compute: ComputeTable, tiling: int, throughput: Throughput) -> Self:
+        copies_s = compute.swap_out_s[tiling], compute.swap_in_s[tiling]
+        out_s, in_s = (np.append(0.0, of.cumsum()) for of in copies_s)
+        return cls(throughput.weights, compute.swap_bytes[tiling], out_s, in_s)
 
     def windows(self, n_swap: int, ahead: int, positions: Positions, until_s: FloatArray) -> _Windows:
         """When the first ``n_swap`` blocks swap, with ``ahead`` steps between a forward and the end of its copy."""

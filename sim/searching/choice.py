@@ -52,10 +52,6 @@ class Where:
     kind: PlanKind
     place: ProjectionPlace = ProjectionPlace.HOST
     """Where gradients that leave are projected."""
-    mlp_tiles: int = 1
-    """Tiles of tokens that the MLPs of blocks run in."""
-    loss_tiles: int = 1
-    """Tiles of tokens that head and loss run in."""
     sequence_ranks: int = 1
     """Ranks that share each sequence."""
 
@@ -63,11 +59,6 @@ class Where:
     def grouping(self) -> Grouping:
         """What ranks do together."""
         return self.mode, self.shard_ranks
-
-    @property
-    def tiles(self) -> tuple[int, int]:
-        """Of MLPs, and of the loss."""
-        return self.mlp_tiles, self.loss_tiles
 
 
 @dataclass(frozen=True, eq=False)
@@ -374,12 +365,12 @@ def _high_end_s(branch: BranchAndBound, plan: Simulated | Replayed) -> float:
 def _simplest(where: Where) -> tuple[float, ...]:
     """Orders by kind, mode, larger shard groups, fewer micro-batches, projections on the host.
 
-    Then by fewer ranks that share a sequence, and fewer tiles.
+    Then by fewer ranks that share a sequence.
     """
     mode, group = where.mode, np.inf if where.shard_ranks is None else where.shard_ranks
     is_on_device = where.place is ProjectionPlace.DEVICE
     of_mode = SEVERAL.index(mode) if mode in SEVERAL else 0
-    return where.kind.complexity, of_mode, -group, -where.size, is_on_device, where.sequence_ranks, *where.tiles
+    return where.kind.complexity, of_mode, -group, -where.size, is_on_device, where.sequence_ranks
 
 
 def _dominates(one: Simulated | Replayed, other: Simulated) -> bool:

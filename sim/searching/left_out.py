@@ -30,7 +30,6 @@ from ...shared.schema.plan import ParallelMode
 from ...shared.schema.plan_kind import PlanKind
 from ...shared.schema.search_result import LeftOut, LeftOutSort
 from ..bounds.least_work import LeastWork
-from ..space.enumerate import mode_rows
 from .candidates import Candidates
 from .problem import SearchProblem
 from .request import SearchRequest
@@ -66,10 +65,8 @@ def _bounds_s(request: SearchRequest, problem: SearchProblem, limit_s: float) ->
         # Of other methods no work is known without a look, and a larger space would share one memory otherwise.
         return None
     is_swapping = _is_left_out(request, problem, LeftOutSort.SWAPS)
-    modes = problem.layouts[0].grid.modes
-    if is_swapping:
-        modes = mode_rows(problem.compute.workload, request.space.model_copy(update={"n_swap": None}))
-    larger, found = problem.with_modes(modes), {}
+    space = request.space.model_copy(update={"n_swap": None}) if is_swapping else None
+    larger, found = problem.with_modes(space), {}
     if is_swapping:
         swapping = Candidates(larger, PlanKind.SWAPPED)
         swapping.open_families(limit_s, _MOST_FAMILIES)

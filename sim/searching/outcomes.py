@@ -198,7 +198,7 @@ class _Known:
     @property
     def character(self) -> tuple[int, ...]:
         """What makes plans more than variants of one another: layout, where chunks lie, modes."""
-        n_swap, n_offload_input, n_checkpoint, _, *residencies, _, _ = self.candidate.simplicity
+        _, _, n_swap, n_offload_input, n_checkpoint, _, *residencies, _, _ = self.candidate.simplicity
         return self.candidate.layout, *residencies, n_checkpoint, n_swap, n_offload_input
 
     @property

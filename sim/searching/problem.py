@@ -15,12 +15,10 @@ from ...shared.compile.compile import Policies
 from ...shared.layout.looked_up import looking_up
 from ...shared.methods.full_training import FULL_TRAINING
 from ...shared.methods.method import Method
-from ...shared.optimizers.check import check_host_gradients, check_optimizer
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import DeviceKind, Hardware
-from ...shared.schema.plan import Plan, why_not_bypass, why_not_osft
+from ...shared.schema.plan import Plan
 from ...shared.schema.workload import Workload
-from ...shared.workloads.check import check_magnitude
 from ..bounds.least_work import LeastWork, NoLeastWork
 from ..bounds.peak_bounds import MemoryBounds, NoMemoryBounds
 from ..bounds.replay import Replayer, ReplayPlan
@@ -34,16 +32,17 @@ from ..engine.folding import MORE_KEPT, kept_micro_batches
 from ..engine.intervals import DrawnMachine
 from ..memory.host import default_host_budget_bytes, shares_of_one_memory
 from ..space.chunk_table import ChunkTable, chunk_table
-from ..space.compute_table import ComputeTable, compute_table
+from ..space.compute_table import ComputeTable, compute_table_in_tiles
 from ..space.disk_choices import OnDisk
-from ..space.enumerate import enumerate_space, keeping_all, mode_rows
+from ..space.enumerate import enumerate_space, keeping_all
 from ..space.lane_programs import LanePrograms
 from ..space.least_on_disk import HostAndDisk, least_on_disk, within_disk
 from ..space.plan_family import PlanFamily
 from ..space.prices import FloatArray
-from ..space.space import IntArray, LayoutGrid, ModeRows, SearchSpace, Trips
+from ..space.space import IntArray, LayoutGrid, SearchSpace, Trips
 from ..space.step_spec import StepSpec
-from .request import SearchRequest
+from ..space.tilings import WHOLE, Tiles, mode_rows_in_tiles
+from .request import SearchRequest, check_possible
 
 _MOST_FAMILIES: Final = 64
 """Families of one micro-batch that are kept; of several, as many fewer."""
@@ -235,17 +234,18 @@ class SearchProblem:
     @cached_property
     def _whole_compute(self) -> ComputeTable:
         """The compute lane with the levels of every micro-batch."""
-        workload, policies = self.compute.workload, self.method.policies
-        return compute_table(workload, self.compute.modes, self.costs, self.step, policies)
+        workloads, policies = self.compute.workloads, self.method.policies
+        return compute_table_in_tiles(workloads, self.compute.modes, self.costs, self.step, policies)
 
-    def with_modes(self, modes: ModeRows) -> SearchProblem:
-        """The same residencies with other choices of activation modes, for bounds of plans that are not looked at.
+    def with_modes(self, space: SearchSpace | None) -> SearchProblem:
+        """The same residencies with all modes that ``space`` allows, for bounds of plans that are not looked at.
 
-        Of a space whose least work is known.
+        None: with its own.  Of a space whose least work is known.
         """
+        modes = self.compute.modes if space is None else mode_rows_in_tiles(self._tilings, space)
         grid = replace(self.layouts[0].grid, modes=modes)
         policies = self.method.policies
-        compute, kept = _compute_tables(self.compute.workload, grid, self.costs, self.step, policies)
+        compute, kept = _compute_tables(self.compute.workloads, grid, self.costs, self.step, policies)
         deepest = int(grid.prefetch_depth[-1])
         return replace(
             self,
@@ -263,27 +263,32 @@ class SearchProblem:
             _families={},
         )
 
-    def in_tiles(self, request: SearchRequest, *, mlp_tiles: int, loss_tiles: int) -> SearchProblem:
-        """The space whose plans run their MLPs and loss in so many tiles, and are the same else.
+    @property
+    def tiles(self) -> tuple[Tiles, ...]:
+        """The numbers of tiles that plans may have, of MLPs and of the loss."""
+        return self.compute.modes.tiles
+
+    @property
+    def _tilings(self) -> dict[Tiles, Workload]:
+        return dict(zip(self.tiles, self.compute.workloads, strict=True))
+
+    def in_tiles(self, request: SearchRequest, tiles: Sequence[Tiles]) -> SearchProblem:
+        """The space whose plans run their MLPs and loss in these numbers of tiles, and are the same else.
 
         It has the same chunks, and shares what is known of them.  Raises PlanError as ``Workload.tiled``.
         """
-        if (mlp_tiles, loss_tiles) == (self.step.mlp_tiles, self.step.loss_tiles):
+        if tuple(tiles) == self.tiles:
             return self
-        step = replace(self.step, mlp_tiles=mlp_tiles, loss_tiles=loss_tiles)
         first, policies = self.layouts[0].grid, self.method.policies
-        planned = _planned(self.workload.tiled(mlp_tiles, loss_tiles), first)
-        space = request.space if policies.sections.has_modes else keeping_all(request.space)
-        modes = mode_rows(planned, space)
-        compute, kept = _compute_tables(planned, replace(first, modes=modes), self.costs, step, policies)
+        planned = {one: _planned(self.workload.tiled(*one), first) for one in tiles}
+        modes = mode_rows_in_tiles(planned, _space_of(request, self.method))
+        workloads = [planned[one] for one in modes.tiles]
+        compute, kept = _compute_tables(workloads, replace(first, modes=modes), self.costs, self.step, policies)
         layouts = []
         for layout in self.layouts:
             work, memory = _quick_bounds(request, layout.table, compute, self.throughput)
-            grid = replace(layout.grid, step=step, modes=modes)
-            layouts.append(replace(layout, grid=grid, work=work, memory=memory))
-        found = replace(
-            self, compute=compute, kept_compute=kept, step=step, layouts=tuple(layouts), _families={}, is_shared=False
-        )
+            layouts.append(replace(layout, grid=replace(layout.grid, modes=modes), work=work, memory=memory))
+        found = replace(self, compute=compute, kept_compute=kept, layouts=tuple(layouts), _families={}, is_shared=False)
         return _with_shares(found) if self.is_shared else found
 
     def _sharpest_work(self, table: ChunkTable, compute: ComputeTable, deepest: int) -> LeastWork:
@@ -309,15 +314,16 @@ def search_problem(
     step: StepSpec | None = None,
     *,
     is_offloading: bool | None = None,
+    tiles: Sequence[Tiles] = (WHOLE,),
 ) -> SearchProblem:
     """Lay out one space of ``request`` and tabulate its costs.  Errors as of ``search``.
 
     ``workload`` and ``step``: of this space; those of the request's smallest micro-batch in its last mode if None.
-    ``is_offloading``: as of ``enumerate_space``.
+    ``is_offloading``: as of ``enumerate_space``.  ``tiles``: the numbers of tiles that plans may have.
     """
     workload = request.smallest_workload() if workload is None else workload
     step = request.step.spec(request.step.allowed_modes[-1]) if step is None else step
-    _check(request, workload, step)
+    check_possible(request, workload, step)
     together, calibration, num_stages = request.hardware, request.calibration, workload.num_stages
     num_ranks = step.num_ranks * num_stages
     hardware = machine_of_rank(together, num_ranks) if num_ranks > 1 else together
@@ -334,9 +340,11 @@ def search_problem(
         num_stages=num_stages,
     )
     method = request.method_of(workload)
-    in_tiles = workload.tiled(step.mlp_tiles, step.loss_tiles)
-    grids = _grids(request, in_tiles, step, costs, is_offloading=is_offloading)
-    planned = _planned(in_tiles, grids[0])
+    grids = _grids(request, workload, step, costs, is_offloading=is_offloading)
+    tilings = {one: _planned(workload.tiled(*one), grids[0]) for one in tiles}
+    modes = mode_rows_in_tiles(tilings, _space_of(request, method))
+    grids = tuple(replace(grid, modes=modes) for grid in grids)
+    planned = [tilings[one] for one in modes.tiles]
     has_disk = any(grid.places.uses_disk for grid in grids)
     contention = ContentionModel.of(
         together, calibration, num_ranks=num_ranks, optimizer=step.optimizer, has_disk=has_disk
@@ -344,7 +352,7 @@ def search_problem(
     compute, kept_compute = _compute_tables(planned, grids[0], costs, step, method.policies)
     kept_step = replace(step, micro_batches=kept_compute.positions.micro_batches)
     throughput = Throughput.of(contention)
-    tables = [chunk_table(planned, grid.layout, costs, step, grid.places, has_disk=has_disk) for grid in grids]
+    tables = [chunk_table(planned[0], grid.layout, costs, step, grid.places, has_disk=has_disk) for grid in grids]
     kept_tables = tables if kept_compute is compute else [replace(table, step=kept_step) for table in tables]
     problem = SearchProblem(
         workload=workload,
@@ -375,34 +383,6 @@ def search_problem(
     return problem if is_budget_given or hardware.device.kind is not DeviceKind.CPU else _with_shares(problem)
 
 
-def _check(request: SearchRequest, workload: Workload, step: StepSpec) -> None:
-    """Raise PlanError if no plan of the workload's method can be what the request asks for.
-
-    WorkloadError if the workload is of no sensible size.
-    """
-    check_magnitude(workload)
-    check_optimizer(step.optimizer, workload.parameters)
-    check_host_gradients(step.host_gradients, workload.parameters)
-    asked = Plan.model_construct(
-        method=workload.method,
-        parallel=step.parallel,
-        micro_batches=step.micro_batches,
-        projects_gradients_on=step.projects_gradients_on,
-        n_disk_state=max(request.space.n_disk_state or (0,)),
-        looks_up_rows=request.space.looks_up_rows,
-        max_gradient_norm=step.max_gradient_norm,
-        n_swap=0,
-        n_checkpoint=0,
-    )
-    for why_not in (why_not_bypass, why_not_osft):
-        if (reason := why_not(asked)) is not None:
-            raise PlanError(f"{reason}.")
-    if workload.num_stages > 1 and any(request.space.n_disk_state or ()):
-        raise PlanError("a stage of a pipeline has no chunks on a disk. Leave out n_disk_state, n_disk and n_staging.")
-    if workload.num_stages > 1 and request.workload is not workload:
-        raise PlanError("stages of a pipeline are searched at one size of the micro-batch. Name it.")
-
-
 def _on_disk(request: SearchRequest, workload: Workload, step: StepSpec, costs: CostModel) -> OnDisk | None:
     """The choices by the host's budget, on a machine of one rank that has a disk and a host beside its device."""
     hardware = request.hardware
@@ -417,13 +397,17 @@ def _grids(
     request: SearchRequest, workload: Workload, step: StepSpec, costs: CostModel, *, is_offloading: bool | None
 ) -> tuple[LayoutGrid, ...]:
     """The space, without what the disk has no room for."""
-    has_modes = request.method_of(workload).policies.sections.has_modes
-    space = request.space if has_modes else keeping_all(request.space)
+    space = _space_of(request, request.method_of(workload))
     on_disk = None if space.names_disk else _on_disk(request, workload, step, costs)
     grids = enumerate_space(workload, space, step, is_offloading=is_offloading, on_disk=on_disk)
     if any(grid.places.uses_disk for grid in grids):
         grids = within_disk(_planned(workload, grids[0]), grids, costs, step)
     return tuple(grids)
+
+
+def _space_of(request: SearchRequest, method: Method) -> SearchSpace:
+    """The space of a method, which may have no modes."""
+    return request.space if method.policies.sections.has_modes else keeping_all(request.space)
 
 
 def _checked(budgets_bytes: tuple[int, int]) -> tuple[int, int]:
@@ -453,19 +437,20 @@ def _quick_bounds(
 
 
 def _compute_tables(
-    workload: Workload, grid: LayoutGrid, costs: CostModel, step: StepSpec, policies: Policies
+    workloads: Sequence[Workload], grid: LayoutGrid, costs: CostModel, step: StepSpec, policies: Policies
 ) -> tuple[ComputeTable, ComputeTable]:
-    """The compute lane of all micro-batches, and of those that are kept."""
+    """The compute lane of all micro-batches, and of those that are kept; ``workloads``: by tiling."""
     deepest = int(grid.prefetch_depth[-1])
-    positions = policies.sections.positions_of(workload, step.micro_batches)
+    positions = policies.sections.positions_of(workloads[0], step.micro_batches)
     num_kept = kept_micro_batches(step.micro_batches, positions.micro_steps, deepest)
     if num_kept < step.micro_batches:
-        kept = compute_table(workload, grid.modes, costs, replace(step, micro_batches=num_kept), policies)
+        kept_step = replace(step, micro_batches=num_kept)
+        kept = compute_table_in_tiles(workloads, grid.modes, costs, kept_step, policies)
         levels = kept.levels.folded(step.micro_batches - num_kept)
         if levels is not None:
             kept = replace(kept, levels=levels)
             return replace(kept, positions=positions), kept
-    compute = compute_table(workload, grid.modes, costs, step, policies)
+    compute = compute_table_in_tiles(workloads, grid.modes, costs, step, policies)
     return compute, compute
 
 

@@ -19,14 +19,24 @@ from ...shared.basics.units import as_bytes
 from ...shared.catalogue.rank_share import machine_of_rank
 from ...shared.methods.known import method_named
 from ...shared.methods.method import Method
+from ...shared.optimizers.check import check_host_gradients, check_optimizer
 from ...shared.phases.sequence_sharing import why_not_shared
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import DeviceKind, Hardware
 from ...shared.schema.optimizer import HostGradients, Optimizer
-from ...shared.schema.plan import ParallelMode, Plan, ProjectionPlace, why_not_parallel, why_not_shard_ranks
+from ...shared.schema.plan import (
+    ParallelMode,
+    Plan,
+    ProjectionPlace,
+    why_not_bypass,
+    why_not_osft,
+    why_not_parallel,
+    why_not_shard_ranks,
+)
 from ...shared.schema.plan_kind import Uncertainty
 from ...shared.schema.search_result import Risk
 from ...shared.schema.workload import Workload
+from ...shared.workloads.check import check_magnitude
 from ..memory.host import default_host_budget_bytes
 from ..memory.libraries import collective_bytes, more_collective_bytes, rank_device_bytes
 from ..memory.reserved import segment_limit_bytes
@@ -134,8 +144,6 @@ class Step:
         shard_ranks: int | None = None,
         *,
         place: ProjectionPlace = ProjectionPlace.HOST,
-        mlp_tiles: int = 1,
-        loss_tiles: int = 1,
     ) -> StepSpec:
         """The step in one mode, with the step's own micro-batches if None.  Raises PlanError if it is out of range."""
         return StepSpec(
@@ -147,8 +155,6 @@ class Step:
             self.host_gradients,
             shard_ranks,
             place,
-            mlp_tiles,
-            loss_tiles=loss_tiles,
         )
 
 
@@ -336,3 +342,31 @@ def divisors(number: int) -> tuple[int, ...]:
     """All divisors, ascending."""
     small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
     return tuple(sorted({*small, *(number // divisor for divisor in small)}))
+
+
+def check_possible(request: SearchRequest, workload: Workload, step: StepSpec) -> None:
+    """Raise PlanError if no plan of the workload's method can be what the request asks for.
+
+    WorkloadError if the workload is of no sensible size.
+    """
+    check_magnitude(workload)
+    check_optimizer(step.optimizer, workload.parameters)
+    check_host_gradients(step.host_gradients, workload.parameters)
+    asked = Plan.model_construct(
+        method=workload.method,
+        parallel=step.parallel,
+        micro_batches=step.micro_batches,
+        projects_gradients_on=step.projects_gradients_on,
+        n_disk_state=max(request.space.n_disk_state or (0,)),
+        looks_up_rows=request.space.looks_up_rows,
+        max_gradient_norm=step.max_gradient_norm,
+        n_swap=0,
+        n_checkpoint=0,
+    )
+    for why_not in (why_not_bypass, why_not_osft):
+        if (reason := why_not(asked)) is not None:
+            raise PlanError(f"{reason}.")
+    if workload.num_stages > 1 and any(request.space.n_disk_state or ()):
+        raise PlanError("a stage of a pipeline has no chunks on a disk. Leave out n_disk_state, n_disk and n_staging.")
+    if workload.num_stages > 1 and request.workload is not workload:
+        raise PlanError("stages of a pipeline are searched at one size of the micro-batch. Name it.")

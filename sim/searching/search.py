@@ -12,10 +12,11 @@ checked.
 
 [Note: One search over several spaces]
 Every size of the micro-batch in every parallel mode has a workload and plans of its own, and so has every kind of plan;
-one rank and one size are the case of one problem with a space for each kind.  All spaces are bounded first, then
-searched in turns, wherever the lowest bound is.  They share the best time found so far: a space whose best bound lies
-above it is left out as a whole.  One certificate covers all of them.  Which of the plans is recommended says
-[Note: The recommended plan] in ``sim/searching/choice.py``.
+one rank and one size are the case of one problem with a space for each kind.  Numbers of tiles make no spaces of their
+own ([Note: Tilings] in ``sim/space/tilings.py``).  All spaces are bounded first, then searched in turns, wherever the
+lowest bound is.  They share the best time found so far: a space whose best bound lies above it is left out as a whole.
+One certificate covers all of them.  Which of the plans is recommended says [Note: The recommended plan] in
+``sim/searching/choice.py``.
 
 Modes of several ranks divide the plans among them: DDP has those that keep every chunk, REPLICATED those that offload
 some, SHARDED those that offload some or shard some over the devices.  A mode that is asked for alone has them all.
@@ -36,6 +37,7 @@ from ...shared.schema.plan_kind import PlanKind
 from ...shared.schema.search_result import BatchSearchResult, Risk
 from ...shared.schema.search_result import SearchResult as SearchResult
 from ...shared.schema.workload import Workload
+from ..space.tilings import WHOLE
 from .baselines import baselines
 from .branch_and_bound import BranchAndBound, OnProgress, was_interrupted
 from .choice import Chooser, Grouping, Where
@@ -139,7 +141,7 @@ def _search(request: SearchRequest, *, on_progress: OnProgress | None, keep_inte
         for at, branch in branches.items():
             if (at.grouping, at.place, at.sequence_ranks) == asked:
                 alike.setdefault(at.size, branch.problem)
-        whole = {size: problem.in_tiles(request, mlp_tiles=1, loss_tiles=1) for size, problem in alike.items()}
+        whole = {size: problem.in_tiles(request, (WHOLE,)) for size, problem in alike.items()}
         found = baselines(whole, SegmentRoom.of(request), result.plan, own=request.baselines)
         result = result.model_copy(update={"baselines": found})
         if not interrupted:
@@ -203,8 +205,6 @@ def _branches(request: SearchRequest) -> tuple[dict[Where, BranchAndBound], dict
                         shard_ranks=group,
                         kind=kind,
                         place=step.projects_gradients_on,
-                        mlp_tiles=step.mlp_tiles,
-                        loss_tiles=step.loss_tiles,
                         sequence_ranks=step.sequence_ranks,
                     )
                     branches[where] = branch
@@ -232,23 +232,18 @@ def _problems_of(
         is_offloading = _is_offloading(mode, modes) if is_first else True
         found_any = False
         for place, (sequence_ranks, tiles) in product(_places(workload, mode), shares.items()):
-            shared, first = workload.shared_among(sequence_ranks), None
-            for mlp_tiles, loss_tiles in tiles:
-                try:
-                    if first is None:
-                        number = request.micro_batches_of(sequence_ranks, micro_batches)
-                        step = request.step.spec(mode, number, group, place=place)
-                        step = replace(step, sequence_ranks=sequence_ranks)
-                        first = search_problem(request, shared, step, is_offloading=is_offloading)
-                    is_whole = mlp_tiles == loss_tiles == 1
-                    own = first if is_whole else first.in_tiles(request, mlp_tiles=mlp_tiles, loss_tiles=loss_tiles)
-                except PlanError as error:
-                    if place is ProjectionPlace.HOST and not found_any:
-                        refusals[mode, group] = error
-                    break
-                found_any = True
-                refusals.pop((mode, group), None)
-                yield own, (mode, group)
+            shared = workload.shared_among(sequence_ranks)
+            try:
+                number = request.micro_batches_of(sequence_ranks, micro_batches)
+                step = replace(request.step.spec(mode, number, group, place=place), sequence_ranks=sequence_ranks)
+                own = search_problem(request, shared, step, is_offloading=is_offloading, tiles=tiles)
+            except PlanError as error:
+                if place is ProjectionPlace.HOST and not found_any:
+                    refusals[mode, group] = error
+                continue
+            found_any = True
+            refusals.pop((mode, group), None)
+            yield own, (mode, group)
 
 
 def _places(workload: Workload, mode: ParallelMode) -> tuple[ProjectionPlace, ...]:
@@ -314,8 +309,9 @@ def _is_offloading(mode: ParallelMode, modes: tuple[ParallelMode, ...]) -> bool 
 def _tried(branches: dict[Where, BranchAndBound]) -> str:
     """Which knobs of long sequences were turned, in words."""
     knobs: list[str] = []
-    for knob in ("mlp_tiles", "loss_tiles"):
-        numbers = sorted({getattr(where, knob) for where in branches} - {1})
+    tiles = [one for branch in branches.values() for one in branch.problem.tiles]
+    for knob, of_knob in (("mlp_tiles", {mlp for mlp, _ in tiles}), ("loss_tiles", {loss for _, loss in tiles})):
+        numbers = sorted(of_knob - {1})
         knobs += [f"{knob} {' and '.join(map(str, numbers))}"] if numbers else []
     inputs = [branch.problem.compute.modes.n_offload_input for branch in branches.values()]
     most = max((int(numbers.max()) for numbers in inputs if numbers is not None), default=0)

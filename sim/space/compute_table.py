@@ -6,7 +6,8 @@ Positions are those of the method's section program; of full training see [Note:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
@@ -28,9 +29,13 @@ _PLAIN_STEP: Final = StepSpec()
 
 @dataclass(frozen=True)
 class ComputeTable:
-    """Seconds and bytes of compute tasks.  Shapes: K choices of modes, W positions of a micro-batch, n blocks."""
+    """Seconds and bytes of compute tasks.
 
-    workload: Workload
+    Shapes: K choices of modes, T tilings, W positions of a micro-batch, n blocks.
+    """
+
+    workloads: tuple[Workload, ...]
+    """(T,) what plans do in each tiling ([Note: Tilings] in ``tilings.py``)."""
     prices: PriceList
     modes: ModeRows
     positions: Positions
@@ -38,31 +43,68 @@ class ComputeTable:
     """(K, W) alone on the machine, the same in every micro-batch; without device Adam, whose work depends on the
     persistent chunks."""
     levels: ActivationLevels
+    section_s: FloatArray
+    """(T, 2, W) what tasks take where all blocks keep their activations, and where all are checkpointed."""
     swap_bytes: IntArray
-    """(n,) what each block moves when it swaps."""
+    """(T, n) what each block moves when it swaps."""
     swap_out_s: FloatArray
-    """(n,) its copy to the host."""
+    """(T, n) its copy to the host."""
     swap_in_s: FloatArray
-    """(n,) its copy back."""
+    """(T, n) its copy back."""
     input_copies_s: FloatArray
-    """(2, n) what each block moves of its input, to the device and to the host; 0 where none does."""
+    """(T, 2, n) what each block moves of its input, to the device and to the host; 0 where none does."""
+
+    @property
+    def workload(self) -> Workload:
+        """What plans do in the first tiling: all that tiles do not change."""
+        return self.workloads[0]
 
     def trip_s(self, trips: Trips) -> FloatArray:
         """(2,) of all that comes back in a micro-batch, and of all that leaves."""
-        swapped = slice(trips.n_swap)
-        found: FloatArray = self.input_copies_s[:, list(trips.inputs)].sum(axis=1)
+        swapped = trips.tiling, slice(trips.n_swap)
+        found: FloatArray = self.input_copies_s[trips.tiling][:, list(trips.inputs)].sum(axis=1)
         found += np.stack([self.swap_in_s[swapped], self.swap_out_s[swapped]]).sum(axis=1)
         return found
 
     def trip_bytes(self, trips: Trips) -> int:
         """Pinned host memory of what blocks send there."""
-        inputs = self.modes.input_bytes
-        return int(self.swapped_bytes[trips.n_swap]) + (0 if inputs is None else int(inputs[list(trips.inputs)].sum()))
+        sizes, inputs = self.modes.input_bytes, 0
+        if sizes is not None:
+            inputs = int((sizes if sizes.ndim == 1 else sizes[trips.tiling])[list(trips.inputs)].sum())
+        return int(self.swap_bytes[trips.tiling, : trips.n_swap].sum()) + inputs
 
     @cached_property
     def swapped_bytes(self) -> IntArray:
-        """(n + 1,) pinned host memory of the first so many blocks' swapping."""
-        return np.append(0, self.swap_bytes.cumsum())
+        """(K, n) what each block moves in mode SWAP."""
+        sizes = self.swap_bytes[0] if self.modes.tiling is None else self.swap_bytes[self.modes.tiling]
+        swapped_bytes: IntArray = np.where(self.modes.is_swap, sizes, 0)
+        return swapped_bytes
+
+
+def compute_table_in_tiles(
+    workloads: Sequence[Workload], modes: ModeRows, costs: CostModel, step: StepSpec, policies: Policies
+) -> ComputeTable:
+    """Tabulate the compute lane for each choice of ``modes``; ``workloads``: (T,) what plans do in each tiling."""
+    prices = PriceList(costs)
+    parts = [
+        compute_table(workload, modes.in_tiling(number), costs, step, policies, prices=prices)
+        for number, workload in enumerate(workloads)
+    ]
+    if len(parts) == 1:
+        return replace(parts[0], modes=modes)
+    return ComputeTable(
+        workloads=tuple(workloads),
+        prices=prices,
+        modes=modes,
+        positions=parts[0].positions,
+        seconds=np.concatenate([part.seconds for part in parts]),
+        levels=ActivationLevels.joined([part.levels for part in parts]),
+        section_s=np.concatenate([part.section_s for part in parts]),
+        swap_bytes=np.concatenate([part.swap_bytes for part in parts]),
+        swap_out_s=np.concatenate([part.swap_out_s for part in parts]),
+        swap_in_s=np.concatenate([part.swap_in_s for part in parts]),
+        input_copies_s=np.concatenate([part.input_copies_s for part in parts]),
+    )
 
 
 def compute_table(
@@ -71,8 +113,13 @@ def compute_table(
     costs: CostModel,
     step: StepSpec = _PLAIN_STEP,
     policies: Policies = FULL_TRAINING,
+    *,
+    prices: PriceList | None = None,
 ) -> ComputeTable:
-    """Tabulate the compute lane of ``workload`` for each choice of ``modes``."""
+    """Tabulate the compute lane of ``workload`` for each choice of ``modes``, all in one tiling.
+
+    ``prices``: those of ``costs``, where several tables share them.
+    """
     swap_bytes = np.array([workload.profile_of(block).swappable_bytes for block in range(workload.num_blocks)])
 
     def copies_s(kind: TaskKind, sizes: IntArray) -> FloatArray:
@@ -82,19 +129,22 @@ def compute_table(
     out, back = TaskKind.ACTIVATION_OFFLOAD, TaskKind.ACTIVATION_FETCH
     inputs = np.zeros(workload.num_blocks, dtype=np.int64) if modes.input_bytes is None else modes.input_bytes
 
-    prices, program = PriceList(costs), SectionProgram.of(policies, workload, modes.is_checkpoint)
+    prices = PriceList(costs) if prices is None else prices
+    program = SectionProgram.of(policies, workload, modes.is_checkpoint)
+    either = np.array([[False], [True]]).repeat(workload.num_blocks, axis=1)
     return ComputeTable(
-        workload=workload,
+        workloads=(workload,),
         prices=prices,
         modes=modes,
         positions=policies.sections.positions_of(workload, step.micro_batches),
         seconds=program.seconds(prices)
         + _swapping_s(prices, modes, swap_bytes > 0, policies.sections.positions_of(workload)),
         levels=_levels(policies, workload, modes, step.micro_batches),
-        swap_bytes=swap_bytes,
-        swap_out_s=copies_s(out, swap_bytes),
-        swap_in_s=copies_s(back, swap_bytes),
-        input_copies_s=np.stack([copies_s(back, inputs), copies_s(out, inputs)]),
+        section_s=SectionProgram.of(policies, workload, either).seconds(prices)[None],
+        swap_bytes=swap_bytes[None],
+        swap_out_s=copies_s(out, swap_bytes)[None],
+        swap_in_s=copies_s(back, swap_bytes)[None],
+        input_copies_s=np.stack([copies_s(back, inputs), copies_s(out, inputs)])[None],
     )
 
 

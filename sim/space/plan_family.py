@@ -32,6 +32,8 @@ COMPUTE, H2D, D2H, CPU_OPTIM, COLLECTIVE = (
 )
 
 OfKinds = Callable[[Iterable[TaskKind]], Mapping[TaskKind, FloatArray]]
+_OF_SECTIONS: Final = (TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD)
+"""Kinds whose seconds depend on the tiling."""
 _REPEATS_FROM: Final = 2
 """The micro-batch that those that follow are like."""
 
@@ -51,6 +53,10 @@ class PlanFamily:
     policies: Policies = FULL_TRAINING
     has_disk: bool = False
     """Whether there is the lane of a disk, with or without tasks."""
+    tiling: IntArray | None = None
+    """(K,) of every choice, one of T ([Note: Tilings] in ``tilings.py``); None where the family has one alone."""
+    section_s: FloatArray | None = None
+    """(T, 2, W) of ``ComputeTable``, where there is a ``tiling``."""
 
     @classmethod
     def of(
@@ -68,7 +74,7 @@ class PlanFamily:
 
         ``prefix``: the residencies of its chunks ([Note: Prefixes] in ``sim/space/placements.py``).
         """
-        workload, on_disk = compute.workload, table.places.choice_of_disk(prefix)
+        workload, on_disk = compute.workloads[trips.tiling], table.places.choice_of_disk(prefix)
         family = Family(
             workload=workload,
             facts=table.facts,
@@ -82,7 +88,9 @@ class PlanFamily:
             num_disk=on_disk.n_disk,
             num_staging=on_disk.n_staging,
         )
-        return cls(family, compute.levels, compute.prices, policies, table.has_disk)
+        tiling = compute.modes.tiling
+        section_s = None if tiling is None else compute.section_s
+        return cls(family, compute.levels, compute.prices, policies, table.has_disk, tiling, section_s)
 
     @property
     def num_lanes(self) -> int:
@@ -148,7 +156,7 @@ class PlanFamily:
 
     def let_go(self) -> None:
         """Keep what replays read, and no more, since searches have many families.  All else is made again if needed."""
-        _ = self._task_s, self._section_at, self.place_at, self._moded
+        _ = self._task_s, self._compute_s, self._section_at, self.place_at, self._moded
         if len(self._moded):
             _ = self._moded_s, self._section_of_moded
         vars(self).pop("_all_task_s", None)
@@ -260,13 +268,15 @@ class PlanFamily:
             np.concatenate([np.broadcast_to(of[kind], (num, len(of[kind]))) for num, kind in groups]).T
             for of in (work, arrivals)
         )
-        all_s = does[:, None] * (self._task_s - came_s) + comes[:, None] * came_s
         tasks = [of_lane[min(depth, len(of_lane) - 1)] for of_lane in self.lanes.tasks]
-        rows = self._is_again(np.array([mode]))[0].astype(np.intp)
-        return [
-            (of_draw[rows, tasks[COMPUTE]], *(of_draw[0, of_lane] for of_lane in tasks[COMPUTE + 1 :]))
-            for of_draw in all_s
+        modes = np.array([mode])
+        came = [came_s[self._is_again(modes)[0].astype(np.intp), tasks[COMPUTE]], *(came_s[0, t] for t in tasks[1:])]
+        own = [self.compute_s(modes)[0], *(self._task_s[0, t] for t in tasks[1:])]
+        of_lanes = [
+            does[:, t] * (own_s - of_came) + comes[:, t] * of_came
+            for t, own_s, of_came in zip(tasks, own, came, strict=True)
         ]
+        return list(zip(*of_lanes, strict=True))
 
     @cached_property
     def _section_at(self) -> IntArray:
@@ -279,9 +289,25 @@ class PlanFamily:
 
     def compute_s(self, modes: IntArray) -> FloatArray:
         """(K, L) seconds of compute under these choices of modes, alone on the machine; all depths have one program."""
-        kept_s, again_s = self._task_s[:, self.lanes.tasks[COMPUTE][0]]
-        found: FloatArray = np.where(self._is_again(modes), again_s, kept_s)
+        rows = np.zeros(len(modes), dtype=np.int64) if self.tiling is None else self.tiling[modes]
+        found: FloatArray = np.where(self._is_again(modes), self._compute_s[rows, 1], self._compute_s[rows, 0])
         return found
+
+    @cached_property
+    def _compute_s(self) -> FloatArray:
+        """(T, 2, L) seconds of compute in every tiling, and those of tasks whose block is checkpointed."""
+        tasks = self.lanes.tasks[COMPUTE][0]
+        if self.section_s is None:
+            return self._task_s[None, :, tasks]
+        seconds = np.repeat(self._task_s[None], len(self.section_s), axis=0)
+        came_s = np.zeros_like(self._task_s)
+        self._add_arrivals(came_s)
+        for ids, group in self.draft.groups:
+            if group.kind in _OF_SECTIONS:
+                swap_s = np.where(np.isin(group.section, self.family.swapped + 1), self.prices.swap_s(group.kind), 0.0)
+                own_s = self.section_s[:, :, group.position % self.positions.micro_length]
+                seconds[:, :, ids] = own_s + swap_s + came_s[:, ids]
+        return seconds[:, :, tasks]
 
     def _is_again(self, modes: IntArray) -> BoolArray:
         """(K, L) whether each task of compute is of a checkpointed block."""
@@ -294,7 +320,7 @@ class PlanFamily:
     @cached_property
     def slowest_compute_s(self) -> FloatArray:
         """(L,) the most seconds that each task of compute takes, whichever modes are chosen."""
-        most: FloatArray = self._task_s[:, self.lanes.tasks[COMPUTE][0]].max(axis=0)
+        most: FloatArray = self._compute_s.max(axis=(0, 1))
         return most
 
     def programs(self, modes: IntArray, *, num_left_out: int = 0) -> LanePrograms:

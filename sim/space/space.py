@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from .step_spec import StepSpec
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
+Values = TypeVar("Values", IntArray, BoolArray)
 
 
 def _as_values(value: Any) -> Any:
@@ -101,28 +102,41 @@ class Trips(NamedTuple):
     """So many first ones, in mode SWAP: what they have saved."""
     inputs: tuple[int, ...] = ()
     """In mode OFFLOAD_INPUT: their input, if it is theirs alone.  Ascending."""
+    tiling: int = 0
+    """The first of ``ModeRows.tiles`` in which they send as much."""
 
 
 @dataclass(frozen=True)
 class ModeRows:
-    """The choices of activation modes in the space: K of n_swap, n_checkpoint and n_offload_input, for n blocks."""
+    """The choices of activation modes in the space: K of n_swap, n_checkpoint, n_offload_input and tiles, for n blocks.
+
+    See [Note: Tilings] in ``tilings.py``.
+    """
 
     num_blocks: int
     n_swap: IntArray
-    """(K,) ascending."""
+    """(K,) ascending in each tiling."""
     n_checkpoint: IntArray
     """(K,) ascending for each ``n_swap``."""
     moves: BoolArray | None = None
-    """(n,) the blocks that have something to move in mode SWAP; None if all have."""
+    """(n,) the blocks that have something to move in mode SWAP, (T, n) if there is a ``tiling``; None if all have."""
     n_offload_input: IntArray | None = None
     """(K,) ascending for each of the pairs; None if no block offloads its input."""
     input_bytes: IntArray | None = None
-    """(n,) what each block moves in mode OFFLOAD_INPUT; None if no block offloads its input."""
+    """(n,) or (T, n), what each block moves in mode OFFLOAD_INPUT; None if no block offloads its input."""
+    tiles: tuple[tuple[int, int], ...] = ((1, 1),)
+    """(T,) tiles that MLPs run in, and those of head and loss, the fewest first."""
+    tiling: IntArray | None = None
+    """(K,) which of ``tiles``, ascending; None if all rows have the first."""
+    sends_as: tuple[int, ...] = (0,)
+    """(T,) of each tiling the first in which blocks that swap or offload their input send as much."""
+    exchanges_as: tuple[int, ...] = (0,)
+    """(T,) of each tiling the first in which ranks that share a sequence exchange as much."""
 
     @cached_property
     def travels(self) -> BoolArray:
         """(K,) whether something is moved, in mode SWAP or OFFLOAD_INPUT."""
-        moved = self.is_swap if self.moves is None else np.logical_and(self.is_swap, self.moves)
+        moved = self.is_swap if self.moves is None else np.logical_and(self.is_swap, self.by_row(self.moves))
         travels: BoolArray = np.asarray(np.any(np.logical_or(moved, self.moved_inputs > 0), axis=1))
         return travels
 
@@ -141,16 +155,49 @@ class ModeRows:
     def moved_inputs(self) -> IntArray:
         """(K, n) bytes of their input that blocks move."""
         sizes = np.zeros(self.num_blocks, dtype=np.int64) if self.input_bytes is None else self.input_bytes
-        found: IntArray = np.where(self.offloads_input, sizes, 0)
+        found: IntArray = np.where(self.offloads_input, sizes if self.input_bytes is None else self.by_row(sizes), 0)
         return found
+
+    def by_row(self, values: Values) -> Values:
+        """(K, n) of every row's tiling, or (n,) where there is one alone; ``values``: (T, n), or (n,) then."""
+        return values if self.tiling is None else values[self.tiling]
+
+    def rows_in(self, tiling: int) -> IntArray:
+        """The rows in one tiling."""
+        if self.tiling is None:
+            return np.arange(len(self.n_swap))
+        return np.flatnonzero(self.tiling == tiling)
+
+    def in_tiling(self, tiling: int) -> ModeRows:
+        """The rows in one tiling, as if there were no other."""
+        if self.tiling is None:
+            return self
+        rows = self.rows_in(tiling)
+        return ModeRows(
+            self.num_blocks,
+            self.n_swap[rows],
+            self.n_checkpoint[rows],
+            None if self.moves is None else self.moves[tiling],
+            None if self.n_offload_input is None else self.n_offload_input[rows],
+            None if self.input_bytes is None else self.input_bytes[tiling],
+            (self.tiles[tiling],),
+        )
+
+    def tiles_of(self, row: int) -> tuple[int, int]:
+        """``mlp_tiles`` and ``loss_tiles`` of a row."""
+        return self.tiles[0 if self.tiling is None else int(self.tiling[row])]
 
     @cached_property
     def trips(self) -> tuple[Trips, ...]:
         """(K,) of every row."""
-        if self.n_offload_input is None:
-            return tuple(map(Trips, self.n_swap.tolist()))
-        inputs = [tuple(np.flatnonzero(row).tolist()) for row in self.offloads_input]
-        return tuple(map(Trips, self.n_swap.tolist(), inputs))
+        inputs: list[tuple[int, ...]] = [()] * len(self.n_swap)
+        if self.n_offload_input is not None:
+            inputs = [tuple(np.flatnonzero(row).tolist()) for row in self.offloads_input]
+        tilings = [0] * len(self.n_swap) if self.tiling is None else self.tiling.tolist()
+        return tuple(
+            Trips(n_swap, of_row, (self.sends_as if n_swap or of_row else self.exchanges_as)[tiling])
+            for n_swap, of_row, tiling in zip(self.n_swap.tolist(), inputs, tilings, strict=True)
+        )
 
     def num_offloading(self, row: int) -> int:
         """``n_offload_input`` of a row."""
@@ -269,8 +316,8 @@ class LayoutGrid:
             n_swap=int(self.modes.n_swap[mode]),
             n_checkpoint=int(self.modes.n_checkpoint[mode]),
             n_offload_input=self.modes.num_offloading(mode),
-            mlp_tiles=self.step.mlp_tiles,
-            loss_tiles=self.step.loss_tiles,
+            mlp_tiles=self.modes.tiles_of(mode)[0],
+            loss_tiles=self.modes.tiles_of(mode)[1],
             micro_batches=self.step.micro_batches,
             max_gradient_norm=self.step.max_gradient_norm,
             optimizer=self.step.optimizer,
@@ -285,13 +332,15 @@ class LayoutGrid:
     def simplicity(self, residency: int, depth: int, mode: int) -> tuple[int, ...]:
         """Smaller is simpler.
 
-        Fewer swapped blocks, fewer offloaded inputs, fewer recomputed blocks, less look-ahead, fewer chunks on a disk,
+        Fewer tiles of MLPs, then of the loss, fewer swapped blocks, fewer offloaded inputs, fewer recomputed blocks,
+        less look-ahead, fewer chunks on a disk,
         less of each and fewer places, fewer offloaded chunks, fewer sharded ones, fewer that the host steps for the
         device, fewer buffers,
         larger chunks.  No two distinct plans of a space share it, so
         a choice by it depends on no order of enumeration.
         """
         return (
+            *self.modes.tiles_of(mode),
             int(self.modes.n_swap[mode]),
             self.modes.num_offloading(mode),
             int(self.modes.n_checkpoint[mode]),

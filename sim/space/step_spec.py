@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isfinite
 from typing import Final
 
@@ -76,11 +76,6 @@ class StepSpec:
     """Ranks of a shard group; None where all are one."""
     projects_gradients_on: ProjectionPlace = ProjectionPlace.HOST
     """Where gradients of chunks that the host steps are projected, in orthogonal subspace fine-tuning."""
-    mlp_tiles: int = 1
-    """Tiles of tokens that the MLPs of blocks run in (``Plan.mlp_tiles``)."""
-    loss_tiles: int = field(default=1, kw_only=True)
-    """Tiles of tokens that head and loss run in (``Plan.loss_tiles``)."""
-
     sequence_ranks: int = 1
     """Neighbouring ranks that share each sequence (``Plan.sequence_ranks``)."""
 

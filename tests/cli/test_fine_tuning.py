@@ -171,8 +171,14 @@ def test_an_adapter_is_what_peft_reads(protwin_here: Protwin, job: Path) -> None
     peft = pytest.importorskip("peft")
     save_plans(job, options=TrainingOptions(lora=LoraOptions(rank=4, targets=("q_proj", "down_proj"))))
     lora = ("--lora-rank=4", "--lora-targets=q_proj,down_proj")
-    result = protwin_here(*RUN, *lora, "--data=chats.jsonl", "--steps=3", "--save=adapter", "--checkpoint=kept")
+    scaled = ("--lora-alpha=6", "--use-rslora")
+    result = protwin_here(
+        *RUN, *lora, *scaled, "--data=chats.jsonl", "--steps=3", "--save=adapter", "--checkpoint=kept"
+    )
     assert result.returncode == 0, result.stderr
+    other = protwin_here(*RUN, *lora, "--data=chats.jsonl", "--steps=4", "--checkpoint=kept", "--resume")
+    assert other.returncode == 2
+    assert "kept was saved with --lora-alpha 6 --use-rslora, but this run is without --lora-alpha" in other.stderr
     assert sorted(path.name for path in (job / "adapter").iterdir() if "adapter" in path.name) == [
         "adapter_config.json", "adapter_model.safetensors"
     ]  # fmt: skip
@@ -184,7 +190,7 @@ def test_an_adapter_is_what_peft_reads(protwin_here: Protwin, job: Path) -> None
         base = saved(job / "base")
         before = base(tokens).logits
         own = saved(job / "base")
-        add_lora(own, rank=4, targets=["q_proj", "down_proj"])
+        add_lora(own, rank=4, targets=["q_proj", "down_proj"], alpha=6, use_rslora=True)
         own.load_state_dict(dict(read_checkpoint(job / "kept").weights))
         expected = own(tokens).logits
         with warnings.catch_warnings():

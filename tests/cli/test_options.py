@@ -111,6 +111,23 @@ def test_options_of_training_that_make_no_sense(
         options_of(rank, targets, None, autocast)
 
 
+def test_scales_of_low_rank_maps() -> None:
+    asked = options_of(8, None, None, None, lora_alpha=32.0, use_rslora=True)
+    assert asked.lora == LoraOptions(rank=8, alpha=32.0, use_rslora=True)
+    assert TrainingOptions(**asked.model_dump()) == asked
+    # Traces that were kept before there was a scale are found by what they were kept under.
+    assert LoraOptions(rank=8).model_dump(mode="json") == {"rank": 8, "targets": []}
+    for given, message in (
+        ({"lora_alpha": 32.0}, "--lora-alpha 32 is given, but --lora-rank is missing"),
+        ({"use_rslora": True}, "--use-rslora is given, but --lora-rank is missing"),
+    ):
+        with pytest.raises(ProtwinError, match=message):
+            options_of(None, None, None, None, **given)
+    for alpha in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ProtwinError, match=r"--lora-alpha is .* above 0 and finite"):
+            options_of(8, None, None, None, lora_alpha=alpha)
+
+
 def test_options_of_orthogonal_subspaces() -> None:
     assert osft_of(None, None, None) is None
     assert osft_of(TrainingMethod.FULL, None, []) is None

@@ -54,3 +54,24 @@ def test_loops_of_others(example: str, launcher: list[str], tmp_path: Path) -> N
     assert float(gathered[1]) > 0, "nothing is offloaded"
     losses = [float(loss) for loss in re.findall(r"loss'?:? '?([\d.]+)", done.stdout)]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("probed_once")
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT's own, of transformers
+def test_peft_lora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The adapter learns within its budget, goes on from what was saved, and merges into what it was beside."""
+    pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(ROOT / "examples" / "peft_lora.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    losses = [float(loss) for loss in re.findall(r"step +\d+: loss ([\d.]+)", printed)]
+    assert len(losses) == 6
+    assert losses == sorted(losses, reverse=True), "the second training does not go on from the first"
+    bare = [float(loss) for loss in re.findall(r"without the adapter: loss ([\d.]+)", printed)]
+    assert bare[0] == bare[1] > losses[2]
+    merged = float(re.search(r"merged: loss ([\d.]+), a LlamaForCausalLM", printed).group(1))  # type: ignore[union-attr]
+    assert merged < losses[-1]
+    for peak, budget in re.findall(r"peak ([\d.]+) MiB of ([\d.]+) MiB", printed):
+        assert float(peak) <= float(budget)
+    assert list(tmp_path.iterdir()) == []

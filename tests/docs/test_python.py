@@ -101,6 +101,7 @@ def unimported(program: str) -> set[str]:
     return used - imported
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT's own, of transformers
 @pytest.mark.slow
 @pytest.mark.usefixtures("probed_once")
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ def _like(draw: DrawFn, phase: Phase, more_bytes: int = 0) -> Phase:
 def _profiles(draw: DrawFn, profile: BlockProfile) -> BlockProfile:
     """Of a block that saves less, or as much, and does other things for it."""
     saved_bytes = profile.forward.net_bytes - profile.output_bytes - profile.swappable_bytes
-    less_bytes = draw(st.integers(0, saved_bytes))
+    less_swapped_bytes = draw(st.integers(0, profile.swappable_bytes))
+    less_bytes = less_swapped_bytes + draw(st.integers(0, saved_bytes))
     less_again_bytes = draw(st.integers(0, profile.recompute.net_bytes))
     return BlockProfile(
         output_bytes=profile.output_bytes,
@@ -33,7 +34,7 @@ def _profiles(draw: DrawFn, profile: BlockProfile) -> BlockProfile:
         checkpoint_forward=draw(_like(profile.checkpoint_forward)),
         recompute=draw(_like(profile.recompute, -less_again_bytes)),
         checkpoint_backward=draw(_like(profile.checkpoint_backward, less_again_bytes)),
-        swappable_bytes=profile.swappable_bytes,
+        swappable_bytes=profile.swappable_bytes - less_swapped_bytes,
     )
 
 

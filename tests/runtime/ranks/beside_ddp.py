@@ -42,6 +42,7 @@ from tests.runtime.models import (
 )
 
 STEPS = 3
+OF_PEFT = ("DoRA", "head and embedding saved")
 STEADY = "gated, without dropout"
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -84,6 +85,12 @@ def _factorised_model() -> nn.Module:
     model = _gated_model()
     make_orthogonal(model, unfreeze_rank_ratio=0.4, targets=["stack.*.up", "stack.*.down"])
     return model
+
+
+def _of_peft(kind: str) -> nn.Module:
+    from tests.runtime.adapters.peft_kinds import KINDS, adapted  # PEFT takes seconds to import
+
+    return adapted(partial(llama, num_layers=3), KINDS[kind])
 
 
 def _factorised(build: Callable[[], nn.Module]) -> nn.Module:
@@ -154,6 +161,7 @@ def _all_cases(num_batches: int) -> dict[str, Case]:
         ),
         "llama, 64 wide, factorised": replace(wide, build=partial(_factorised, wide.build)),
         "llama, 64 wide": wide,
+        **{f"PEFT, {kind}": Case(partial(_of_peft, kind), token_batches(num_batches)) for kind in OF_PEFT},
     }
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protwin.shared.basics.errors import InfeasibleError, PlanError
+from protwin.shared.compile.activation_levels import ActivationLevels
 from protwin.shared.phases.tiling import LossTiling
 from protwin.shared.schema.workload import Workload
-from protwin.sim.searching.problem import SearchProblem
+from protwin.sim.searching import problem
 from protwin.sim.searching.search import search
+from protwin.sim.space.compute_table import ComputeTable, compute_table_in_tiles
 from protwin.sim.space.space import SearchSpace
 from tests.proof_size import examples
 from tests.sim.brute_force import Case, cases_with_long_knobs
@@ -37,11 +42,13 @@ def test_the_search_finds_what_brute_force_finds(found: Case, share: float) -> N
     _check(found, share)
 
 
-def _with_large_epilogue(least_bytes: int) -> Workload:
-    """Its epilogue takes ``least_bytes`` at its peak, and a fifth of that in 2 tiles, which take longer."""
+def _with_large_epilogue(least_bytes: int, tiled_s: float = 9.0) -> Workload:
+    """Its epilogue takes ``least_bytes`` at its peak, and a fifth of that in 2 tiles, which take ``tiled_s``."""
     model = workload(num_blocks=2)
     tiling = LossTiling(
-        loss_tiles=2, epilogue_forward=phase(9, 40, least_bytes // 5), epilogue_backward=phase(9, -40, 60)
+        loss_tiles=2,
+        epilogue_forward=phase(tiled_s, 40, least_bytes // 5),
+        epilogue_backward=phase(tiled_s, -40, 60),
     )
     fields = {name: getattr(model, name) for name in Workload.model_fields}
     return Workload(**fields | {"epilogue_forward": phase(1, 40, least_bytes), "loss_tilings": (tiling,)})
@@ -60,10 +67,28 @@ def test_the_loss_runs_in_tiles_where_it_does_not_fit_whole(monkeypatch: pytest.
     assert _loss_tiles(model, 60_000) == 2
     with pytest.raises(InfeasibleError):
         _loss_tiles(model, 15_000)
-    # A wrong variant: tables of the whole say that no plan fits.
-    monkeypatch.setattr(SearchProblem, "in_tiles", lambda self, request, **tiles: self)
+    # A wrong variant: levels of the whole say that no plan fits.
+    joined = ActivationLevels.joined
+
+    def of_the_whole(parts: Sequence[ActivationLevels]) -> ActivationLevels:
+        return joined([parts[0]] * len(parts))
+
+    monkeypatch.setattr(ActivationLevels, "joined", of_the_whole)
     with pytest.raises(InfeasibleError):
         _loss_tiles(model, 60_000)
+
+
+def test_the_loss_runs_in_tiles_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _with_large_epilogue(1000, tiled_s=0.1)
+    assert _loss_tiles(model, 200_000) == 2
+    # A wrong variant: seconds of the whole hide it.
+    in_tiles = compute_table_in_tiles
+
+    def of_the_whole(workloads: Sequence[Workload], *others: Any) -> ComputeTable:
+        return in_tiles([workloads[0]] * len(workloads), *others)
+
+    monkeypatch.setattr(problem, "compute_table_in_tiles", of_the_whole)
+    assert _loss_tiles(model, 200_000) == 1
 
 
 def test_tiles_that_nobody_traced_are_refused() -> None:

@@ -1,0 +1,85 @@
+"""Rows of activation modes in several tilings: one space for all numbers of tiles that plans may have.
+
+[Note: Tilings]
+MLPs, and head and loss, run whole or in tiles of tokens.  Plans that differ in that alone have the same tasks, in the
+same order, with the same waits: tiles change what sections take and hold, and nothing beside the compute lane.  So the
+numbers of tiles are one more choice of a row of modes (``ModeRows.tiling``).  A look at a residency, which compiles it,
+and what is known of its copies serve all tilings at once.  What blocks swap may differ, and what they send of their
+input: rows of different ``Trips.tiling`` do not share a look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from ...shared.layout.travelling_inputs import input_bytes
+from ...shared.schema.workload import Workload
+from .enumerate import mode_rows
+from .space import ModeRows, SearchSpace
+
+Tiles = tuple[int, int]
+"""Of MLPs, and of head and loss."""
+WHOLE: Final[Tiles] = (1, 1)
+
+
+def mode_rows_in_tiles(tilings: Mapping[Tiles, Workload], space: SearchSpace) -> ModeRows:
+    """Every distinct choice of modes that the space allows, in each of the tilings.
+
+    ``tilings``: what the plans do in each.  Raises PlanError as ``mode_rows``.
+    """
+    tiles, workloads = sorted(tilings), [tilings[one] for one in sorted(tilings)]
+    parts = [mode_rows(workload, space) for workload in workloads]
+    if len(parts) == 1:
+        return replace(parts[0], tiles=tuple(tiles))
+    num_blocks, sizes = parts[0].num_blocks, [len(part.n_swap) for part in parts]
+    none = [np.zeros(size, dtype=np.int64) for size in sizes]
+    inputs = [
+        nothing if part.n_offload_input is None else part.n_offload_input
+        for part, nothing in zip(parts, none, strict=True)
+    ]
+    offloads_any = any(part.n_offload_input is not None for part in parts)
+    moves = [np.ones(num_blocks, dtype=np.bool_) if part.moves is None else part.moves for part in parts]
+    return ModeRows(
+        num_blocks,
+        np.concatenate([part.n_swap for part in parts]),
+        np.concatenate([part.n_checkpoint for part in parts]),
+        np.stack(moves),
+        np.concatenate(inputs) if offloads_any else None,
+        np.array([input_bytes(workload) for workload in workloads], dtype=np.int64) if offloads_any else None,
+        tuple(tiles),
+        np.repeat(np.arange(len(parts)), sizes),
+        _first_alike(workloads, lambda workload: (_swapped(workload), *input_bytes(workload), *_exchanged(workload))),
+        _first_alike(workloads, _exchanged),
+    )
+
+
+def _first_alike(workloads: list[Workload], key: Callable[[Workload], Hashable]) -> tuple[int, ...]:
+    """By workload, the number of the first one with the same key."""
+    first: dict[Hashable, int] = {}
+    return tuple(first.setdefault(key(workload), number) for number, workload in enumerate(workloads))
+
+
+def _swapped(workload: Workload) -> tuple[int, ...]:
+    return tuple(workload.profile_of(block).swappable_bytes for block in range(workload.num_blocks))
+
+
+def _exchanged(workload: Workload) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """What ranks that share sequences exchange in every phase of every block."""
+    profiles = [workload.profile_of(block) for block in range(workload.num_blocks)]
+    return tuple(
+        tuple(
+            phase.exchanges
+            for phase in (
+                profile.forward,
+                profile.checkpoint_forward,
+                profile.recompute,
+                profile.backward,
+                profile.checkpoint_backward,
+            )
+        )
+        for profile in profiles
+    )

@@ -1,0 +1,197 @@
+"""The command line's own LoRA is PEFT's: what it computes, what it learns, what it takes, and what it is saved as.
+
+PEFT is told not to keep adapters in float32 beside a base in 16 bits: the command line's have the base's element type.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+from protwin.calibration.published.workloads import partly_trained_workload
+from protwin.runtime import add_lora, trace
+from protwin.runtime.checkpoints.published import save_published
+from protwin.runtime.model.configurations import build_model
+from protwin.shared.schema.training_options import LoraOptions
+from protwin.shared.schema.workload import DType, Workload
+from tests.proof_size import examples
+from tests.runtime.models import adamw, gpt2, llama, snapshot, token_batches, uncached
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT's, of transformers
+MAPS = {
+    "llama": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    "gpt2": ("c_attn", "c_proj", "c_fc"),
+}
+BUILT = {"llama": partial(llama, num_layers=3), "gpt2": partial(gpt2, num_layers=3)}
+WIDE = {
+    "llama": {"model_type": "llama", "hidden_size": 48, "intermediate_size": 80, "num_key_value_heads": 2},
+    "gpt2": {"model_type": "gpt2", "n_embd": 48, "n_layer": 3, "n_head": 4, "vocab_size": 120, "n_positions": 64},
+}
+WIDE["llama"] |= {"num_attention_heads": 4, "num_hidden_layers": 3, "vocab_size": 120}
+
+
+def of_peft(model: Any, rank: int, targets: tuple[str, ...], alpha: float, **options: Any) -> Any:
+    configuration = peft.LoraConfig(
+        r=rank, lora_alpha=alpha, target_modules=[*targets], fan_in_fan_out=model.config.model_type == "gpt2", **options
+    )
+    return peft.get_peft_model(model, configuration, autocast_adapter_dtype=False)
+
+
+def drawn(seed: int) -> tuple[str, int, tuple[str, ...], int, int]:
+    """A family, a rank, maps, and the shape of a batch."""
+    chance = random.Random(seed)
+    family = ("llama", "gpt2")[seed % 2]
+    maps = MAPS[family]
+    targets = tuple(name for name in maps if chance.random() < 0.5) or maps[:1]
+    return family, chance.randint(1, 9), targets, chance.randint(1, 3), chance.randint(2, 24)
+
+
+def phases(workload: Workload) -> dict[str, Any]:
+    """Everything that costs anything: operations, levels, saved bytes of every section in every mode."""
+    does = {
+        name: getattr(workload, name)
+        for name in ("prologue_forward", "epilogue_forward", "epilogue_backward", "prologue_backward", "resident_bytes")
+    }
+    return does | {"profiles": [workload.profile_of(block) for block in range(workload.num_blocks)]}
+
+
+@pytest.mark.parametrize("seed", range(examples(40, 4)))
+def test_it_costs_what_pefts_costs(seed: int) -> None:
+    """On the meta device, at random ranks, maps and shapes: every phase is equal, figure by figure."""
+    family, rank, targets, batch_size, length = drawn(seed)
+    dtype = (torch.bfloat16, torch.float32)[seed // 2 % 2]
+    tokens = torch.empty((batch_size, length), dtype=torch.long, device="meta")
+    batch = {"input_ids": tokens, "labels": tokens.clone()}
+    own, theirs = (build_model(WIDE[family], family, dtype) for _ in range(2))
+    add_lora(own, rank=rank, targets=targets)
+    found = trace(own, batch)
+    expected = trace(of_peft(theirs, rank, targets, rank), batch)
+    assert phases(found) == phases(expected)
+    # Theirs have other names, and as many bytes in every block.
+    for trained in (True, False):
+        sizes = [
+            sorted((p.block, p.shape) for p in one.parameters if p.trainable is trained and p.block is not None)
+            for one in (found, expected)
+        ]
+        assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("seed", range(examples(20, 4)))
+def test_it_learns_what_pefts_learns(seed: int) -> None:
+    """With the same matrices, the same losses and the same matrices afterwards, bit for bit."""
+    family, rank, targets, _, _ = drawn(seed)
+    alpha = random.Random(seed).choice((1.0, 3.5, 16.0))
+    use_rslora = seed % 3 == 1
+    own, theirs = (uncached(BUILT[family]().eval()) for _ in range(2))
+    add_lora(own, rank=rank, targets=targets, alpha=alpha, use_rslora=use_rslora)
+    theirs = of_peft(theirs, rank, targets, alpha, use_rslora=use_rslora)
+    pairs = [
+        (parameter, theirs.get_parameter(name))
+        for name, parameter in ((of_pefts(name), p) for name, p in own.named_parameters() if p.requires_grad)
+    ]
+    assert len(pairs) == sum(parameter.requires_grad for parameter in theirs.parameters())
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for one, other in pairs:
+            other.copy_(one.normal_(std=0.2))
+    optimizers = [adamw([{"params": list(members)}]) for members in zip(*pairs, strict=True)]
+    for batch in token_batches(3):
+        losses = []
+        for model, optimizer in zip((own, theirs), optimizers, strict=True):
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+    assert all(torch.equal(one, other) for one, other in pairs)
+    assert all(one.any() for one, _ in pairs)
+
+
+def of_pefts(name: str) -> str:
+    """What PEFT calls the matrix ``name``."""
+    return "base_model.model." + re.sub(r"lora_([ab])$", lambda m: f"lora_{m[1].upper()}.default.weight", name)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "use_rslora"), [(None, False), (7.5, False), (16.0, True)], ids=["usual", "alpha", "rsLoRA"]
+)
+@pytest.mark.parametrize("family", BUILT)
+def test_peft_reads_what_is_saved_of_it(family: str, alpha: float | None, use_rslora: bool, tmp_path: Path) -> None:
+    own = BUILT[family]().eval()
+    add_lora(own, rank=5, targets=MAPS[family][:2], alpha=alpha, use_rslora=use_rslora)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in own.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.2)
+    save_published(tmp_path / "adapter", own, None, base="base")
+    theirs = peft.PeftModel.from_pretrained(BUILT[family]().eval(), tmp_path / "adapter")
+    tokens = token_batches(1)[0]["input_ids"]
+    with torch.no_grad():
+        logits = [model(input_ids=tokens).logits for model in (own, theirs, BUILT[family]().eval())]
+    assert torch.equal(logits[0], logits[1])
+    assert not torch.equal(logits[0], logits[2])
+    layer = next(part for part in theirs.modules() if isinstance(part, peft.tuners.lora.LoraLayer))
+    assert layer.scaling["default"] == (alpha or 5) / (5**0.5 if use_rslora else 5)
+
+
+def test_it_begins_as_pefts_does() -> None:
+    """A from the same distribution, of the same bound and spread, and B of zeros."""
+    own, theirs = llama(hidden_size=256, num_layers=1), llama(hidden_size=256, num_layers=1)
+    add_lora(own, rank=64, targets=["q_proj"])
+    theirs = of_peft(theirs, 64, ("q_proj",), 64)
+    matrices = [{of_pefts(n): p for n, p in own.named_parameters() if p.requires_grad}, snapshot(theirs)]
+    for name in matrices[0]:
+        one, other = (found[name].detach() for found in matrices)
+        assert one.shape == other.shape
+        if "lora_B" in name:
+            assert not one.any()
+            assert not other.any()
+        else:
+            assert one.std().item() == pytest.approx(other.std().item(), rel=0.02)
+            assert one.abs().max().item() == pytest.approx(256**-0.5, rel=0.01)
+            assert other.abs().max().item() == pytest.approx(256**-0.5, rel=0.01)
+
+
+def test_a_scale_that_is_not_alpha_by_r_is_noticed() -> None:
+    """The wrong variant: rsLoRA's scale."""
+    own, theirs = (uncached(llama().eval()) for _ in range(2))
+    add_lora(own, rank=4, targets=("q_proj",), alpha=8)
+    theirs = of_peft(theirs, 4, ("q_proj",), 8, use_rslora=True)
+    with torch.no_grad():
+        for name, parameter in own.named_parameters():
+            if parameter.requires_grad:
+                theirs.get_parameter(of_pefts(name)).copy_(parameter.fill_(0.1))
+    batch = token_batches(1)[0]
+    assert own(**batch).loss.item() != theirs(**batch).loss.item()
+
+
+def test_parts_that_are_trained_whole_beside_it_cost_what_pefts_do() -> None:
+    """``modules_to_save``: a trained copy beside the frozen original, whose bytes stay."""
+    name, paths = "llama", ("model.embed_tokens", "lm_head")
+    tokens = torch.empty((2, 11), dtype=torch.long, device="meta")
+    found = partly_trained_workload(
+        WIDE[name],
+        name,
+        batch_size=2,
+        sequence_length=11,
+        dtype=DType.BFLOAT16,
+        lora=LoraOptions(rank=4),
+        trained_whole=paths,
+    )
+    model = of_peft(
+        build_model(WIDE[name], name, torch.bfloat16), 4, MAPS[name], 4, modules_to_save=["embed_tokens", "lm_head"]
+    )
+    expected = trace(model, {"input_ids": tokens, "labels": tokens.clone()})
+    assert phases(found) == phases(expected)
+    for trained in (True, False):
+        sizes = [sum(p.size_bytes for p in one.parameters if p.trainable is trained) for one in (found, expected)]
+        assert sizes[0] == sizes[1] > 0
