@@ -88,7 +88,12 @@ class ModelChoice:
     def is_known(self) -> bool:
         """Whether it is of the catalogue, so that nothing has to be traced."""
         if known_model(self.name) is None or self.student is None:
-            return known_model(self.name) is not None and max(self.sequence_ranks, default=1) == 1
+            is_shared = max(self.sequence_ranks, default=1) > 1
+            return known_model(self.name) is not None and (not is_shared or self._is_untraced)
+        return self._is_untraced
+
+    @property
+    def _is_untraced(self) -> bool:
         return self.untraced(1, self.sequence_length) is not None
 
     @cached_property
@@ -184,8 +189,6 @@ class ModelChoice:
     def _untraced(
         self, batch_size: int, sequence_length: int | None, mlp_tiles: Tiles, loss_tiles: Tiles
     ) -> Workload | None:
-        if any(number > 1 for number in self.sequence_ranks):
-            return None
         return untraced_workload(
             self.name,
             batch_size,
@@ -197,6 +200,7 @@ class ModelChoice:
             packed_lengths=self.packed_lengths,
             mlp_tiles=mlp_tiles,
             loss_tiles=loss_tiles,
+            sequence_ranks=self.sequence_ranks,
         )
 
     def global_batch(self, num_samples: int, num_ranks: int) -> GlobalBatch:
