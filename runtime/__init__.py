@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .distillation.tracing import trace_distillation as trace_distillation
     from .distillation.validation import ValidationLosses as ValidationLosses
     from .distillation.validation import validation_losses as validation_losses
+    from .integrations.accelerator_class import planned_accelerator as planned_accelerator
     from .integrations.trainer_class import planned_trainer as planned_trainer
     from .model.adapters import add_lora as add_lora
     from .model.adapters import freeze as freeze
@@ -79,6 +80,7 @@ _HOMES = {
     "make_student": "students.student_model",
     "named_optimizer": "optimizers.named",
     "parameters_on_meta": "chunks.meta_parameters",
+    "planned_accelerator": "integrations.accelerator_class",
     "planned_trainer": "integrations.trainer_class",
     "probe_hardware": "devices.probe",
     "probe_ranks": "ranks.rank_probe",

@@ -71,7 +71,7 @@ def workload_of_configuration(
             model = configured_model(configuration, name, dtype, options)
         check_limits(model, name, given if packing is None else given | {SEQUENCE_LENGTH: packing.longest})
         refused: WorkloadError | None = None
-        for batch in ModelInputs(model).batches(given):
+        for batch in ModelInputs(model, options.images).batches(given):
             try:
                 with quiet(), autocast_of(options), one_message(model, name):
                     return trace(

@@ -17,7 +17,7 @@ from ..optimizers.names import host_gradients_named, optimizer_named
 from ..phases.quantization import BLOCKSIZE, BLOCKSIZES, Quantization, QuantizedType
 from ..schema.optimizer import HostGradients, Optimizer
 from ..schema.plan import Plan, TrainingMethod
-from ..schema.training_options import LoraOptions, OsftOptions, QuantizationOptions, TrainingOptions
+from ..schema.training_options import ImageOptions, LoraOptions, OsftOptions, QuantizationOptions, TrainingOptions
 from ..schema.workload import DType
 from .output import check_standard_output, is_standard_output
 from .told import warn as warn
@@ -261,6 +261,18 @@ FrozenParts = Annotated[
         help="Do not train these: model.embed_tokens, 'model.layers.[0-9].*' (repeatable).",
     ),
 ]
+ImageSize = Annotated[
+    str | None,
+    typer.Option(
+        "--image-size",
+        metavar="HEIGHTxWIDTH",
+        help="Pixels of each image of a model that reads some (448x672, or 448), instead of the configuration's.",
+    ),
+]
+ImageCount = Annotated[
+    int | None,
+    typer.Option("--images", metavar="N", min=1, help="Images in the text of each sample, where a model reads both."),
+]
 OptimizerName = Annotated[
     Optimizer | None,
     typer.Option(
@@ -355,8 +367,12 @@ def options_of(
     *,
     lora_alpha: float | None = None,
     use_rslora: bool = False,
+    images: ImageOptions | None = None,
 ) -> TrainingOptions:
-    """What the options say of how a model is trained.  Raises ProtwinError if they make no sense together."""
+    """What the options say of how a model is trained, and on which ``images``.
+
+    Raises ProtwinError if they make no sense together.
+    """
     if lora_rank is None and (lora_alpha is not None or use_rslora):
         given = "--use-rslora is" if lora_alpha is None else f"--lora-alpha {lora_alpha:g} is"
         raise ProtwinError(f"{given} given, but --lora-rank is missing. Write --lora-rank 16 beside it.")
@@ -382,7 +398,8 @@ def options_of(
             f"--quantize is {quantized.how.type}, but {reason}. Train low-rank matrices beside them (--lora-rank "
             f"16), or leave --quantize out."
         )
-    return TrainingOptions(lora=lora, quantized=quantized, osft=osft, frozen=tuple(frozen or ()), autocast=computed)
+    chosen = {"lora": lora, "quantized": quantized, "osft": osft, "autocast": computed, "images": images}
+    return TrainingOptions(frozen=tuple(frozen or ()), **chosen)
 
 
 def quantized_of(to: QuantizedType | None, *, double: bool, blocksize: int | None) -> QuantizationOptions | None:
@@ -405,6 +422,17 @@ def quantized_of(to: QuantizedType | None, *, double: bool, blocksize: int | Non
             f"bitsandbytes has kernels."
         )
     return QuantizationOptions(how=Quantization(type=to, double=double, blocksize=blocksize or BLOCKSIZE))
+
+
+def images_of(size: str | None, count: int | None) -> ImageOptions | None:
+    """What ``--image-size`` and ``--images`` say; None: nothing.  Raises ProtwinError if the size is none."""
+    if size is None and count is None:
+        return None
+    sides = [] if size is None else size.lower().split("x")
+    if size is not None and (len(sides) > 2 or not all(side.strip().isdecimal() and int(side) for side in sides)):
+        raise ProtwinError(f"--image-size {size} is no size in pixels. Write height and width (448x672), or one side.")
+    pixels = None if size is None else (int(sides[0]), int(sides[-1]))
+    return ImageOptions(size=pixels, per_sample=count or 1)
 
 
 def _autocast(name: str) -> DType:

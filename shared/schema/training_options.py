@@ -47,6 +47,15 @@ class OsftOptions(FrozenModel):
     """Names or patterns of the linear maps that are factorised; none: those of attention and MLP in all blocks."""
 
 
+class ImageOptions(FrozenModel):
+    """What is seen beside text, where a batch is made up by a model's configuration."""
+
+    size: tuple[PositiveInt, PositiveInt] | None = None
+    """Height and width in pixels; None: as the configuration says, or as the sequence has room for."""
+    per_sample: PositiveInt = 1
+    """Images that stand in the text of one sample."""
+
+
 class TrainingOptions(FrozenModel):
     """How a workload's model is trained."""
 
@@ -60,14 +69,16 @@ class TrainingOptions(FrozenModel):
     autocast: DType | None = None
     """Element type that forward computes in, by ``torch.autocast``, while parameters, which are then their own masters,
     and gradients keep theirs; None: that of the parameters."""
+    images: ImageOptions | None = None
+    """Of the batches that are made up; None: one of the model's own size in every sample, where it reads any."""
 
     @model_serializer(mode="wrap")
     def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Kept traces are found by it, also those of before there were OSFT and packed weights."""
+        """Kept traces are found by it, also those of before there were these."""
         fields: dict[str, Any] = handler(self)
-        for name in ("osft", "quantized"):
-            if getattr(self, name) is None:
-                fields.pop(name, None)
+        for later in ("osft", "images", "quantized"):
+            if fields.get(later) is None:
+                fields.pop(later, None)
         return fields
 
     @property
