@@ -398,8 +398,8 @@ def options_of(
             f"--quantize is {quantized.how.type}, but {reason}. Train low-rank matrices beside them (--lora-rank "
             f"16), or leave --quantize out."
         )
-    chosen = {"lora": lora, "quantized": quantized, "osft": osft, "autocast": computed, "images": images}
-    return TrainingOptions(frozen=tuple(frozen or ()), **chosen)
+    left_out = tuple(frozen or ())
+    return TrainingOptions(lora=lora, quantized=quantized, osft=osft, frozen=left_out, autocast=computed, images=images)
 
 
 def quantized_of(to: QuantizedType | None, *, double: bool, blocksize: int | None) -> QuantizationOptions | None:
