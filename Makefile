@@ -48,7 +48,7 @@ test: $(STAMP) ## Run the tests (ARGS="-k name" for some of them)
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 20 --durations-min 2 $(ARGS)
 
 .PHONY: catalogue
-catalogue: $(STAMP) ## Trace the catalogue's models anew (NAMES="gpt2 llama-3-8b" for some of them)
+catalogue: $(STAMP) ## Trace the catalogue's models anew (NAMES="gpt2 llama-3-8b" for some of them, with --tiles or --sharings for a part)
 	$(BIN)/python -m protwin.runtime.polynomials.regenerate_catalogue $(NAMES)
 
 .PHONY: check
@@ -63,6 +63,7 @@ docs: $(DOCS_STAMP) ## Write the generated pages and build the site (out/site/in
 	$(BIN)/python docs/json_reference.py
 	$(BIN)/python docs/command_reference.py
 	$(BIN)/python docs/python_reference.py
+	$(BIN)/python docs/combinations_page.py
 	$(BIN)/python docs/results_page.py
 	$(BIN)/python docs/iteration_picture.py
 	$(BIN)/python -m mkdocs build --strict

@@ -11,6 +11,7 @@ from ..shared.basics.lazy_face import lazy_face
 
 if TYPE_CHECKING:
     from .chunks.meta_parameters import parameters_on_meta as parameters_on_meta
+    from .chunks.saved_weights import load_quantized as load_quantized
     from .devices.cpu_device import CpuDevice as CpuDevice
     from .devices.cuda_device import CudaDevice as CudaDevice
     from .devices.device import TrainingDevice as TrainingDevice
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from .distillation.tracing import trace_distillation as trace_distillation
     from .distillation.validation import ValidationLosses as ValidationLosses
     from .distillation.validation import validation_losses as validation_losses
+    from .integrations.accelerator_class import planned_accelerator as planned_accelerator
     from .integrations.trainer_class import planned_trainer as planned_trainer
     from .model.adapters import add_lora as add_lora
     from .model.adapters import freeze as freeze
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from .osft.projection import project_gradients as project_gradients
     from .osft.projection import project_parameters as project_parameters
     from .polynomials.families import family_of_configuration as family_of_configuration
+    from .quantized.quantizing import quantize as quantize
     from .ranks.rank_probe import probe_ranks as probe_ranks
     from .recording.summaries import StepSummary as StepSummary
     from .students.activation_statistics import activation_statistics as activation_statistics
@@ -70,17 +73,20 @@ _HOMES = {
     "distil": "distillation.distil",
     "family_of_configuration": "polynomials.families",
     "freeze": "model.adapters",
+    "load_quantized": "chunks.saved_weights",
     "load_student": "students.saving",
     "make_dense": "osft.orthogonal_model",
     "make_orthogonal": "osft.orthogonal_model",
     "make_student": "students.student_model",
     "named_optimizer": "optimizers.named",
     "parameters_on_meta": "chunks.meta_parameters",
+    "planned_accelerator": "integrations.accelerator_class",
     "planned_trainer": "integrations.trainer_class",
     "probe_hardware": "devices.probe",
     "probe_ranks": "ranks.rank_probe",
     "project_gradients": "osft.projection",
     "project_parameters": "osft.projection",
+    "quantize": "quantized.quantizing",
     "save_student": "students.saving",
     "trace": "tracing.tracing",
     "trace_distillation": "distillation.tracing",

@@ -22,6 +22,8 @@ from ...shared.cli.options import (
     DTypeName,
     FrozenParts,
     HardwareName,
+    ImageCount,
+    ImageSize,
     JsonFlag,
     LoraRank,
     LoraTargets,
@@ -33,6 +35,7 @@ from ...shared.cli.options import (
     UnfreezeRankRatio,
     command_app,
     examples,
+    images_of,
     keep_apart,
     options_of,
     osft_of,
@@ -79,6 +82,8 @@ def calibrate_command(
     unfreeze_rank_ratio: UnfreezeRankRatio = None,
     osft_targets: OsftTargets = None,
     frozen: FrozenParts = None,
+    image_size: ImageSize = None,
+    images: ImageCount = None,
     autocast: AutocastName = None,
     optimizer: OptimizerName = None,
     student: Annotated[
@@ -136,7 +141,14 @@ def calibrate_command(
     machine = load_hardware(hardware)
     described = load_model_configuration(model)
     trained_as = TrainedAs(
-        options=options_of(lora_rank, lora_targets, frozen, autocast, osft_of(None, unfreeze_rank_ratio, osft_targets)),
+        options=options_of(
+            lora_rank,
+            lora_targets,
+            frozen,
+            autocast,
+            osft_of(None, unfreeze_rank_ratio, osft_targets),
+            images=images_of(image_size, images),
+        ),
         optimizer=optimizer or Optimizer.ADAMW,
         device_budget_bytes=device_budget_bytes,
         student=None if student is None else Student.load(student),

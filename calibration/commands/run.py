@@ -56,6 +56,8 @@ from ...shared.cli.options import (
     DeviceBudget,
     DTypeName,
     FrozenParts,
+    ImageCount,
+    ImageSize,
     JsonFlag,
     LoraAlpha,
     LoraRank,
@@ -71,6 +73,7 @@ from ...shared.cli.options import (
     UseRslora,
     command_app,
     examples,
+    images_of,
     keep_apart,
     load_plan,
     options_of,
@@ -120,6 +123,8 @@ def run_command(
     osft_targets: OsftTargets = None,
     osft_cache: FactorFolder = None,
     frozen: FrozenParts = None,
+    image_size: ImageSize = None,
+    images: ImageCount = None,
     data: DataPaths = None,
     tokenizer: TokenizerFolder = None,
     evaluation: EvaluationPath = None,
@@ -177,7 +182,16 @@ def run_command(
     described = load_model_configuration(named)
     osft = _factorised(chosen, method, unfreeze_rank_ratio, osft_targets)
     _check_factor_cache(osft_cache, osft)
-    options = options_of(lora_rank, lora_targets, frozen, None, osft, lora_alpha=lora_alpha, use_rslora=use_rslora)
+    options = options_of(
+        lora_rank,
+        lora_targets,
+        frozen,
+        None,
+        osft,
+        lora_alpha=lora_alpha,
+        use_rslora=use_rslora,
+        images=images_of(image_size, images),
+    )
 
     prefer_expandable_segments(os.environ)
     if starts:
@@ -205,7 +219,17 @@ def run_command(
         workload=given,
         shape=Shape(batch_size, sequence_length, asked),
         model=RunModel(described, named, weights, asked, options, seed, rank, cache),
-        data=DataChoice(tuple(data or ()), evaluation, evaluate_every, tokenizer, text, weights, seed, loss_weighting),
+        data=DataChoice(
+            tuple(data or ()),
+            evaluation,
+            evaluate_every,
+            tokenizer,
+            text,
+            weights,
+            seed,
+            loss_weighting,
+            options.images,
+        ),
         steps=steps,
         epochs=epochs,
         rates=LearningRates(learning_rate, schedule, warmup_steps),

@@ -23,6 +23,8 @@ from ...shared.cli.options import (
     DTypeName,
     FrozenParts,
     HardwareName,
+    ImageCount,
+    ImageSize,
     JsonFlag,
     LoraRank,
     LoraTargets,
@@ -34,6 +36,7 @@ from ...shared.cli.options import (
     UnfreezeRankRatio,
     command_app,
     examples,
+    images_of,
     keep_apart,
     options_of,
     osft_of,
@@ -99,6 +102,8 @@ def validate_command(
     unfreeze_rank_ratio: UnfreezeRankRatio = None,
     osft_targets: OsftTargets = None,
     frozen: FrozenParts = None,
+    image_size: ImageSize = None,
+    images: ImageCount = None,
     autocast: AutocastName = None,
     optimizer: OptimizerName = None,
     dtype: DTypeName = None,
@@ -135,7 +140,12 @@ def validate_command(
         )
     trained_as = TrainedAs(
         options=options_of(
-            lora_rank, lora_targets, frozen, autocast, osft_of(method, unfreeze_rank_ratio, osft_targets)
+            lora_rank,
+            lora_targets,
+            frozen,
+            autocast,
+            osft_of(method, unfreeze_rank_ratio, osft_targets),
+            images=images_of(image_size, images),
         ),
         optimizer=optimizer or Optimizer.ADAMW,
         device_budget_bytes=device_budget_bytes,

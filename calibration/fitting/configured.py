@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...runtime.commands.random_batches import random_batches
 from ...runtime.commands.random_model import check_host_memory
-from ...runtime.data.byte_text import head_batches, python_reference
+from ...runtime.data.byte_text import python_reference
 from ...runtime.devices.device import TrainingDevice
 from ...runtime.model.configurations import build_model, training_dtype
 from ...runtime.optimizers.chunk_optimizer import default_optimizer
@@ -33,17 +34,17 @@ def configured_subject(
     name: str,
     hardware: Hardware,
     make_device: Callable[[], TrainingDevice],
-    shape: tuple[int, int],
+    shape: tuple[int, int | None],
     dtype: str | None,
     seed: int,
     trained_as: TrainedAs,
 ) -> Subject:
-    """The model with random weights, its student if it has one, one batch of text, and its timed workload.
+    """The model with random weights, its student if it has one, one batch, and its timed workload.
 
-    ``shape``: samples, and tokens of each.  ``make_device`` gives devices with the budget, if there is one: the model
-    is on the host then, else on the device.  Raises ProtwinError.
+    ``shape``: samples, and tokens of each; None for models of images.  ``make_device`` gives devices with the budget,
+    if there is one: the model is on the host then, else on the device.  Raises ProtwinError.
     """
-    device, (batch_size, sequence_length) = make_device(), shape
+    device = make_device()
     check_runs_on(trained_as.optimizer, device.torch_device)
     chosen = choose_dtype(published_dtype(configuration), dtype, hardware.device)
     is_within = trained_as.device_budget_bytes is not None
@@ -53,10 +54,7 @@ def configured_subject(
     torch.manual_seed(seed)
     model: nn.Module = build_model(configuration, name, training_dtype(configuration, chosen.dtype), device="cpu")
     apply_options(model, trained_as.options)
-    batches = head_batches(
-        model, python_reference(), batch_size=batch_size, sequence_length=sequence_length, num_batches=1, seed=seed
-    )
-    batch = {key: tensor.to(device.torch_device) for key, tensor in next(batches).items()}
+    batch = _batch(model, name, shape, seed, trained_as, device)
     autocast, optimizer = trained_as.options.autocast, trained_as.optimizer
     if trained_as.device_budget_bytes is not None:
         # Nobody wants random weights back.
@@ -82,3 +80,23 @@ def configured_subject(
     return Subject(
         model, batch, workload, hardware, make_device, make_optimizer, optimizer=optimizer, autocast=autocast
     )
+
+
+def _batch(
+    model: nn.Module, name: str, shape: tuple[int, int | None], seed: int, trained_as: TrainedAs, device: TrainingDevice
+) -> dict[str, Any]:
+    """The first batch of text, or of what the model reads, on ``device``."""
+    batches = random_batches(
+        model,
+        python_reference(),
+        name=name,
+        batch_size=shape[0],
+        sequence_length=shape[1],
+        num_batches=1,
+        seed=seed,
+        images=trained_as.options.images,
+    )
+    return {
+        key: value.to(device.torch_device) if isinstance(value, torch.Tensor) else value
+        for key, value in next(batches).items()
+    }

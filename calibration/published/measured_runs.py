@@ -11,6 +11,7 @@ from typing import Any, Final, Self
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from ...shared.basics.documents import FrozenModel
+from ...shared.phases.quantization import Quantization
 from ...shared.schema.hardware import MemorySize
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.plan import ParallelMode
@@ -104,6 +105,8 @@ class MeasuredRun(FrozenModel):
     lora_rank: PositiveInt | None = None
     lora_targets: tuple[str, ...] = ()
     """Maps with adapters; none: all of a block."""
+    quantized: Quantization | None = None
+    """How the maps of blocks are packed; None: they are not."""
     trained_whole: tuple[str, ...] = ()
     """Paths of parts that are trained whole beside adapters, as copies of frozen ones (PEFT's ``modules_to_save``)."""
     optimizer: Optimizer = Optimizer.ADAMW
@@ -139,6 +142,7 @@ class MeasuredRun(FrozenModel):
         """What one device trains in one step, in words."""
         sequences = f"{self.micro_batches} x {self.batch_size}" if self.micro_batches > 1 else str(self.batch_size)
         adapters = f", LoRA {self.lora_rank}" if self.lora_rank is not None else ""
+        adapters += f" on {self.quantized.words}" if self.quantized is not None else ""
         adapters += ", embedding and head whole" if self.trained_whole else ""
         return f"{self.model}{adapters}, {sequences} x {self.sequence_length}"
 

@@ -21,7 +21,7 @@ from ...shared.layout.layout import layout_of
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.record import Record
-from ...shared.schema.training_options import LoraOptions, TrainingOptions
+from ...shared.schema.training_options import LoraOptions, QuantizationOptions, TrainingOptions
 from ...shared.schema.workload import DType, Workload
 from ...shared.workloads.source import load_workload
 from ...sim.engine.simulator import simulate
@@ -99,6 +99,7 @@ def figures_of(run: MeasuredRun, record: Record) -> PredictedRun:
 def workload_of(run: MeasuredRun) -> Workload:
     """One micro-batch of ``run`` on one device."""
     lora = LoraOptions(rank=run.lora_rank, targets=run.lora_targets) if run.lora_rank is not None else None
+    packed = None if run.quantized is None else QuantizationOptions(how=run.quantized)
     if lora is not None and run.trained_whole:
         configuration = configuration_of(run.model)
         assert configuration is not None, "models of the catalogue are not trained so"
@@ -116,7 +117,7 @@ def workload_of(run: MeasuredRun) -> Workload:
         batch_size=run.batch_size,
         sequence_length=run.sequence_length,
         dtype=run.dtype,
-        options=TrainingOptions(lora=lora, autocast=run.autocast),
+        options=TrainingOptions(lora=lora, quantized=packed, autocast=run.autocast),
     )
 
 

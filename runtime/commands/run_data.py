@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...shared.basics.errors import FileError, ProtwinError, WorkloadError
+from ...shared.schema.training_options import ImageOptions
 from ...shared.schema.workload import Workload
 from ...shared.tables.labels import format_share
 from ..data.byte_text import read_text
@@ -15,6 +16,7 @@ from ..data.documents import Document, RowTokenizer, check_lengths, check_vocabu
 from ..data.json_lines import Form, read_rows
 from ..data.sources import DataSource, PackedSource, TextSource
 from ..model.heads import reads_forward
+from .random_batches import NoiseSource, reads_text_alone
 from .run_options import LossWeighting
 
 Tell = Callable[[str], None]
@@ -42,6 +44,8 @@ class DataChoice:
     weights: Path | None
     seed: int
     loss_weighting: LossWeighting = LossWeighting.TOKENS
+    images: ImageOptions | None = None
+    """Of what is made up beside text."""
 
     def check(self) -> None:
         """Raise ProtwinError if the options contradict each other."""
@@ -62,11 +66,13 @@ class DataChoice:
 
     def read(self, twin: Any, workload: Workload, tell: Tell) -> RunData:
         """Read everything, and ``tell`` what of it is trained on.  Raises ProtwinError if it does not fit the model."""
-        batch_size, length = _batch_shape(workload)
         if not self.data:
-            source = TextSource(twin, read_text(self.text), batch_size, length, self.seed)
-            return RunData(source, None, None)
+            text = read_text(self.text)
+            if not reads_text_alone(twin):
+                return RunData(NoiseSource(twin, workload, text, self.seed, self.images), None, None)
+            return RunData(TextSource(twin, text, *_batch_shape(workload), self.seed), None, None)
         _check_reads_data(twin, workload)
+        batch_size, length = _batch_shape(workload)
         folder = self.tokenizer or self.weights
         assert folder is not None
         tokenizer = load_tokenizer(folder)

@@ -207,4 +207,7 @@ def _mean_over_ranks(training: Training, losses: list[float]) -> list[float]:
 
 
 def _on(device: TrainingDevice, batch: Batch) -> Batch:
-    return {name: tensor.to(device.torch_device) for name, tensor in batch.items()}
+    return {
+        name: value.to(device.torch_device) if isinstance(value, torch.Tensor) else value
+        for name, value in batch.items()
+    }

@@ -14,8 +14,11 @@ from ...shared.catalogue.models import ModelConfiguration, load_model_configurat
 from ...shared.cli.options import (
     AutocastName,
     ConfigurationName,
+    DoubleQuantize,
     DTypeName,
     FrozenParts,
+    ImageCount,
+    ImageSize,
     JsonFlag,
     LoraRank,
     LoraTargets,
@@ -23,15 +26,19 @@ from ...shared.cli.options import (
     OsftTargets,
     OutputPath,
     PackedLengths,
+    QuantizationBlock,
+    QuantizedTo,
     Seed,
     SequenceLength,
     StatedBatchSize,
     UnfreezeRankRatio,
     command_app,
     examples,
+    images_of,
     keep_apart,
     options_of,
     osft_of,
+    quantized_of,
     warn,
 )
 from ...shared.cli.output import give
@@ -112,10 +119,15 @@ def trace_command(
     hardware: MachineToTrainOn = None,
     lora_rank: LoraRank = None,
     lora_targets: LoraTargets = None,
+    quantized_to: QuantizedTo = None,
+    double_quantize: DoubleQuantize = False,
+    quantization_blocksize: QuantizationBlock = None,
     method: MethodName = None,
     unfreeze_rank_ratio: UnfreezeRankRatio = None,
     osft_targets: OsftTargets = None,
     frozen: FrozenParts = None,
+    image_size: ImageSize = None,
+    images: ImageCount = None,
     autocast: AutocastName = None,
     loss_tiles: LossTiles = None,
     is_real: Annotated[
@@ -142,7 +154,9 @@ def trace_command(
     if method is TrainingMethod.BYPASS:
         raise ProtwinError(f"--method {method} trains a student, which a search traces with its teacher. Leave it out.")
     osft = osft_of(method, unfreeze_rank_ratio, osft_targets)
-    options = options_of(lora_rank, lora_targets, frozen, autocast, osft)
+    quantized = quantized_of(quantized_to, double=double_quantize, blocksize=quantization_blocksize)
+    pictures = images_of(image_size, images)
+    options = options_of(lora_rank, lora_targets, frozen, autocast, osft, quantized, images=pictures)
     if mlp_modules and not mlp_tiles:
         raise ProtwinError("--mlp-module names what runs in tiles. Say in how many: --mlp-tiles 4.")
     if is_real and options.autocast is not None:
@@ -155,8 +169,6 @@ def trace_command(
     if packed_lengths is not None and sequence_length is not None:
         packing = parse_packed_lengths(packed_lengths, sequence_length)
     if is_real:
-        if sequence_length is None:
-            raise ProtwinError("--sequence-length is missing, and --real runs on text. State it.")
         workload = _timed_workload(
             described,
             batch_size,
@@ -198,24 +210,32 @@ def trace_command(
 def _timed_workload(
     described: ModelConfiguration,
     batch_size: int,
-    sequence_length: int,
+    sequence_length: int | None,
     *,
     dtype: str | None,
     seed: int,
     options: TrainingOptions,
     tiles: tuple[Sequence[int], list[str] | None, Sequence[int], Sequence[int]],
 ) -> Workload:
-    """The workload of the model with random weights, on text, timed on this machine.
+    """The workload of the model with random weights, on text or what it reads, timed on this machine.
 
     ``tiles``: ``mlp_tiles``, ``mlp_modules``, ``loss_tiles`` and ``sequence_ranks`` of ``trace``.
     """
-    from ..data.byte_text import head_batches, read_text
+    from ..data.byte_text import read_text
     from ..tracing.tracing import trace as trace_model
+    from .random_batches import random_batches
     from .random_model import random_model
 
     model = random_model(described.config, described.name, dtype, seed, options)
-    batches = head_batches(
-        model, read_text(None), batch_size=batch_size, sequence_length=sequence_length, num_batches=1, seed=seed
+    batches = random_batches(
+        model,
+        read_text(None),
+        name=described.name,
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        num_batches=1,
+        seed=seed,
+        images=options.images,
     )
     with progress_bar("tracing") as report:
         return trace_model(

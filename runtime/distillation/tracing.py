@@ -38,6 +38,7 @@ from ..model.ownership import check_untaken
 from ..model.parameters import SeenUses, TracedUses, compute_dtype, describe_parameters
 from ..model.snapshot import left_as_found
 from ..model.strides import unkept_strides
+from ..quantized.checks import refuse_quantized
 from ..routing.forced_choices import ForcedChoices
 from ..routing.tried import with_other_values
 from ..routing.value_dependence import ValueWatch
@@ -107,6 +108,7 @@ def check_pairs(pairs: Pairs) -> None:
     """Raise WorkloadError unless both models can be traced, and PlanError if a plan is being carried out on one."""
     for model in (pairs.teacher, pairs.student):
         check_untaken(model)
+        refuse_quantized(model, "a distillation runs both models unpacked", "Load it unpacked.")
         if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
             raise WorkloadError(
                 f"{type(model).__name__} checkpoints activations itself. Call model.gradient_checkpointing_disable(): "

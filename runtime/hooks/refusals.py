@@ -14,7 +14,8 @@ from ..model.compiled import refuse_compiled_call
 _ONCE = (
     "Every block must run once per forward, in order. If the model skips blocks by chance (LayerDrop), set that chance "
     "to 0; if one of its modules runs several times or stands in the list twice, name blocks that run once each "
-    "(trace(..., blocks=...))."
+    "(trace(..., blocks=...)). A batch without the images or sounds that the traced one had runs fewer blocks: trace "
+    "the model with a batch of that kind, and train on such batches by a plan of their own."
 )
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ...shared.observed.observed_inputs import PhaseKey
 from ...shared.schema.schedule import OuterSection, TaskKind
-from ..model.nested_tensors import tensors_in
+from ..model.nested_tensors import tensors_in, unwrapped
 
 _LOOKUP: Final = torch.ops.aten.embedding.default
 _ANNOUNCES: Final = frozenset({nn.functional.embedding, torch.embedding})
@@ -54,7 +54,7 @@ class RowReads:
             self._read_whole.update(self._lookups)
 
     def _name_of(self, tensor: torch.Tensor) -> str | None:
-        return self._names.get(tensor.untyped_storage()._cdata)
+        return self._names.get(unwrapped(tensor).untyped_storage()._cdata)
 
 
 def agreed(seen: set[tuple[str, ...]]) -> tuple[str, ...]:

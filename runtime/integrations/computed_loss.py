@@ -74,7 +74,18 @@ def call_and_loss(model: nn.Module, inputs: Mapping[str, Any], compute: Compute)
     def loss(output: Any, batch: Any) -> torch.Tensor:
         fake = next((tensor for tensor in tensors_in(output) if isinstance(tensor, FakeTensor)), None)
         given = dict(inputs) if fake is None else {name: _faked(value, fake) for name, value in inputs.items()}
-        return compute(AnsweringModel(model, lambda *_, **__: output), given)
+        outputs = [output]
+
+        def answer(*_: Any, **__: Any) -> Any:
+            if not outputs:
+                raise WorkloadError(
+                    "compute_loss() calls the model a second time for one batch, and in a plan every forward has its "
+                    "backward. Choose a loss of one call: SFTTrainer makes a second one for label_smoothing_factor "
+                    "and compute_loss_func, and trainers with a reference model do."
+                )
+            return outputs.pop()
+
+        return compute(AnsweringModel(model, answer), given)
 
     return heard[0], loss
 

@@ -35,6 +35,31 @@ def random_states_kept() -> Iterator[None]:
             torch.cuda.set_rng_state_all(of_devices)
 
 
+@contextmanager
+def generators_kept(loader: Any) -> Iterator[None]:
+    """After the block the loader begins where it would have begun: its own generators, and the number of its epoch."""
+    found: dict[int, torch.Generator] = {}
+    seen, waiting = set[int](), [loader]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        for name in ("generator", "synchronized_generator"):
+            if isinstance(made := getattr(one, name, None), torch.Generator):
+                found[id(made)] = made
+        waiting += [getattr(one, name, None) for name in ("sampler", "batch_sampler", "base_dataloader")]
+    states = [(generator, generator.get_state()) for generator in found.values()]
+    iteration = getattr(loader, "iteration", None)
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+        if iteration is not None:
+            loader.set_epoch(iteration)
+
+
 def largest_batch(loader: Any) -> tuple[Any, int, bool]:
     """The largest of the first batches of ``loader``, how many were looked at, and whether these were all.
 

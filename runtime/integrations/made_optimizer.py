@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -53,6 +53,27 @@ def made_optimizer(optimizer: torch.optim.Optimizer) -> MadeOptimizer:
     options = {name: value for name, value in optimizer.defaults.items() if name in taken}
     groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
     return MadeOptimizer(_KNOWN[kind], partial(kind, **options), groups)
+
+
+def rebind(scheduler: Any, optimizer: torch.optim.Optimizer) -> list[tuple[Any, torch.optim.Optimizer]]:
+    """Let ``scheduler`` of torch, and those that it is made of, set the rates of ``optimizer``; gives whose they set.
+
+    The groups of ``optimizer`` are those of the former one, rates included.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups]
+    # torch's schedulers count the steps of their optimizer; the first of them makes it count.
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    return list(_rebound(scheduler, optimizer))
+
+
+def _rebound(scheduler: Any, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, torch.optim.Optimizer]]:
+    if hasattr(scheduler, "optimizer"):
+        yield scheduler, scheduler.optimizer
+        scheduler.optimizer = optimizer
+    for inner in getattr(scheduler, "_schedulers", ()):
+        yield from _rebound(inner, optimizer)
 
 
 def refuse_optim(name: str) -> None:

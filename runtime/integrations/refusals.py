@@ -77,6 +77,36 @@ def refuse_arguments(arguments: Any, environment: Mapping[str, str] = os.environ
         )
 
 
+def refuse_launched(environment: Mapping[str, str] = os.environ) -> None:
+    """Raise PlanError if ``accelerate launch`` was told of what no plan is carried out with."""
+    refuse_other_systems(None, environment)
+    if environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
+        raise PlanError(
+            "accelerate launch was told to compile (ACCELERATE_DYNAMO_BACKEND), but a plan is not carried out on a "
+            "compiled model. Launch with --dynamo_backend no."
+        )
+
+
+def refuse_accelerator(accelerator: Any) -> None:
+    """Raise PlanError if an Accelerator was made for what no plan is carried out with."""
+    state = accelerator.state
+    for field, system in (("deepspeed_plugin", "DeepSpeed"), ("fsdp_plugin", "FSDP")):
+        if getattr(state, field, None) is not None:
+            raise PlanError(
+                f"the Accelerator has a {field}, so that {system} would train the model, but {_ALONE}. Leave it out, "
+                f"and launch without {system}, or train without a plan."
+            )
+    if getattr(accelerator, "parallelism_config", None) is not None:
+        raise PlanError(f"the Accelerator has a parallelism_config, but {_ALONE}. Leave it out.")
+    if str(accelerator.mixed_precision) in _SCALED:
+        raise PlanError(
+            f"mixed_precision of the Accelerator is {accelerator.mixed_precision}, for which it scales losses and "
+            f"gradients, but gradients of offloaded chunks have left the device by then. Set mixed_precision to bf16."
+        )
+    if str(getattr(state.dynamo_plugin.backend, "value", "no")).lower() != "no":
+        raise PlanError("the Accelerator has a dynamo_backend, but a plan is not carried out on a compiled model.")
+
+
 _SCALED: Final = ("fp16", "fp8")
 
 

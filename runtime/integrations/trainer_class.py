@@ -11,16 +11,16 @@ from torch import nn
 from ...shared.basics.errors import PlanError
 from ..devices.device import TrainingDevice
 from ..model.batches import Batch, Loss
-from ..planning.request import PlanRequest, Tell
-from .trainer_run import TrainerRun, TrainerWishes, tell_stderr
+from ..planning.request import Tell
+from .trainer_run import TrainerRun, Wishes, tell_stderr, wishes_of
 
 _T = TypeVar("_T", bound=type)
 _OF_ARGUMENTS: Final[Mapping[str, str]] = {
-    "micro_batches": "gradient_accumulation_steps",
-    "max_gradient_norm": "max_grad_norm",
-    "optimizer": "optim",
-    "autocast": "bf16",
-    "weights": "model",
+    "micro_batches": "gradient_accumulation_steps of the Trainer",
+    "max_gradient_norm": "max_grad_norm of the Trainer",
+    "optimizer": "optim of the Trainer",
+    "autocast": "bf16 of the Trainer",
+    "weights": "the model of the Trainer",
 }
 """Fields of a request that are arguments of the Trainer."""
 
@@ -57,20 +57,9 @@ def planned_trainer(
     arguments contradict the plan, or ask for DeepSpeed, FSDP, compiling or checkpointing beside it; ``train()`` raises
     InfeasibleError if no plan fits, before anything is trained.
     """
-    for name in request:
-        if name in _OF_ARGUMENTS:
-            raise PlanError(f"{name} of a Trainer's plan is {_OF_ARGUMENTS[name]} of the Trainer. Set it there.")
     if loss is not None and batch is None:
         raise PlanError("loss= is that of batch=, which is missing. Pass both, or leave the loss to the Trainer.")
-    read = PlanRequest(**request)
-    wishes = TrainerWishes(
-        request={name: getattr(read, name) for name in request},
-        batch=batch,
-        loss=loss,
-        device=device,
-        carrying_out=dict(carry_out or {}),
-        tell=tell,
-    )
+    wishes = wishes_of(_OF_ARGUMENTS, "a Trainer", batch, loss, device, carry_out, tell, request)
     names = {"_wishes": wishes, "__doc__": trainer_class.__doc__, "__module__": trainer_class.__module__}
     made: _T = type(trainer_class)(f"Planned{trainer_class.__name__}", (PlannedTraining, trainer_class), names)
     return made
@@ -79,7 +68,7 @@ def planned_trainer(
 class PlannedTraining:
     """What a Trainer does otherwise where it trains by a plan; to stand before the Trainer's class among the bases."""
 
-    _wishes: ClassVar[TrainerWishes]
+    _wishes: ClassVar[Wishes]
     protwin: TrainerRun
     """The plan, and the training while ``train()`` runs."""
 
@@ -132,6 +121,14 @@ class PlannedTraining:
         if state_dict is None:
             state_dict = self.protwin.weights
         super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        with self.protwin.saving(self, output_dir):
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        self.protwin.resume(checkpoint)
 
     def _load_best_model(self) -> None:
         self.protwin.end()

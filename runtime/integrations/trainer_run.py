@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,24 +25,75 @@ from ..ranks.own_device import device_of_rank
 from ..recording.counts import Counts
 from ..training.carry_out import carry_out
 from ..training.training import Training
+from .accelerated import (
+    FOLDER,
+    buffers_kept,
+    clipping,
+    planned_optimizer,
+    prepare_forward,
+    resume_apart,
+    save_apart,
+    saves_apart,
+    state_elsewhere,
+    training_mode,
+)
 from .computed_loss import call_and_loss, with_own_notes
 from .largest_batch import largest_batch, random_states_kept, size_of
-from .made_optimizer import made_optimizer, refuse_optim
+from .made_optimizer import made_optimizer, rebind, refuse_optim
 from .refusals import limit_of, refuse_arguments, refuse_other_step
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerWishes:
-    """What a Trainer's plan is to be, beside what its arguments say."""
+class Wishes:
+    """What the plan of somebody's loop is to be, beside what the loop itself says."""
 
     request: Mapping[str, Any]
-    """Fields of a ``PlanRequest``; the step's are the Trainer's."""
+    """Fields of a ``PlanRequest``; the step's are the loop's."""
     batch: Batch | None = None
     loss: Loss | None = None
     device: TrainingDevice | str | None = None
     carrying_out: Mapping[str, Any]
     """Options of ``carry_out``."""
     tell: Tell
+
+    def given_device(self, kind: str, local_rank: int) -> TrainingDevice:
+        """The device where none is searched for: of ``kind``, unless another one is wished for."""
+        if isinstance(self.device, TrainingDevice):
+            return self.device
+        return device_of_rank(self.device or kind, local_rank, budget_bytes=self.request.get("budget_bytes"))
+
+
+def wishes_of(
+    of_loop: Mapping[str, str],
+    whose: str,
+    batch: Batch | None,
+    loss: Loss | None,
+    device: TrainingDevice | str | None,
+    carrying_out: Mapping[str, Any] | None,
+    tell: Tell,
+    request: Mapping[str, Any],
+) -> Wishes:
+    """The wishes, with files read.  ``of_loop`` are fields of the request that the loop itself says, by what says them.
+
+    Raises PlanError if one of them is wished for, or ``PlanRequest`` does not know what is.
+    """
+    for name in request:
+        if name in of_loop:
+            raise PlanError(f"{name} of {whose}'s plan is {of_loop[name]}. Set it there.")
+    known = {field.name for field in fields(PlanRequest)} - of_loop.keys() - {"loss"}
+    if unknown := sorted(request.keys() - known):
+        raise PlanError(
+            f"{unknown[0]} is nothing that a plan is searched with. Choose from {', '.join(sorted(known))}."
+        )
+    read = PlanRequest(**request)
+    return Wishes(
+        request={name: getattr(read, name) for name in request},
+        batch=batch,
+        loss=loss,
+        device=device,
+        carrying_out=dict(carrying_out or {}),
+        tell=tell,
+    )
 
 
 def tell_stderr(line: str) -> None:
@@ -53,7 +104,7 @@ def tell_stderr(line: str) -> None:
 class TrainerRun:
     """What a Trainer knows of its plan: ``planned`` from the first step on, ``training`` while ``train()`` runs."""
 
-    def __init__(self, wishes: TrainerWishes) -> None:
+    def __init__(self, wishes: Wishes) -> None:
         self._wishes = wishes
         self.planned: Planned | None = None
         """The answer of the search, with the machine; None before the training begins, or where plan and workload were
@@ -135,13 +186,16 @@ class TrainerRun:
         assert self._ending is not None
         model, accelerator = trainer.model, trainer.accelerator
         optimizer = made_optimizer(made)
-        _prepare_forward(accelerator, model, self._ending)
+        prepare_forward(accelerator, model, self._ending)
         self._find(trainer, optimizer.name)
         training = self._take_over(model, self._ending, optimizer=optimizer.make, parameter_groups=optimizer.groups)
         self._micro_batches = 0
-        accelerator.clip_grad_norm_ = _clipping(accelerator.clip_grad_norm_, training)
+        if trainer.lr_scheduler is not None:
+            for scheduler, former in rebind(trainer.lr_scheduler, training.optimizer):
+                self._ending.callback(setattr, scheduler, "optimizer", former)
+        accelerator.clip_grad_norm_ = clipping(accelerator.clip_grad_norm_, training)
         self._ending.callback(accelerator.__dict__.pop, "clip_grad_norm_", None)
-        return _accelerated(training)
+        return planned_optimizer(training)
 
     def _take_over(self, model: nn.Module, ending: ExitStack, **optimizing: Any) -> Training:
         assert self.workload is not None
@@ -179,20 +233,18 @@ class TrainerRun:
             return
         plan, workload = wishes.request.get("plan"), wishes.request.get("workload")
         if plan is not None and workload is not None:
-            self.plan, self.workload, self.device = plan, workload, self._given_device(trainer.model, arguments)
+            self.plan, self.workload, self.device = (
+                plan,
+                workload,
+                wishes.given_device(arguments.device.type, arguments.local_process_index),
+            )
         else:
             self._search(trainer, optimizer if plan is None else plan.optimizer)
         self._planned_for = key
 
-    def _given_device(self, model: nn.Module, arguments: Any) -> TrainingDevice:
-        device, budget_bytes = self._wishes.device, self._wishes.request.get("budget_bytes")
-        if isinstance(device, TrainingDevice):
-            return device
-        return device_of_rank(device or arguments.device.type, arguments.local_process_index, budget_bytes=budget_bytes)
-
     def _search(self, trainer: Any, optimizer: Optimizer) -> None:
         arguments, wishes = trainer.args, self._wishes
-        with random_states_kept(), _training_mode(trainer.model):
+        with random_states_kept(), training_mode(trainer.model):
             batch, loss = (wishes.batch, wishes.loss) if wishes.batch is not None else self._batch_and_loss(trainer)
             step = {
                 "micro_batches": arguments.gradient_accumulation_steps,
@@ -251,7 +303,7 @@ class TrainerRun:
         missing = self.training.plan.micro_batches - self._micro_batches
         self._micro_batches = 0
         for _ in range(missing):
-            with random_states_kept(), _buffers_kept(trainer.model):
+            with random_states_kept(), buffers_kept(trainer.model):
                 twin = with_own_notes(trainer)
                 with twin.compute_loss_context_manager():
                     loss = twin.compute_loss(trainer.model, twin._prepare_inputs(inputs), num_items_in_batch=num_items)
@@ -274,6 +326,20 @@ class TrainerRun:
             self.weights = None
 
     @contextmanager
+    def saving(self, trainer: Any, folder: str) -> Iterator[None]:
+        """Within the block the optimizer's state is in ``folder`` already, if no single file can hold it."""
+        with ExitStack() as apart:
+            if self.training is not None and saves_apart(self.training):
+                save_apart(self.training, folder)
+                apart.enter_context(state_elsewhere(trainer.optimizer))
+            yield
+
+    def resume(self, checkpoint: str | None) -> None:
+        """Go on from what ``saving`` has put apart in ``checkpoint``, if it has."""
+        if self.training is not None and checkpoint is not None and (Path(checkpoint) / FOLDER).is_dir():
+            resume_apart(self.training, checkpoint)
+
+    @contextmanager
     def evaluation(self, trainer: Any) -> Iterator[None]:
         """Within the block the model runs forward alone: under the plan, once there is one.
 
@@ -290,63 +356,3 @@ class TrainerRun:
         """Whether an evaluation outside ``train()`` is the plan's: not if all weights are to be converted for it."""
         arguments = trainer.args
         return self.plan is not None and not (arguments.bf16_full_eval or arguments.fp16_full_eval)
-
-
-def _clipping(clip: Callable[..., Any], training: Training) -> Callable[..., Any]:
-    """``clip_grad_norm_`` of Accelerate on a model that a plan is carried out on."""
-    limit = training.plan.max_gradient_norm
-
-    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """As Accelerate's; None where the plan takes no norm, and none is to be limited."""
-        if limit is None and math.isinf(max_norm):
-            return None
-        return clip(parameters, max_norm, norm_type=norm_type)
-
-    return clip_grad_norm_
-
-
-def _prepare_forward(accelerator: Any, model: nn.Module, ending: ExitStack) -> None:
-    """What Accelerate does to a model, but for moving it and for DDP: its forward computes in the type asked for.
-
-    A forward that was prepared before stays so.
-    """
-    if "_original_forward" in vars(model):
-        accelerator._models.append(model)
-    else:
-        model.__dict__.pop("_is_accelerate_prepared", None)
-        accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
-    # Other trainings of the model, without a plan, are to wrap it as usual.
-    model._is_accelerate_prepared = True  # type: ignore[assignment]
-    ending.callback(model.__dict__.pop, "_is_accelerate_prepared", None)
-
-
-def _accelerated(training: Training) -> Any:
-    """The optimizer of ``training`` as Accelerate wraps optimizers, which leaves its state where it is."""
-    from accelerate.optimizer import AcceleratedOptimizer
-
-    wrapped = AcceleratedOptimizer(training.optimizer, device_placement=False, scaler=None)
-    wrapped._is_accelerate_prepared = True
-    return wrapped
-
-
-@contextmanager
-def _training_mode(model: nn.Module) -> Iterator[None]:
-    """A plan is for training mode."""
-    flags = [(module, module.training) for module in model.modules()]
-    model.train()
-    try:
-        yield
-    finally:
-        for module, flag in flags:
-            module.training = flag
-
-
-@contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in values:
-                buffer.copy_(value)

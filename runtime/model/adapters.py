@@ -48,18 +48,20 @@ class LowRankLinear(nn.Module):
     def __init__(
         self,
         base: nn.Module,
-        num_in: int,
-        num_out: int,
+        sizes: tuple[int, int],
         *,
         rank: int,
         alpha: float,
         use_rslora: bool = False,
         device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        """``sizes``: inputs and outputs of ``base``."""
         super().__init__()
+        num_in, num_out = sizes
         weight = base.weight
         assert isinstance(weight, torch.Tensor)
-        place: dict[str, Any] = {"dtype": weight.dtype, "device": device or weight.device}
+        place: dict[str, Any] = {"dtype": dtype or weight.dtype, "device": device or weight.device}
         self.base = base
         self.base.requires_grad_(False)
         self.lora_a = nn.Parameter(torch.empty(rank, num_in, **place))
@@ -95,8 +97,8 @@ def add_lora(
 
     ``targets`` are the maps' names within a block, or the ends of them (``"q_proj"``, ``"mlp.up_proj"``); none: all
     linear maps.  The scale is alpha / rank, or alpha / sqrt(rank) with ``use_rslora``; without ``alpha`` that is the
-    rank.  It costs nothing.  The matrices have the dtype of the map that they
-    lie beside, and lie where it does, or on ``device``.  Raises WorkloadError if the rank makes no sense or a target
+    rank.  It costs nothing.  The matrices have the dtype of the map that they lie beside, of a packed one that which it
+    computes in, and lie where it does, or on ``device``.  Raises WorkloadError if the rank makes no sense or a target
     names nothing.
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= _MAX_RANK:
@@ -125,12 +127,28 @@ def add_lora(
             )
     model.requires_grad_(False)
     for path in chosen:
-        module, (num_in, num_out) = maps[path]
+        module, sizes = maps[path]
         parent, _, name = path.rpartition(".")
         scaled = float(rank) if alpha is None else alpha
-        adapted = LowRankLinear(module, num_in, num_out, rank=rank, alpha=scaled, use_rslora=use_rslora, device=device)
+        dtype = _dtype_beside(module, model)
+        adapted = LowRankLinear(
+            module, sizes, rank=rank, alpha=scaled, use_rslora=use_rslora, device=device, dtype=dtype
+        )
         setattr(model.get_submodule(parent), name, adapted)
     return chosen
+
+
+def _dtype_beside(module: nn.Module, model: nn.Module) -> torch.dtype:
+    """The element type of matrices beside a linear map: that of its products."""
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    if weight.is_floating_point():
+        return weight.dtype
+    computed = getattr(module, "compute_dtype", None)
+    if isinstance(computed, torch.dtype):
+        return computed
+    # Packed into eight bits: it computes in the element type of what it is given.
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
 
 def _sizes(module: nn.Module) -> tuple[int, int] | None:

@@ -25,6 +25,13 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, field.name, None))
 
 
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose memory ``tensor`` has: within ``torch.vmap``, where masks are made, it is one of wrappers."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def containers_as_they_are(value: Any) -> Any:
     """``value`` with new lists, dicts and sets in the place of those that it holds; tensors and the like are the same.
 

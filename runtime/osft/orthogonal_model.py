@@ -13,6 +13,7 @@ from torch import distributed, nn
 
 from ...shared.basics.errors import WorkloadError
 from ...shared.factors.sizes import FACTOR_NAMES, check_ratio, num_frozen
+from ..quantized.checks import refuse_quantized
 from .cache import FactorCache
 from .factorisation import Factors, factorise, reconstruct
 from .linear import OrthogonalLinear
@@ -47,6 +48,7 @@ def make_orthogonal(
     either, and all ranks raise the same.
     """
     check_ratio(unfreeze_rank_ratio)
+    refuse_quantized(model, "orthogonal subspace fine-tuning trains factors of weights", "Load the model unpacked.")
     found = find_targets(model, targets)
     if group is not None and group.size() > 1:
         _replace_together(model, found, unfreeze_rank_ratio, device, cache, on_progress, group)

@@ -213,7 +213,7 @@ class _TiledTracer:
         shapes = _tiled_shapes(piece)
         is_last = piece is self._family.pieces[-1]
         traced = [self.at(piece, shape, alone) for shape in (shapes[:-1] if is_last else shapes)]
-        fit = TiledFit(piece)
+        fit = TiledFit.of_piece(piece)
         why: dict[str, str] = {}
         places: dict[str, list[FamilyPlace]] = {}
         for part, own in alone.items():

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import combinations
-from math import lcm, prod
-from typing import Any, Final
+from math import lcm
+from typing import Any, Self
 
 from ...shared.basics.errors import WorkloadError
 from ...shared.families.family import FamilyCall, FamilyPiece, FamilyPlace
@@ -19,12 +18,10 @@ from ...shared.families.tilings import TiledLoop, TiledPiece, TiledRun, TiledSec
 from ...shared.observed.observation import Observation, OperatorCall
 from ...shared.observed.observed_inputs import PhaseKey
 from ...shared.schema.plan import ActivationMode
+from .few_terms import MOST_TERMS, Solver, Terms, kind_of
 
-_MOST_TERMS: Final = 3
 Values = tuple[int, ...]
 """Of the family's variables, then the tokens of the tile, and of the one before; 0 where there is none."""
-Terms = tuple[tuple[int, Fraction], ...]
-"""A polynomial: (monomial, coefficient) of each term."""
 Seen = Mapping[ActivationMode, Mapping[PhaseKey, Observation]]
 
 
@@ -35,18 +32,32 @@ class TilesNotPolynomialError(WorkloadError):
 class TiledFit:
     """The sections of one piece, as they are fitted."""
 
-    def __init__(self, piece: FamilyPiece) -> None:
-        """``piece``: that of the family without tiles."""
-        monomials = piece.monomials
-        self._known = [[Fraction(c, piece.denominator) for c in row] for row in piece.polynomials]
+    def __init__(self, monomials: Sequence[tuple[int, ...]], known: Sequence[Sequence[Fraction]]) -> None:
+        """``monomials``: exponents of all variables but those of tiles; ``known``: polynomials of the first of them."""
+        self._known = known
         num = len(monomials[0])
         base = [(*exponents, 0, 0) for exponents in monomials]
         self._monomials = [*base, (*[0] * num, 1, 0), (*[0] * num, 0, 1)]
         self._num_base = len(base)
-        self._solvers: dict[tuple[tuple[Values, ...], int], _Solver] = {}
+        self._solvers: dict[tuple[tuple[Values, ...], int], Solver] = {}
         self._polynomials: dict[Terms, int] = {}
         self._calls: dict[FamilyCall, int] = {}
         self._sections: dict[TiledSection, int] = {}
+
+    @classmethod
+    def of_piece(cls, piece: FamilyPiece) -> Self:
+        """Beside the piece of a family without tiles."""
+        return cls(piece.monomials, _coefficients(piece))
+
+    @classmethod
+    def of_ranks(cls, piece: FamilyPiece, ranks: Collection[int]) -> Self:
+        """Beside the same at a rank's own tokens, with the number of ranks, one of ``ranks``, as another variable.
+
+        Some tensors have the tokens of all ranks.
+        """
+        lifted = [(*exponents, 0) for exponents in piece.monomials]
+        batches = sorted({exponents[0] for exponents in piece.monomials}) if len(ranks) > 1 else []
+        return cls([*lifted, *((batch, 1, 1) for batch in batches)], _coefficients(piece))
 
     def places(self, traced: Sequence[tuple[Values, Seen]], wanted: Callable[[PhaseKey], bool]) -> list[FamilyPlace]:
         """The sections at wanted places, by what traces at shapes (the family's variables) have seen of them.
@@ -119,9 +130,9 @@ class TiledFit:
 
     def _run(self, runs: Sequence[_Run], label: str, *, num_extra: int) -> TiledRun:
         """What runs that have to be alike do; figures may depend on ``num_extra`` of the tile's two variables."""
-        kinds = [_kind(call) for call in runs[0].calls]
+        kinds = [kind_of(call) for call in runs[0].calls]
         for one in runs:
-            if [_kind(call) for call in one.calls] != kinds:
+            if [kind_of(call) for call in one.calls] != kinds:
                 raise TilesNotPolynomialError(
                     f"the {label} does not do the same at {list(runs[0].values)} and at {list(one.values)}."
                 )
@@ -164,16 +175,16 @@ class TiledFit:
         if len(terms) != 1:
             raise TilesNotPolynomialError(
                 f"the {label} is {list(wanted[:8])} at {[list(at) for at in used[:8]]}, which "
-                f"{'more than one' if terms else 'no'} polynomial of {_MOST_TERMS} terms gives."
+                f"{'more than one' if terms else 'no'} polynomial of {MOST_TERMS} terms gives."
             )
         return self._polynomials.setdefault(next(iter(terms)), len(self._polynomials))
 
     def _terms(self, used: tuple[Values, ...], wanted: tuple[int, ...], num_extra: int) -> Collection[Terms]:
         """The polynomials that give ``wanted``: of few terms, or else one of the family and few terms more."""
-        for extra in dict.fromkeys((0, num_extra)):
-            found = self._solver(used, extra).polynomials(wanted)
-            if found:
-                return found
+        # Of fewest terms, and without the tile's variables if they spare none.
+        found = [self._solver(used, extra).polynomials(wanted) for extra in dict.fromkeys((0, num_extra))]
+        if any(found):
+            return min((terms for terms in found if terms), key=lambda terms: len(next(iter(terms))))
         solver = self._solver(used, num_extra)
         possible: dict[int, set[Terms]] = {}
         for row in self._known:
@@ -184,13 +195,17 @@ class TiledFit:
                     total[i] = total.get(i, Fraction(0)) + c
                 terms = tuple((i, c) for i, c in sorted(total.items()) if c)
                 possible.setdefault(len(more), set()).add(terms)
-        fewest = min(possible, default=_MOST_TERMS)
-        return possible[fewest] if fewest < _MOST_TERMS else ()
+        fewest = min(possible, default=MOST_TERMS)
+        return possible[fewest] if fewest < MOST_TERMS else ()
 
-    def _solver(self, used: tuple[Values, ...], extra: int) -> _Solver:
+    def _solver(self, used: tuple[Values, ...], extra: int) -> Solver:
         if (used, extra) not in self._solvers:
-            self._solvers[used, extra] = _Solver(self._monomials[: self._num_base + extra], used)
+            self._solvers[used, extra] = Solver(self._monomials[: self._num_base + extra], used)
         return self._solvers[used, extra]
+
+
+def _coefficients(piece: FamilyPiece) -> list[list[Fraction]]:
+    return [[Fraction(c, piece.denominator) for c in row] for row in piece.polynomials]
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,90 +255,3 @@ class _Cut:
         assert not is_within, "a loop over tiles ends in another section"
         outside.append(run(len(seen.calls)))
         return cls(outside, loops)
-
-
-def _kind(call: OperatorCall) -> tuple[Any, ...]:
-    """What of a call is no number."""
-    storages = tuple(storage for storage, _ in call.reads)
-    return call.name, call.operation_class, call.dtype, storages, len(call.writes_bytes), len(call.shape)
-
-
-class _Solver:
-    """Polynomials of few terms through figures at given values of the variables."""
-
-    def __init__(self, monomials: Sequence[tuple[int, ...]], values: Sequence[Values]) -> None:
-        self._rows = [[prod(v**e for v, e in zip(at, m, strict=True)) for m in monomials] for at in values]
-        self._known: dict[tuple[int, ...], frozenset[Terms]] = {}
-        self._bases: dict[int, dict[tuple[int, ...], tuple[list[int], list[list[Fraction]]]]] = {}
-        self._num = len(monomials)
-
-    def polynomials(self, figures: tuple[int, ...]) -> frozenset[Terms]:
-        """Those of fewest terms that give ``figures``: the terms of each, as (monomial, coefficient)."""
-        found = self._known.get(figures)
-        if found is None:
-            found = self._known[figures] = self._through(figures)
-        return found
-
-    def rest(self, figures: tuple[int, ...], row: Sequence[Fraction]) -> tuple[int, ...] | None:
-        """``figures`` less those of a polynomial of the family's variables; None if that is none of whole numbers."""
-        given = [sum((c * r for c, r in zip(row, powers, strict=False) if c), Fraction(0)) for powers in self._rows]
-        if any(value.denominator > 1 for value in given):
-            return None
-        return tuple(figure - int(value) for figure, value in zip(figures, given, strict=True))
-
-    def _through(self, figures: tuple[int, ...]) -> frozenset[Terms]:
-        if not any(figures):
-            return frozenset({()})
-        for size in range(1, min(_MOST_TERMS, len(self._rows) - 1) + 1):
-            found = set()
-            for chosen, (places, inverse) in self._inverses(size).items():
-                given = [figures[place] for place in places]
-                terms = [sum((a * b for a, b in zip(line, given, strict=True) if b), Fraction(0)) for line in inverse]
-                if all(terms) and self._are_met(chosen, terms, figures):
-                    found.add(tuple(zip(chosen, terms, strict=True)))
-            if found:
-                return frozenset(found)
-        return frozenset()
-
-    def _are_met(self, chosen: tuple[int, ...], terms: Sequence[Fraction], figures: tuple[int, ...]) -> bool:
-        common = lcm(*(term.denominator for term in terms))
-        whole = [int(term * common) for term in terms]
-        return all(
-            sum(c * row[i] for i, c in zip(chosen, whole, strict=True)) == figure * common
-            for row, figure in zip(self._rows, figures, strict=True)
-        )
-
-    def _inverses(self, size: int) -> dict[tuple[int, ...], tuple[list[int], list[list[Fraction]]]]:
-        """By ``size`` monomials of a polynomial: rows that determine their coefficients, and the inverse of these."""
-        if size not in self._bases:
-            self._bases[size] = {}
-            for chosen in combinations(range(self._num), size):
-                solved = _independent([[Fraction(row[i]) for i in chosen] for row in self._rows])
-                if solved is not None:
-                    self._bases[size][chosen] = solved
-        return self._bases[size]
-
-
-def _independent(rows: Sequence[Sequence[Fraction]]) -> tuple[list[int], list[list[Fraction]]] | None:
-    """The first rows that are independent, as many as there are columns, and their inverse; None if they are fewer."""
-    size = len(rows[0])
-    places: list[int] = []
-    # Rows in reduced form, each with the combination of the chosen rows that it is.
-    reduced: list[tuple[int, list[Fraction]]] = []
-    for place, row in enumerate(rows):
-        line = [*row, *(Fraction(int(i == len(places))) for i in range(size))]
-        for column, other in reduced:
-            factor = line[column]
-            if factor:
-                line = [a - factor * b for a, b in zip(line, other, strict=True)]
-        pivot = next((i for i in range(size) if line[i]), None)
-        if pivot is None:
-            continue
-        head = line[pivot]
-        line = [value / head for value in line]
-        reduced = [(c, [a - o[pivot] * b for a, b in zip(o, line, strict=True)] if o[pivot] else o) for c, o in reduced]
-        reduced.append((pivot, line))
-        places.append(place)
-        if len(places) == size:
-            return places, [line[size:] for _, line in sorted(reduced, key=lambda one: one[0])]
-    return None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
 from ...shared.basics.errors import ProtwinError
 from ...shared.schema.workload import Workload
-from ..model.batches import Batch
+from ..model.batches import Batch, BatchRefusedError
 from .forced_choices import ForcedChoices, Routing
 from .other_batches import other_batches
 from .value_dependence import ValueWatch, joined
@@ -39,16 +39,24 @@ def with_other_values(found: Workload, watch: ValueWatch, batch: Batch, again: A
             break
     others = watch.sized_by_values - forced
     if others:
-        runs += [run for values in other_batches(batch) if (run := _accepted(again, values)) is not None]
+        tried = _accepted_of(again, other_batches(batch))
+        # Tokens may say where pictures stand, whose number is given: then only what is seen and heard may be another.
+        runs += tried or _accepted_of(again, other_batches(batch, has_other_tokens=False))
     if not forced | others:
         return found
     return with_worst_memory([found, *runs], forced | others, forced)
+
+
+def _accepted_of(again: Again, batches: Iterable[Batch]) -> list[Workload]:
+    return [run for values in batches if (run := _accepted(again, values)) is not None]
 
 
 def _accepted(again: Again, values: Batch) -> Workload | None:
     """What the model does with ``values``, which were made up; None if it refuses them."""
     try:
         return again(values, None)[0]
+    except BatchRefusedError:
+        return None
     except (RuntimeError, ValueError, IndexError, KeyError) as error:
         if isinstance(error, (ProtwinError, torch.OutOfMemoryError)):
             raise

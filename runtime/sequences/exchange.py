@@ -82,13 +82,18 @@ def check_heads(num_heads: int, num_key_heads: int, num_ranks: int, name: str) -
     They divide query heads.  They divide key-value heads too, or are a multiple of them: each of these is then
     replicated on as many ranks as have its queries.
     """
-    allowed = [ranks for ranks in range(1, num_heads + 1) if _divide(num_heads, num_key_heads, ranks)]
+    allowed = allowed_ranks(num_heads, num_key_heads)
     if num_ranks not in allowed:
         raise PlanError(
             f"sequence_ranks: {num_ranks} ranks cannot divide the {num_heads} query heads and {num_key_heads} "
             f"key-value heads of {name}. Ranks divide query heads, and divide key-value heads or are a multiple of "
             f"them. Choose from {', '.join(map(str, allowed))}."
         )
+
+
+def allowed_ranks(num_heads: int, num_key_heads: int) -> list[int]:
+    """Numbers of ranks that can divide heads (``check_heads``), in order."""
+    return [ranks for ranks in range(1, num_heads + 1) if _divide(num_heads, num_key_heads, ranks)]
 
 
 def _divide(num_heads: int, num_key_heads: int, ranks: int) -> bool:

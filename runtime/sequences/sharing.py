@@ -109,10 +109,16 @@ def check_model(model: nn.Module, sequence_ranks: int) -> None:
             raise _refused(name, f"counts positions from the number of its padding token ({path})")
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise _refused(name, "takes no position_ids, and would count every rank's tokens from 0")
+    if (heads := heads_of(model)) is not None:
+        check_heads(*heads, sequence_ranks, name)
+
+
+def heads_of(model: nn.Module) -> tuple[int, int] | None:
+    """Query heads and key-value heads of a model's attention; None where its configuration does not say."""
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     heads = getattr(text, "num_attention_heads", None)
-    if isinstance(heads, int):
-        check_heads(heads, getattr(text, "num_key_value_heads", None) or heads, sequence_ranks, name)
+    return (heads, getattr(text, "num_key_value_heads", None) or heads) if isinstance(heads, int) else None
 
 
 def check_length(num_tokens: int, sequence_ranks: int) -> None:

@@ -66,6 +66,20 @@ def check_tiled_loss(model: nn.Module, loss_tiles: int) -> None:
     check_loss_tiles(loss_tiles)
     if loss_tiles > 1:
         head_of_tokens(model)
+    if loss_tiles > 1 and _is_of_liger(model):
+        raise PlanError(
+            f"loss_tiles is {loss_tiles}, but {type(model).__name__} computes its loss by Liger's kernel "
+            f"(fused_linear_cross_entropy), which forms no whole logits either. Train it with loss_tiles 1, or apply "
+            f"Liger's kernels without that one."
+        )
+
+
+def _is_of_liger(model: nn.Module) -> bool:
+    """Whether Liger has replaced the forward of ``model``, as it does for its fused loss alone."""
+    return any(
+        str(getattr(module.forward, "__module__", "")).startswith("liger_kernel.transformers.model.")
+        for module in model.modules()
+    )
 
 
 def loss_tile_counts(counts: int | Sequence[int], loss: object | None) -> list[int]:

@@ -26,13 +26,15 @@ from .known_values import values_known, with_values_if_wanted
 def blocks_as_run(model: nn.Module, batch: Batch, loss: Loss | None, blocks: Sequence[NamedBlock]) -> list[str] | None:
     """Names of the blocks that the loss depends on, in the order in which they run.
 
+    A list none of whose blocks runs is no part of them: the batch has no images, say, for the blocks that see them.
     None if this is the order of ``blocks``, and where no order is right: if some do not run once each, or gradients end
     between them.
     """
     names = [block.name for block in blocks]
     ran, reached = with_values_if_wanted(batch, lambda with_values: _run(model, batch, loss, names, with_values))
     times = Counter(ran)
-    if any(times[name] != 1 for name in names):
+    lists_run = {name.rpartition(".")[0] for name in ran}
+    if any(times[name] != 1 for name in names if name.rpartition(".")[0] in lists_run):
         return None
     order = [name for name in ran if name in reached]
     return order if order and order != names and not _has_gap(ran, reached) else None

@@ -25,6 +25,7 @@ from ..model.batches import BatchRefusedError
 from ..model.configurations import build_model, first_line, quiet, training_dtype
 from ..osft.cache import FactorCache
 from ..osft.orthogonal_model import make_orthogonal
+from ..quantized.quantizing import quantize
 from .known_values import looks_at_values
 from .model_inputs import ModelInputs
 from .tracing import trace
@@ -70,7 +71,7 @@ def workload_of_configuration(
             model = configured_model(configuration, name, dtype, options)
         check_limits(model, name, given if packing is None else given | {SEQUENCE_LENGTH: packing.longest})
         refused: WorkloadError | None = None
-        for batch in ModelInputs(model).batches(given):
+        for batch in ModelInputs(model, options.images).batches(given):
             try:
                 with quiet(), autocast_of(options), one_message(model, name):
                     return trace(
@@ -113,11 +114,14 @@ def apply_options(
     cache: FactorCache | None = None,
     group: ProcessGroup | None = None,
 ) -> None:
-    """Add what ``options`` add to ``model``, factorise what they factorise and freeze what they freeze, in place.
+    """Do to ``model``, in place, what ``options`` say: pack linear maps, add to them, factorise them, freeze parts.
 
     What is added lies beside the model's own parameters, or on ``device``; ``cache`` has factorisations that were made
     before, and the ranks of ``group`` decompose some weights each.  Raises WorkloadError.
     """
+    if options.quantized is not None:
+        how = options.quantized.how
+        quantize(model, how.type, double=how.double, blocksize=how.blocksize, skip=options.quantized.skipped)
     if options.lora is not None:
         lora = options.lora
         add_lora(

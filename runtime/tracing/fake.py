@@ -39,11 +39,12 @@ from ..model.blocks import NamedBlock
 from ..model.kept_tensors import kept_tensors, replace_kept_tensors
 from ..model.strides import contiguous_strides, is_dense
 from ..quantized.states import relink
-from .known_values import known
+from .known_values import KnownValues, known
 
 _FUSED_ATTENTION: Final = "sdpa"
 _LAYER_NUMBERS: Final = re.compile("ind(ex|ic)|_layers$")
 """Fields that may list layers by their numbers, such as ``fullatt_block_indexes``."""
+_IMAGE_DIMS: Final = 4
 _LONGEST_PERIOD: Final = 8
 """Blocks after which a pattern of unequal ones may repeat."""
 
@@ -75,13 +76,13 @@ def _faked(tensor: torch.Tensor) -> torch.Tensor:
 def fake_batch(batch: Batch, mode: FakeTensorMode, *, with_values: bool = False) -> Batch:
     """A batch of fake tensors with the shapes, strides and dtypes of ``batch``.
 
-    With ``with_values``, real integers carry their values along (``known_values.py``).
+    With ``with_values``, real integers and small real images carry their values along (``known_values.py``).
     """
 
     def fake(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        if with_values and not (value.is_meta or value.is_floating_point() or value.is_complex()):
+        if with_values and _is_known(value):
             return known(value, mode)
         with mode:
             strides = value.stride() if is_dense(value.shape, value.stride()) else contiguous_strides(value.shape)
@@ -92,6 +93,12 @@ def fake_batch(batch: Batch, mode: FakeTensorMode, *, with_values: bool = False)
     if isinstance(batch, Mapping):
         return {key: fake(value) for key, value in batch.items()}
     return [fake(value) for value in batch]
+
+
+def _is_known(value: torch.Tensor) -> bool:
+    """Whether what a model decides by may be in it: which images are padding is read off their pixels."""
+    is_image = value.is_floating_point() and value.dim() >= _IMAGE_DIMS and value.numel() <= KnownValues.MOST
+    return not value.is_meta and (is_image or not (value.is_floating_point() or value.is_complex()))
 
 
 @contextmanager

@@ -103,7 +103,8 @@ def known(real: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     Of a view torch makes a view of a fake base, which carries nothing along: the twin of a copy is made instead.
     """
     if real._is_view():
-        real = real.clone()
+        with unset_fake_temporarily():
+            real = real.clone()
     return mode.fake_tensor_converter.from_real_tensor(mode, real, make_constant=True)
 
 

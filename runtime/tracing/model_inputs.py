@@ -9,8 +9,14 @@ Values matter to such models: they look for placeholders, and count patches.  So
 A family needs no entry here: what none of these rules covers is refused, with the names of what is wanted.
 
 [Note: How large an image is]
-A model that takes images of any size gets, in text, the largest square one whose placeholders fill at most half of the
-sequence.  Outside of text it needs ``image_size`` in its configuration.
+Without a stated size, a model that takes images of any size gets, in text, the largest square one whose placeholders
+fill at most half of the sequence, with those of the sample's other images.  Outside of text it needs ``image_size`` in
+its configuration.  Models that cut an image into tiles are asked for the features of one tile, of two, and so on, until
+they take the number: it follows from the size by a rule of each family.
+
+[Note: What images hold]
+Some models leave out images that are all zeros, as padding.  So images are ones where they are small enough to be held:
+a trace carries these values along (``known_values.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +24,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isqrt
+from itertools import islice
+from math import isqrt, prod
 from typing import Any, Final
 
 import torch
@@ -26,6 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...shared.basics.errors import WorkloadError
 from ...shared.families.family import BATCH_SIZE, SEQUENCE_LENGTH, TARGET_LENGTH
+from ...shared.schema.training_options import ImageOptions
 from ..model.configurations import first_line
 from ..model.heads import SOUNDS, Head, Labels, head_of, reads_more_than_text
 from .fake import fake_batch, fake_model
@@ -41,6 +49,9 @@ _CHANNELS: Final = ("num_channels", "in_channels", "in_chans")
 _SIZES: Final = ("image_size", "crop_size", "img_size")
 _BINS: Final = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "feature_size")
 _FRAMES: Final = ("num_frames", "frames_per_clip")
+_COLOURS: Final = 3
+"""Channels of images that are cut into patches, where nothing says otherwise."""
+_MOST_TILES: Final = 10
 _FIRST_TOKEN: Final = 5
 """Lower ones are often padding, the beginning or the end."""
 _FRAMES_PER_TOKEN: Final = 8
@@ -51,13 +62,19 @@ _SAMPLES_PER_TOKEN: Final = 1280
 
 def part_with(config: Any, *fields: str) -> tuple[Any, str] | None:
     """The part of a configuration that has one of ``fields``, and which: the configuration itself, else its parts."""
-    parts = [config]
-    for part in parts:
+    for part in _parts(config):
         for field in fields:
             if getattr(part, field, None) is not None:
                 return part, field
-        parts += [getattr(part, name, None) for name in getattr(part, "sub_configs", {})]
     return None
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    """A configuration and its parts, the outer ones first."""
+    parts = [config]
+    for part in parts:
+        yield part
+        parts += [getattr(part, name, None) for name in getattr(part, "sub_configs", {})]
 
 
 def _value(config: Any, *fields: str) -> Any | None:
@@ -72,17 +89,44 @@ class _Modality:
     name: str
     """As in ``get_image_features`` and ``image_token_id``."""
     inputs: Inputs
+    """Of one image or sound."""
+    is_listed: bool = False
+    """Whether a sample has a list of them, in a dim of its own."""
+
+    def of(self, batch_size: int, per_sample: int) -> Inputs:
+        """Those of all samples."""
+        if not self.is_listed:
+            return _of_samples(self.inputs, batch_size * per_sample)
+        return {
+            name: value.repeat(batch_size, per_sample, *(1,) * (value.dim() - 2)) if value.dim() > 2 else value
+            for name, value in self.inputs.items()
+        }
 
 
 class ModelInputs:
     """Makes batches for one model, on the meta device but for integers that are few."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, images: ImageOptions | None = None) -> None:
+        """``images``: their size and number where samples have any.  Raises WorkloadError if the model reads none."""
         self._model = model
         self._config = model.config
+        self._size = None if images is None else images.size
+        self._per_sample = 1 if images is None else images.per_sample
         self._takes = inspect.signature(type(model).forward).parameters
         self._labels = Labels.of(model)
         self._main = self._main_input()
+        if images is not None:
+            self._check_images(images)
+
+    def _check_images(self, images: ImageOptions) -> None:
+        kind, stands_in_text = type(self._model).__name__, self._main == _TOKENS and self._is_text_with_more()
+        if _IMAGES not in self._takes or not (self._main in (_IMAGES, _VIDEOS) or self._reads_images()):
+            raise WorkloadError(f"{kind} reads no images. Leave --image-size and --images out.")
+        if images.per_sample > 1 and not stands_in_text:
+            raise WorkloadError(f"{kind} takes one image per sample, not {images.per_sample}. Leave --images out.")
+
+    def _reads_images(self) -> bool:
+        return self._is_text_with_more() or self._labels.head is Head.PAIRS
 
     def _main_input(self) -> str:
         """The input that a sample's length is told of."""
@@ -134,6 +178,8 @@ class ModelInputs:
                 yield {_TOKENS: _integers(shape)}
             else:
                 yield from self._text_with_more(batch_size, length)
+        elif self._main == _IMAGES and _TOKENS in self._required() and self._is_text_with_more():
+            yield from self._text_with_more(batch_size, length)
         elif self._main == _IMAGES:
             text = {_TOKENS: self._tokens((batch_size, length))} if _TOKENS in self._required() else {}
             yield self._images(batch_size) | text | self._masked_patches(batch_size)
@@ -148,10 +194,15 @@ class ModelInputs:
         return self._labels.head is Head.TOKENS and reads_more_than_text(self._model)
 
     def _tokens(self, shape: Sequence[int]) -> torch.Tensor:
-        return _integers(shape, fill=self._filler())
+        return _integers(shape, fill=self.filler)
 
-    def _filler(self) -> int:
+    @property
+    def filler(self) -> int:
         """A token that stands for nothing else."""
+        return self.plain_tokens(1)[0]
+
+    def plain_tokens(self, most: int) -> list[int]:
+        """Tokens that stand for nothing else: at least one, and at most so many."""
         text = self._config.get_text_config()
         taken = {
             value
@@ -159,17 +210,20 @@ class ModelInputs:
             for name, value in part.to_dict().items()
             if isinstance(value, int) and "token" in name
         }
-        most = getattr(text, "vocab_size", None) or _FIRST_TOKEN + 1
-        return next((token for token in range(min(_FIRST_TOKEN, most - 1), most) if token not in taken), 0)
+        size = getattr(text, "vocab_size", None) or _FIRST_TOKEN + 1
+        plain = (token for token in range(min(_FIRST_TOKEN, size - 1), size) if token not in taken)
+        return list(islice(plain, most)) or [0]
 
     def _text_with_more(self, batch_size: int, length: int) -> Iterator[Inputs]:
         """Text in which one image stands, or one sound."""
         if _IMAGES in self._takes:
-            modalities = list(self._images_in_text(length))
+            modalities = self._images_in_text(length)
         else:
-            modalities = [_Modality("audio", sounds) for sounds in self._sounds(1, length)]
+            modalities = (_Modality("audio", sounds) for sounds in self._sounds(1, length))
+        tried: list[_Modality] = []
         reasons: list[Exception] = []
         for modality in modalities:
+            tried.append(modality)
             try:
                 tokens = self._with_placeholders(batch_size, length, modality)
             except WorkloadError:
@@ -178,12 +232,12 @@ class ModelInputs:
                 # Whatever a family raises about a shape that is not its own.
                 reasons.append(error)
             else:
-                yield tokens | _of_samples(modality.inputs, batch_size)
-        if len(reasons) == len(modalities):
-            shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in modalities[0].inputs.items())
+                yield tokens | modality.of(batch_size, self._number_of(modality))
+        if len(reasons) == len(tried):
+            shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in tried[0].inputs.items())
             reason = next((each for each in reasons if looks_at_values(each)), reasons[0])
             raise WorkloadError(
-                f"{type(self._model).__name__} makes no features of one {modalities[0].name} ({shapes}): "
+                f"{type(self._model).__name__} makes no features of one {tried[0].name} ({shapes}): "
                 f"{first_line(reason)}. Trace it with a batch of its own in Python: protwin.runtime.trace(model, "
                 f"batch)."
             ) from reason
@@ -193,54 +247,84 @@ class ModelInputs:
             yield _Modality("image", self._patches(length))
             return
         images = self._images(1)
-        tiled = images | {_IMAGES: images[_IMAGES].unsqueeze(1)}
+        listed = images | {_IMAGES: images[_IMAGES].unsqueeze(1)}
         sizes = {"image_sizes": torch.tensor([images[_IMAGES].shape[-2:]])} if "image_sizes" in self._takes else {}
         # One image per sample, or a list of images or tiles, which are one dim more.
         yield _Modality("image", images)
         if sizes:
             yield _Modality("image", images | sizes)
-        yield _Modality("image", tiled)
-        if sizes:
-            yield _Modality("image", tiled | sizes)
+        yield _Modality("image", listed, is_listed=True)
+        for number in range(1, _MOST_TILES + 1) if sizes else ():
+            tiles = {_IMAGES: listed[_IMAGES].repeat(1, number, 1, 1, 1)}
+            yield _Modality("image", images | tiles | sizes)
+
+    def _number_of(self, modality: _Modality) -> int:
+        """Images or sounds in the text of one sample."""
+        return self._per_sample if modality.name == "image" else 1
 
     def _patches(self, length: int) -> Inputs:
         """An image as rows of patches, and how many there are in time, height and width; of one sample."""
         side = _value(self._config, *_SIZES)
         part = self._config.vision_config
         patch, merged = part.patch_size, getattr(part, "spatial_merge_size", 1)
-        if isinstance(side, int):
-            across = max(1, side // (patch * merged)) * merged
+        if self._size is not None:
+            down, across = (self._whole_patches(pixels, patch * merged) * merged for pixels in self._size)
+        elif isinstance(side, int):
+            down = across = max(1, side // (patch * merged)) * merged
         else:
-            across = max(1, isqrt(length // 2)) * merged
+            down = across = max(1, isqrt(length // 2 // self._per_sample)) * merged
         frames = getattr(part, "temporal_patch_size", 1)
         width = (_value(part, *_CHANNELS) or 3) * frames * patch * patch
         return {
-            _IMAGES: _empty((across * across, width), self._model.dtype),
-            "image_grid_thw": torch.tensor([[1, across, across]]),
+            _IMAGES: _seen((down * across, width), self._model.dtype),
+            "image_grid_thw": torch.tensor([[1, down, across]]),
         }
 
+    def _whole_patches(self, pixels: int, patch: int) -> int:
+        if pixels % patch:
+            raise WorkloadError(
+                f"{type(self._model).__name__} reads images in patches of {patch} pixels, and a side of {pixels} is no "
+                f"whole number of them. Make it {max(1, pixels // patch) * patch} in --image-size."
+            )
+        return pixels // patch
+
     def _with_placeholders(self, batch_size: int, length: int, modality: _Modality) -> Inputs:
-        """Tokens, with as many placeholders after the first as the model makes features of one image or sound."""
+        """Tokens, with as many placeholders after each beginning as the model makes features of an image or sound."""
         token = _value(self._config, *(f"{modality.name}_token_{end}" for end in ("id", "index")))
         tokens = self._tokens((batch_size, length))
         if token is None:
+            self._check_no_token(modality)
             return {_TOKENS: tokens}
-        num_features = self._num_features(modality)
+        num_features, number = self._num_features(modality), self._number_of(modality)
         starts = _value(self._config, f"{modality.name}_start_token_id", "vision_start_token_id")
-        if num_features + 2 > length:
+        if (least := (num_features + 1) * number + 1) > length:
             raise WorkloadError(
-                f"{modality.name}s take {num_features} tokens each of {type(self._model).__name__}'s text, and "
-                f"sequence_length is {length}. Raise it to {num_features + 2} at least."
+                f"{modality.name}s take {num_features} tokens each of {type(self._model).__name__}'s text, "
+                f"{number} of them and what stands around them {least}, and sequence_length is {length}. Raise it to "
+                f"{least} at least."
+                if number > 1
+                else f"{modality.name}s take {num_features} tokens each of {type(self._model).__name__}'s text, and "
+                f"sequence_length is {length}. Raise it to {least} at least."
             )
-        if not tokens.is_meta:
-            tokens[:, 0] = starts if isinstance(starts, int) else tokens[:, 0]
-            tokens[:, 1 : num_features + 1] = token
+        for begin in range(0, number * (num_features + 1), num_features + 1) if not tokens.is_meta else ():
+            tokens[:, begin] = starts if isinstance(starts, int) else tokens[:, begin]
+            tokens[:, begin + 1 : begin + num_features + 1] = token
         types = {
             name: (tokens == token).long() if not tokens.is_meta else _integers(tokens.shape)
             for name in ("mm_token_type_ids", "token_type_ids")
             if name in self._takes
         }
         return {_TOKENS: tokens} | types
+
+    def _check_no_token(self, modality: _Modality) -> None:
+        """Raise WorkloadError if the configuration has a field for a token that stands for images or sounds, unset."""
+        fields = [f"{modality.name}_token_{end}" for end in ("id", "index")]
+        unset = [field for field in fields for part in _parts(self._config) if hasattr(part, field)]
+        if unset:
+            raise WorkloadError(
+                f"the configuration of {type(self._model).__name__} leaves {unset[0]} open, the token that stands for "
+                f"{modality.name}s in text. Add it."
+            )
 
     def _num_features(self, modality: _Modality) -> int:
         """Rows that stand for one image or sound, counted in a run of that part of the model on fake tensors."""
@@ -253,7 +337,9 @@ class ModelInputs:
         mode = FakeTensorMode()
         twin: Any = fake_model(self._model, mode)
         takes = inspect.signature(getattr(twin, extract)).parameters
-        given = {name: value for name, value in modality.inputs.items() if name in takes}
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
+        is_known = set(inspect.signature(type(self._model).forward).parameters) if takes_all else set(takes)
+        given = {name: value for name, value in modality.inputs.items() if name in is_known}
         with values_known(mode):
             found = getattr(twin, extract)(**fake_batch(given, mode, with_values=True))  # type: ignore[arg-type]
         pooled = getattr(found, "pooler_output", None)
@@ -265,7 +351,9 @@ class ModelInputs:
 
     def _image_dims(self) -> tuple[int, int, int]:
         """Channels, height and width.  Raises WorkloadError if the configuration does not say."""
-        channels, size = _value(self._config, *_CHANNELS), _value(self._config, *_SIZES)
+        channels, size = _value(self._config, *_CHANNELS), self._size or _value(self._config, *_SIZES)
+        if channels is None and any(getattr(part, "patch_size", None) for part in _parts(self._config)):
+            channels = _COLOURS
         if size is None or channels is None:
             missing = "image_size" if size is None else "num_channels"
             raise WorkloadError(
@@ -280,7 +368,7 @@ class ModelInputs:
     def _images(self, batch_size: int) -> Inputs:
         frames = _value(self._config, *_FRAMES) if self._is_of_frames() else None
         dims = (batch_size, *((frames,) if frames else ()), *self._image_dims())
-        return {_IMAGES: _empty(dims, self._model.dtype)}
+        return {_IMAGES: _seen(dims, self._model.dtype)}
 
     def _is_of_frames(self) -> bool:
         return "Video" in type(self._model).__name__
@@ -372,6 +460,13 @@ def _integers(shape: Sequence[int], fill: int = 0) -> torch.Tensor:
     if size > KnownValues.MOST:
         return _empty(shape, torch.long)
     return torch.full(tuple(shape), fill, dtype=torch.long)
+
+
+def _seen(dims: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Figures of images: [Note: What images hold]."""
+    if prod(dims) > KnownValues.MOST:
+        return _empty(dims, dtype)
+    return torch.ones(tuple(dims), dtype=dtype)
 
 
 def _empty(dims: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -29,7 +29,7 @@ from ..hooks.swapping import SwappableTally
 from ..model.batches import Batch, Loss, batch_tensors, loss_of
 from ..model.blocks import NamedBlock
 from ..model.kept_tensors import kept_tensors
-from ..model.nested_tensors import storage_bytes, tensors_in
+from ..model.nested_tensors import storage_bytes, tensors_in, unwrapped
 from ..model.parameters import SeenUses, asks_for_facts
 from ..routing.forced_choices import ForcedChoices
 from ..routing.value_dependence import ValueWatch
@@ -197,7 +197,7 @@ class SectionObserver:
         kind, section = announced
         # Classes of tensors are not asked: a look is no use.
         with torch._C.DisableTorchFunctionSubclass():
-            storages = [tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))]
+            storages = [unwrapped(tensor).untyped_storage()._cdata for tensor in tensors_in((args, kwargs))]
         for storage in storages:
             seen = self._uses_of_storage.get(storage)
             if seen is not None:

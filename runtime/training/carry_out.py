@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from ...shared.basics.documents import Document
@@ -30,6 +31,7 @@ from ..ranks.own_device import device_of_rank
 from ..ranks.world import World, exchanged, join_world
 from ..recording.replanning import Replan, Replanning
 from .assembly import TrainingSettings
+from .progress import Call
 from .training import Training
 
 _T = TypeVar("_T", bound=Training)
@@ -228,6 +230,17 @@ def training_of(model: nn.Module) -> Training | None:
     found = owner_of(model)
     assert found is None or isinstance(found, Training)
     return found
+
+
+def gradient_norm(training: Training) -> torch.Tensor | None:
+    """The norm of all gradients of the running step, before they are clipped: between backward and ``step()``.
+
+    Of all ranks' together, where these have parts.  None where the plan limits no norm, so that none is taken.  Raises
+    ScheduleError elsewhere in a step, and whatever a lane raised.
+    """
+    progress, task = training._progress, training._compute.task_at_hand
+    progress.check(Call.STEP, task)
+    return training._lanes.norm(progress.iteration)
 
 
 def device_for(model: nn.Module, named: str | None, world: World | None = None) -> TrainingDevice:

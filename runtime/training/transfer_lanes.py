@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from torch import Tensor
+
 from ...shared.order.memory_events import memory_events
 from ...shared.schema.schedule import LANES_ALONE, OF_OWNERS, Lane, Schedule, Task, TaskId, TaskKind
 from ..chunks.gradient_stand_ins import Norms
@@ -237,6 +239,14 @@ class TransferLanes:
             return self.work.clipped[iteration, None].norms
 
         return wait
+
+    def norm(self, iteration: int) -> Tensor | None:
+        """The norm of all gradients of an iteration, once it is taken; raises what its task raised.  None without."""
+        wait = self.norms(iteration)
+        if wait is None:
+            return None
+        wait()
+        return self.work.clipped[iteration, None].norm
 
     # -- ending ------------------------------------------------------------------------------------------------------
 

@@ -14,9 +14,10 @@ import typer
 from ..basics.errors import FileError, ProtwinError
 from ..basics.units import parse_bytes, parse_bytes_per_s, parse_count
 from ..optimizers.names import host_gradients_named, optimizer_named
+from ..phases.quantization import BLOCKSIZE, BLOCKSIZES, Quantization, QuantizedType
 from ..schema.optimizer import HostGradients, Optimizer
 from ..schema.plan import Plan, TrainingMethod
-from ..schema.training_options import LoraOptions, OsftOptions, TrainingOptions
+from ..schema.training_options import ImageOptions, LoraOptions, OsftOptions, QuantizationOptions, TrainingOptions
 from ..schema.workload import DType
 from .output import check_standard_output, is_standard_output
 from .told import warn as warn
@@ -206,6 +207,22 @@ LoraTargets = Annotated[
         "--lora-targets", metavar="NAMES", help="Linear maps that get them (q_proj,v_proj), instead of all of a block."
     ),
 ]
+QuantizedTo = Annotated[
+    QuantizedType | None,
+    typer.Option(
+        "--quantize",
+        metavar="TYPE",
+        help="Pack the weights beside which LoRA trains into few bits: nf4, fp4 or int8, by bitsandbytes.",
+    ),
+]
+DoubleQuantize = Annotated[
+    bool,
+    typer.Option("--double-quantize", help="Quantize the scales of 4-bit blocks themselves."),
+]
+QuantizationBlock = Annotated[
+    int | None,
+    typer.Option("--quantization-blocksize", metavar="N", help="Scalars that share a scale, instead of 64."),
+]
 LoraAlpha = Annotated[
     float | None,
     typer.Option("--lora-alpha", metavar="ALPHA", help="Scale the low-rank maps by alpha / rank; without it, by 1."),
@@ -243,6 +260,18 @@ FrozenParts = Annotated[
         metavar="PATTERN",
         help="Do not train these: model.embed_tokens, 'model.layers.[0-9].*' (repeatable).",
     ),
+]
+ImageSize = Annotated[
+    str | None,
+    typer.Option(
+        "--image-size",
+        metavar="HEIGHTxWIDTH",
+        help="Pixels of each image of a model that reads some (448x672, or 448), instead of the configuration's.",
+    ),
+]
+ImageCount = Annotated[
+    int | None,
+    typer.Option("--images", metavar="N", min=1, help="Images in the text of each sample, where a model reads both."),
 ]
 OptimizerName = Annotated[
     Optimizer | None,
@@ -334,11 +363,16 @@ def options_of(
     frozen: list[str] | None,
     autocast: str | None,
     osft: OsftOptions | None = None,
+    quantized: QuantizationOptions | None = None,
     *,
     lora_alpha: float | None = None,
     use_rslora: bool = False,
+    images: ImageOptions | None = None,
 ) -> TrainingOptions:
-    """What the options say of how a model is trained.  Raises ProtwinError if they make no sense together."""
+    """What the options say of how a model is trained, and on which ``images``.
+
+    Raises ProtwinError if they make no sense together.
+    """
     if lora_rank is None and (lora_alpha is not None or use_rslora):
         given = "--use-rslora is" if lora_alpha is None else f"--lora-alpha {lora_alpha:g} is"
         raise ProtwinError(f"{given} given, but --lora-rank is missing. Write --lora-rank 16 beside it.")
@@ -354,7 +388,51 @@ def options_of(
     lora = None
     if lora_rank is not None:
         lora = LoraOptions(rank=lora_rank, targets=targets, alpha=lora_alpha, use_rslora=use_rslora)
-    return TrainingOptions(lora=lora, osft=osft, frozen=tuple(frozen or ()), autocast=computed)
+    if quantized is not None and (lora is None or osft is not None):
+        reason = (
+            "--unfreeze-rank-ratio factorises and trains these weights"
+            if osft is not None
+            else "packed weights cannot be trained, and nothing else would be"
+        )
+        raise ProtwinError(
+            f"--quantize is {quantized.how.type}, but {reason}. Train low-rank matrices beside them (--lora-rank "
+            f"16), or leave --quantize out."
+        )
+    left_out = tuple(frozen or ())
+    return TrainingOptions(lora=lora, quantized=quantized, osft=osft, frozen=left_out, autocast=computed, images=images)
+
+
+def quantized_of(to: QuantizedType | None, *, double: bool, blocksize: int | None) -> QuantizationOptions | None:
+    """How weights are packed.  Raises ProtwinError if nothing is, or not so."""
+    if to is None:
+        if double or blocksize is not None:
+            given = "--double-quantize" if double else f"--quantization-blocksize {blocksize}"
+            raise ProtwinError(f"{given} is given, but --quantize is not. Add --quantize nf4.")
+        return None
+    if to is QuantizedType.INT8:
+        if double or blocksize is not None:
+            raise ProtwinError(
+                "--quantize int8 has one scale for each output: it takes neither --double-quantize nor "
+                "--quantization-blocksize. Leave them out, or take nf4."
+            )
+        return QuantizationOptions(how=Quantization(type=to))
+    if blocksize is not None and blocksize not in BLOCKSIZES:
+        raise ProtwinError(
+            f"--quantization-blocksize is {blocksize}; it must be one of {', '.join(map(str, BLOCKSIZES))}, for which "
+            f"bitsandbytes has kernels."
+        )
+    return QuantizationOptions(how=Quantization(type=to, double=double, blocksize=blocksize or BLOCKSIZE))
+
+
+def images_of(size: str | None, count: int | None) -> ImageOptions | None:
+    """What ``--image-size`` and ``--images`` say; None: nothing.  Raises ProtwinError if the size is none."""
+    if size is None and count is None:
+        return None
+    sides = [] if size is None else size.lower().split("x")
+    if size is not None and (len(sides) > 2 or not all(side.strip().isdecimal() and int(side) for side in sides)):
+        raise ProtwinError(f"--image-size {size} is no size in pixels. Write height and width (448x672), or one side.")
+    pixels = None if size is None else (int(sides[0]), int(sides[-1]))
+    return ImageOptions(size=pixels, per_sample=count or 1)
 
 
 def _autocast(name: str) -> DType:

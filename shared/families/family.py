@@ -185,16 +185,26 @@ class FamilyPiece(FrozenModel):
         observed: dict[ActivationMode, dict[PhaseKey, Observation]] = {}
         for place in self.places:
             observed.setdefault(place.mode, {})[phase_key((place.kind, place.section))] = seen[place.seen]
-        return TracedShape(
-            batch_shapes={name: tuple(numbers[dim] for dim in dims) for name, dims in self.batch.items()},
-            num_samples=numbers[self.num_samples],
-            num_tokens=numbers[self.num_tokens],
-            resident_bytes=numbers[self.resident],
+        return replace(
+            self._facts(numbers),
             observed=observed,
             shared_inputs=tuple(
                 ObservedInput(numbers[given.size], given.blocks, phase_key(given.kept), phase_key(given.checkpointed))
                 for given in self.shared_inputs
             ),
+        )
+
+    def facts_at(self, values: tuple[int, ...]) -> TracedShape:
+        """The same of nothing but the batch, and of what stays on the device."""
+        return self._facts(self._numbers(values))
+
+    def _facts(self, numbers: list[int]) -> TracedShape:
+        return TracedShape(
+            batch_shapes={name: tuple(numbers[dim] for dim in dims) for name, dims in self.batch.items()},
+            num_samples=numbers[self.num_samples],
+            num_tokens=numbers[self.num_tokens],
+            resident_bytes=numbers[self.resident],
+            observed={},
         )
 
     def _numbers(self, values: tuple[int, ...], *, of_squares: bool = False) -> list[int]:

@@ -14,6 +14,7 @@ from ..schema.workload import DType
 from .family import WorkloadFamily
 
 if TYPE_CHECKING:
+    from .sharings import FamilySharings
     from .tilings import FamilyTilings
 
 SHIPPED_DTYPES: Final = (DType.BFLOAT16, DType.FLOAT32)
@@ -39,13 +40,21 @@ def shipped_tilings(name: str, dtype: DType) -> FamilyTilings | None:
     return FamilyTilings.from_mapping(_content(path), origin=f"tilings of {name}") if path.is_file() else None
 
 
+def shipped_sharings(name: str, dtype: DType) -> FamilySharings | None:
+    """What one of several ranks does that share sequences of the shipped family; None if nothing is known of that."""
+    from .sharings import FamilySharings
+
+    path = data_folder("sharings") / shipped_path(name, dtype)
+    return FamilySharings.from_mapping(_content(path), origin=f"sharings of {name}") if path.is_file() else None
+
+
 def shipped_path(name: str, dtype: DType) -> str:
     """The name of a shipped family's file."""
     return f"{name}.{dtype}{_SUFFIX}"
 
 
-def write_family(family: WorkloadFamily | FamilyTilings, path: Path) -> None:
-    """Write a family, or its tilings, as the catalogue holds it; equal ones give equal bytes."""
+def write_family(family: WorkloadFamily | FamilyTilings | FamilySharings, path: Path) -> None:
+    """Write a family, its tilings or its sharings, as the catalogue holds it; equal ones give equal bytes."""
     import gzip  # the command line reads families, and never writes one
 
     text = json.dumps(json.loads(family.to_json()), separators=(",", ":"), ensure_ascii=False)

@@ -10,7 +10,7 @@ loop, and what comes before, between and behind loops.  At a shape, equal passes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -28,6 +28,7 @@ from ..phases.quadratic import SHORTEST_SQUARE
 from ..schema.plan import ActivationMode
 from ..schema.workload import DType, Operation, Workload
 from .family import (
+    Change,
     FamilyCall,
     FamilyPiece,
     FamilyPlace,
@@ -107,13 +108,20 @@ class TiledPiece(FrozenModel):
         return self
 
     def changed(
-        self, shape: TracedShape, values: tuple[int, ...], places: Sequence[FamilyPlace], num_tiles: int
+        self,
+        shape: TracedShape,
+        values: tuple[int, ...],
+        places: Sequence[FamilyPlace],
+        num_tiles: int,
+        *,
+        notes_squares: bool = True,
     ) -> TracedShape:
         """``shape`` with the sections at ``places`` in so many tiles.
 
-        Raises OutsideFamilyError if tiles have fewer than ``LEAST_TILE`` tokens.
+        ``notes_squares``: whether tensors of the sequence's length squared are told apart.  Raises OutsideFamilyError
+        if tiles have fewer than ``LEAST_TILE`` tokens.
         """
-        expansion = _Expansion(self, values, num_tiles)
+        expansion = _Expansion(self, values, num_tiles, notes_squares=notes_squares)
         made = {seen: expansion.section(self.sections[seen]) for seen in {place.seen for place in places}}
         observed: dict[ActivationMode, dict[PhaseKey, Observation]] = {m: dict(o) for m, o in shape.observed.items()}
         for place in places:
@@ -135,6 +143,10 @@ class FamilyTilings(Document):
     why_no_loss_tiles: str | None = None
     pieces: tuple[TiledPiece, ...]
     """One for each piece of the family."""
+    beside: str = ""
+    """Digest of the family whose pieces these belong to (``runtime/polynomials/freshness.py``); empty for none."""
+    fingerprint: str = ""
+    """Of the code that they were fitted with, by a small model of the same architecture; empty where nobody asked."""
     software: dict[str, str] = {}
 
     def knows(self, *, mlp_tiles: Sequence[int], loss_tiles: Sequence[int]) -> bool:
@@ -159,13 +171,18 @@ class FamilyTilings(Document):
         at = partial(family.at, batch_size=batch_size, sequence_length=sequence_length, packing=packing)
         found = at()
         counts = checked_tiles(mlp_tiles, found.num_tokens)
-        found = with_tilings(found, {n: at(change=self._tiled(family, "mlp_places", n)) for n in counts}, self.modules)
+        found = with_tilings(found, {n: at(change=self.mlp_change(family, n)) for n in counts}, self.modules)
         loss_counts = sorted(set(loss_tiles) - {1})
         return with_loss_tilings(found, {n: at(change=self._tiled(family, "loss_places", n)) for n in loss_counts})
 
-    def _tiled(
-        self, family: WorkloadFamily, which: str, num_tiles: int
-    ) -> Callable[[TracedShape, FamilyPiece, tuple[int, ...]], TracedShape]:
+    def mlp_change(self, family: WorkloadFamily, num_tiles: int) -> Change:
+        """Of what a trace sees of ``family`` where MLPs run in so many tiles.
+
+        It raises OutsideFamilyError where nothing is known of that.
+        """
+        return self._tiled(family, "mlp_places", num_tiles)
+
+    def _tiled(self, family: WorkloadFamily, which: str, num_tiles: int) -> Change:
         def change(shape: TracedShape, piece: FamilyPiece, values: tuple[int, ...]) -> TracedShape:
             tiled = self.pieces[next(i for i, one in enumerate(family.pieces) if one is piece)]
             places: tuple[FamilyPlace, ...] = getattr(tiled, which)
@@ -192,15 +209,17 @@ class _Numbers:
     def __getitem__(self, number: Number) -> int:
         total: int = sum(c * self._powers[i] for i, c in self._piece.polynomials[number])
         found, rest = divmod(total, self._piece.denominator)
-        assert self._of_squares or not rest, "a polynomial of counts is no whole number"
+        if rest and not self._of_squares:
+            raise OutsideFamilyError("a polynomial of counts is no whole number there, so nothing is known exactly.")
         return found
 
 
 class _Expansion:
     """Sections of a piece at one shape and number of tiles."""
 
-    def __init__(self, piece: TiledPiece, values: tuple[int, ...], num_tiles: int) -> None:
+    def __init__(self, piece: TiledPiece, values: tuple[int, ...], num_tiles: int, *, notes_squares: bool) -> None:
         self._piece, self._values, self._num_tiles = piece, values, num_tiles
+        self._notes_squares = notes_squares and max(values[1:], default=0) >= SHORTEST_SQUARE
         self._numbers: dict[tuple[int, int], _Numbers] = {}
         self._calls: dict[tuple[int, int, int], tuple[OperatorCall, Operation]] = {}
 
@@ -219,7 +238,7 @@ class _Expansion:
                     level += (count - 1) * (level - before)
             level = self._run(found, behind, at, level)
         found.repeated = tuple(repeated)
-        if max(self._values[1:], default=0) >= SHORTEST_SQUARE:
+        if self._notes_squares:
             self._note_squares(found, section)
         found.end_bytes = self._number(section.net, at)
         found.gradient_bytes = self._number(section.gradient, at)

@@ -45,7 +45,8 @@ def question_of(
     """
     trained = [parameter for parameter in workload.parameters if parameter.trainable]
     lora = [parameter for parameter in trained if _LORA.search(parameter.name)]
-    weight_dtype, trained_dtype = _most_common(workload.parameters), _most_common(trained)
+    unpacked = [parameter for parameter in workload.parameters if parameter.num_scalars is None]
+    weight_dtype, trained_dtype = _most_common(unpacked), _most_common(trained)
     compute_dtype = matrix_dtype(workload)
     return Question(
         model_name=workload.model_name,
@@ -53,6 +54,7 @@ def question_of(
         num_trained=sum(parameter.num_elements for parameter in trained),
         lora_rank=max((p.shape[0] for p in lora if _FIRST_LORA.search(p.name) and p.shape), default=None),
         lora_targets=tuple(dict.fromkeys(_target(parameter.name) for parameter in lora)),
+        quantized=tuple(dict.fromkeys(p.quantized.words for p in workload.parameters if p.quantized is not None)),
         frozen=() if lora else frozen_modules(workload.parameters),
         weight_dtype=weight_dtype,
         published_dtype=workload.published_dtype,

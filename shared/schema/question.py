@@ -20,11 +20,13 @@ class Question(FrozenModel):
     """Rank of the low-rank matrices that are trained; None without them.  Of several ranks the largest."""
     lora_targets: tuple[str, ...] = ()
     """Names, within a block, of the linear maps that have them."""
+    quantized: tuple[str, ...] = ()
+    """How frozen weights are packed: ``"nf4, double quantized"``; empty where none is."""
     frozen: tuple[str, ...] = ()
     """Modules none of whose parameters is trained, outermost ones alone; equal layers as ``model.layers.0-9``.  Empty
     with LoRA, where it is the whole model."""
     weight_dtype: DType
-    """Element type of most of the weights."""
+    """Element type of most of the weights that are not packed."""
     published_dtype: DType | None = None
     """Element type that the weights were published in; None where nobody says."""
     dtype_origin: DTypeOrigin | None = None

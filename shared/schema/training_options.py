@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final
 from pydantic import Field, PositiveFloat, PositiveInt, SerializerFunctionWrapHandler, model_serializer
 
 from ..basics.documents import FrozenModel
+from ..phases.quantization import Quantization
 from .workload import DType
 
 
@@ -29,6 +30,14 @@ class LoraOptions(FrozenModel):
         return {name: value for name, value in fields.items() if name not in usual or value != usual[name]}
 
 
+class QuantizationOptions(FrozenModel):
+    """Linear maps whose weights are packed, and frozen."""
+
+    how: Quantization
+    skipped: tuple[str, ...] = ()
+    """Names of the linear maps that stay as they are, beside the head."""
+
+
 class OsftOptions(FrozenModel):
     """Orthogonal subspace fine-tuning ([Note: Subspaces] in ``shared/phases/subspaces.py``)."""
 
@@ -38,10 +47,21 @@ class OsftOptions(FrozenModel):
     """Names or patterns of the linear maps that are factorised; none: those of attention and MLP in all blocks."""
 
 
+class ImageOptions(FrozenModel):
+    """What is seen beside text, where a batch is made up by a model's configuration."""
+
+    size: tuple[PositiveInt, PositiveInt] | None = None
+    """Height and width in pixels; None: as the configuration says, or as the sequence has room for."""
+    per_sample: PositiveInt = 1
+    """Images that stand in the text of one sample."""
+
+
 class TrainingOptions(FrozenModel):
     """How a workload's model is trained."""
 
     lora: LoraOptions | None = None
+    quantized: QuantizationOptions | None = None
+    """Linear maps are packed before adapters are put beside them; None: none is."""
     osft: OsftOptions | None = None
     """Linear maps are factorised, behind LoRA's: these have none of the other."""
     frozen: tuple[str, ...] = ()
@@ -49,13 +69,16 @@ class TrainingOptions(FrozenModel):
     autocast: DType | None = None
     """Element type that forward computes in, by ``torch.autocast``, while parameters, which are then their own masters,
     and gradients keep theirs; None: that of the parameters."""
+    images: ImageOptions | None = None
+    """Of the batches that are made up; None: one of the model's own size in every sample, where it reads any."""
 
     @model_serializer(mode="wrap")
     def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Kept traces are found by it, also those of before there was OSFT."""
+        """Kept traces are found by it, also those of before there were these."""
         fields: dict[str, Any] = handler(self)
-        if self.osft is None:
-            fields.pop("osft", None)
+        for later in ("osft", "images", "quantized"):
+            if fields.get(later) is None:
+                fields.pop(later, None)
         return fields
 
     @property

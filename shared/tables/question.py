@@ -25,7 +25,7 @@ def question_table(question: Question) -> Table:
     """Model, element types, step, machine and budgets, one line each."""
     rows = [
         ("model", _model(question)),
-        ("weights", weights_words(question.weight_dtype, question.published_dtype, question.dtype_origin)),
+        ("weights", _weights(question)),
         ("training", _training(question)),
         ("step", _step(question)),
     ]
@@ -48,7 +48,7 @@ def asked_of_all_table(question: Question, global_batch_size: int, *, is_longest
         samples += f" of {question.sequence_length:,} tokens: {global_batch_size * question.sequence_length:,} tokens"
     rows = [
         ("model", _model(question)),
-        ("weights", weights_words(question.weight_dtype, question.published_dtype, question.dtype_origin)),
+        ("weights", _weights(question)),
         ("training", _training(question)),
         ("step", samples),
     ]
@@ -72,6 +72,12 @@ def _model(question: Question) -> str:
     if question.lora_rank is not None:
         return f"{size}, {trained}: LoRA of rank {question.lora_rank} on {_first(question.lora_targets)}"
     return f"{size}, {trained}; frozen: {_first(question.frozen)}"
+
+
+def _weights(question: Question) -> str:
+    """Element types, and how weights are packed."""
+    words = weights_words(question.weight_dtype, question.published_dtype, question.dtype_origin)
+    return f"{' and '.join(question.quantized)}; others {words}" if question.quantized else words
 
 
 def _first(names: Sequence[str]) -> str:

@@ -47,6 +47,7 @@ def load_workload(
     packed_lengths: str | None = None,
     mlp_tiles: Sequence[int] = (),
     loss_tiles: Sequence[int] = (),
+    sequence_ranks: Sequence[int] = (),
 ) -> Workload:
     """What training does with one batch: of a model of the catalogue, of a ``config.json``, or from a saved file.
 
@@ -54,8 +55,9 @@ def load_workload(
     ``sequence_length`` (tokens of one sample).  ``dtype`` replaces the element type that the model was published in;
     without it, a model that was published in float32 is trained in bfloat16, or float16, if ``hardware`` computes in
     it (``choose_dtype``).  ``mlp_tiles`` and ``loss_tiles``: numbers of tiles that MLPs, and head and loss, may run in
-    (``Workload.tilings``).  ``packed_lengths``: samples that lie end to end in rows of ``sequence_length`` tokens, told
-    to the attention kernel (``parse_packed_lengths``).  Models of the catalogue in full training need no
+    (``Workload.tilings``); ``sequence_ranks``: numbers of ranks that may share each sequence
+    (``Workload.sequence_sharings``).  ``packed_lengths``: samples that lie end to end in rows of ``sequence_length``
+    tokens, told to the attention kernel (``parse_packed_lengths``).  Models of the catalogue in full training need no
     torch; others are traced, which does.  Raises CatalogueError, FileError or WorkloadError.
     """
     return resolve_workload(
@@ -70,6 +72,7 @@ def load_workload(
         packed_lengths=packed_lengths,
         mlp_tiles=mlp_tiles,
         loss_tiles=loss_tiles,
+        sequence_ranks=sequence_ranks,
     )
 
 
@@ -168,8 +171,8 @@ def _check_saved(saved: Workload, model: str, options: TrainingOptions, student:
     if not options.is_full or student is not None:
         raise WorkloadError(
             f"{model} is a workload, traced as it was to be trained. Leave out --lora-rank, --lora-targets, "
-            f"--unfreeze-rank-ratio, --osft-target, --freeze, --autocast and --student, or name the model that it was "
-            f"traced from."
+            f"--quantize, --unfreeze-rank-ratio, --osft-target, --freeze, --autocast and --student, or name the model "
+            f"that it was traced from."
         )
 
 
@@ -224,6 +227,7 @@ def untraced_workload(
     packed_lengths: str | None = None,
     mlp_tiles: Sequence[int] = (),
     loss_tiles: Sequence[int] = (),
+    sequence_ranks: Sequence[int] = (),
 ) -> Workload | None:
     """The workload of a model of the catalogue as ``resolve_workload`` has it, where that takes no trace; else None.
 
@@ -247,6 +251,7 @@ def untraced_workload(
         packing=packing,
         mlp_tiles=_beside_one(mlp_tiles),
         loss_tiles=_beside_one(loss_tiles),
+        sequence_ranks=_beside_one(sequence_ranks),
     )
     found = _shipped(described, request)
     return None if found is None else chosen.note_in(found)
@@ -307,10 +312,10 @@ def _traced(request: TraceRequest, cache: Path | None, warn: Warn) -> Workload:
 def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload | None:
     """The answer of the family that comes with the package; None if it has none, so that the model is traced.
 
-    It has none of ranks that share sequences, of tiles in float16, of tiles or packed rows with factors, of training
-    with LoRA, frozen parts or autocast, of shapes beyond those proven, of some named maps in factors
-    (``factorised.py``), of dropout in attention on a CPU, where that runs otherwise, and of students that differ from
-    their teacher (``catalogue_pairs.py``).
+    It has none of tiles or shared sequences in float16, with factors or in packed rows that are shared, of tiles or
+    packed rows with factors, of training with LoRA, frozen parts or autocast, of shapes beyond those proven, of some
+    named maps in factors (``factorised.py``), of dropout in attention on a CPU, where that runs otherwise, and of
+    students that differ from their teacher (``catalogue_pairs.py``).
     """
     from ..families.family import OutsideFamilyError
 
@@ -322,8 +327,9 @@ def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload |
     osft, options = request.options.osft, request.options.model_copy(update={"osft": None})
     family = resolve_family(described.name, dtype=request.dtype) if options.is_full else None
     is_tiled = bool(request.mlp_tiles or request.loss_tiles)
-    is_other = bool(request.sequence_ranks) or (osft is not None and (is_tiled or request.packing is not None))
-    if family is None or is_other:
+    is_packed, is_shared = request.packing is not None, bool(request.sequence_ranks)
+    is_other = osft is not None and (is_tiled or is_packed or is_shared)
+    if family is None or is_other or (is_shared and (is_packed or request.student is not None)):
         return None
     try:
         if is_tiled:
@@ -344,6 +350,11 @@ def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload |
             if factorised is None:
                 return None
             found = factorised
+        if is_shared:
+            shared = _shared(found, family, described.name, request)
+            if shared is None:
+                return None
+            found = shared
         if request.device_kind is DeviceKind.CPU and has_fused_dropout(found):
             return None
         if request.student is None:
@@ -366,6 +377,23 @@ def _in_tiles(family: WorkloadFamily, name: str, request: TraceRequest) -> Workl
         batch_size=request.batch_size,
         sequence_length=request.sequence_length,
         packing=request.packing,
+    )
+
+
+def _shared(whole: Workload, family: WorkloadFamily, name: str, request: TraceRequest) -> Workload | None:
+    from ..families.shipped import shipped_sharings, shipped_tilings
+
+    sharings = shipped_sharings(name, family.compute_dtype)
+    if sharings is None:
+        return None
+    is_tiled = bool(request.mlp_tiles or request.loss_tiles)
+    return sharings.workload(
+        whole,
+        family,
+        shipped_tilings(name, family.compute_dtype) if is_tiled else None,
+        sequence_ranks=request.sequence_ranks,
+        mlp_tiles=request.mlp_tiles,
+        loss_tiles=request.loss_tiles,
     )
 
 

@@ -20,6 +20,7 @@ from ...shared.cli.exits import report_interruption
 from ...shared.cli.options import (
     AutocastName,
     DeviceBudget,
+    DoubleQuantize,
     DTypeName,
     FrozenParts,
     HardwareChanges,
@@ -32,6 +33,8 @@ from ...shared.cli.options import (
     OsftTargets,
     OutputPath,
     PriceEntries,
+    QuantizationBlock,
+    QuantizedTo,
     SequenceLength,
     Tokens,
     UnfreezeRankRatio,
@@ -42,6 +45,7 @@ from ...shared.cli.options import (
     keep_apart,
     options_of,
     osft_of,
+    quantized_of,
     warn,
     writable_json,
 )
@@ -136,6 +140,9 @@ def advise_command(
     ranks: AllowedRanks = None,
     lora_rank: LoraRank = None,
     lora_targets: LoraTargets = None,
+    quantized_to: QuantizedTo = None,
+    double_quantize: DoubleQuantize = False,
+    quantization_blocksize: QuantizationBlock = None,
     unfreeze_rank_ratio: UnfreezeRankRatio = None,
     osft_targets: OsftTargets = None,
     frozen: FrozenParts = None,
@@ -179,6 +186,7 @@ def advise_command(
     for box in machines.values() if hardware else ():
         check_budget(device_budget_bytes, box)
     osft = osft_of(method, unfreeze_rank_ratio, osft_targets)
+    quantized = quantized_of(quantized_to, double=double_quantize, blocksize=quantization_blocksize)
     request = AdviceRequest(
         model,
         sequence_length,
@@ -186,7 +194,7 @@ def advise_command(
         global_batch,
         max_gradient_norm,
         _fingerprint(model),
-        options=options_of(lora_rank, lora_targets, frozen, autocast, osft),
+        options=options_of(lora_rank, lora_targets, frozen, autocast, osft, quantized),
         device_budget_bytes=device_budget_bytes,
         margin_frac=DEFAULT_MARGIN_FRAC if margin is None else margin / 100,
         calibrations=_calibrations(calibrations or (), machines),

@@ -12,7 +12,7 @@ from ...shared.catalogue.models import known_model
 from ...shared.cli.options import cache_folder, options_of, osft_of, warn
 from ...shared.schema.hardware import Device
 from ...shared.schema.plan import TrainingMethod
-from ...shared.schema.training_options import OsftOptions, TrainingOptions
+from ...shared.schema.training_options import ImageOptions, OsftOptions, QuantizationOptions, TrainingOptions
 from ...shared.schema.workload import Workload
 from ...shared.students.student import Student
 from ...shared.workloads.check import check_method
@@ -59,10 +59,14 @@ class ModelChoice:
     dtype: str | None
     lora_rank: int | None
     lora_targets: str | None
+    quantized: QuantizationOptions | None = field(default=None, kw_only=True)
+    """How linear maps are packed; None: none is."""
     unfreeze_rank_ratio: float | None = field(default=None, kw_only=True)
     """Part of the directions that orthogonal subspace fine-tuning trains; None: nothing is factorised."""
     osft_targets: list[str] | None = field(default=None, kw_only=True)
     frozen: list[str] | None
+    images: ImageOptions | None = field(default=None, kw_only=True)
+    """What is seen beside text; None: as the model's configuration says."""
     autocast: str | None
     device: Device
     """Decides the element type and the kernels."""
@@ -88,7 +92,12 @@ class ModelChoice:
     def is_known(self) -> bool:
         """Whether it is of the catalogue, so that nothing has to be traced."""
         if known_model(self.name) is None or self.student is None:
-            return known_model(self.name) is not None and max(self.sequence_ranks, default=1) == 1
+            is_shared = max(self.sequence_ranks, default=1) > 1
+            return known_model(self.name) is not None and (not is_shared or self._is_untraced)
+        return self._is_untraced
+
+    @property
+    def _is_untraced(self) -> bool:
         return self.untraced(1, self.sequence_length) is not None
 
     @cached_property
@@ -99,7 +108,8 @@ class ModelChoice:
     @property
     def options(self) -> TrainingOptions:
         """How it is trained.  Raises ProtwinError if its options make no sense together."""
-        return options_of(self.lora_rank, self.lora_targets, self.frozen, self.autocast, self._osft)
+        lora = self.lora_rank, self.lora_targets
+        return options_of(*lora, self.frozen, self.autocast, self._osft, self.quantized, images=self.images)
 
     @property
     def _osft(self) -> OsftOptions | None:
@@ -184,8 +194,6 @@ class ModelChoice:
     def _untraced(
         self, batch_size: int, sequence_length: int | None, mlp_tiles: Tiles, loss_tiles: Tiles
     ) -> Workload | None:
-        if any(number > 1 for number in self.sequence_ranks):
-            return None
         return untraced_workload(
             self.name,
             batch_size,
@@ -197,6 +205,7 @@ class ModelChoice:
             packed_lengths=self.packed_lengths,
             mlp_tiles=mlp_tiles,
             loss_tiles=loss_tiles,
+            sequence_ranks=self.sequence_ranks,
         )
 
     def global_batch(self, num_samples: int, num_ranks: int) -> GlobalBatch:

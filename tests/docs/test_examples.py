@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +31,29 @@ def test_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert float(gathered) > 0
     assert int(stepped) > 0
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("example", "launcher"),
+    [("trainer", []), ("accelerate_loop", ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"])],
+)
+def test_loops_of_others(example: str, launcher: list[str], tmp_path: Path) -> None:
+    """Each in a process of its own, as users start it; Accelerate's loop by its launcher."""
+    done = subprocess.run(
+        [sys.executable, *launcher, str(ROOT / "examples" / f"{example}.py")],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    gathered = re.search(r"([\d.]+) MiB gathered", done.stdout)
+    assert gathered is not None
+    assert float(gathered[1]) > 0, "nothing is offloaded"
+    losses = [float(loss) for loss in re.findall(r"loss'?:? '?([\d.]+)", done.stdout)]
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.slow

@@ -35,6 +35,13 @@ def test_commands_are_fresh() -> None:
     assert script("command_reference")["page"]() == (DOCS / "commands.md").read_text(), "run make docs"
 
 
+def test_combinations_are_fresh_and_name_tests_that_are_there() -> None:
+    page = (DOCS / "combinations.md").read_text()
+    assert script("combinations_page")["page"]() == page, "run make docs"
+    for path in re.findall(r"`(tests/[\w./]+)`", page):
+        assert (ROOT / path).is_file(), path
+
+
 def test_every_option_of_a_command_is_on_its_page() -> None:
     """Held against what the command prints for --help, which is another way through the same definitions."""
     for name, command in root_command().commands.items():

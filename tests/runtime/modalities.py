@@ -79,6 +79,65 @@ MODALITIES: dict[str, tuple[dict[str, Any], int | None, Shapes]] = {
             "labels": (2, 20),
         },
     ),
+    "gemma3": (
+        {
+            "model_type": "gemma3",
+            "text_config": {**TEXT, "model_type": "gemma3_text", "head_dim": 8, "sliding_window": 8},
+            "vision_config": {**EYE, "model_type": "siglip_vision_model"},
+            "mm_tokens_per_image": 4,
+            "image_token_id": 60,
+            "boi_token_id": 61,
+            "eoi_token_id": 62,
+        },
+        12,
+        # Masks are made within torch.vmap: images see all of themselves.
+        {"input_ids": (2, 12), "token_type_ids": (2, 12), "pixel_values": (2, 3, 16, 16), "labels": (2, 12)},
+    ),
+    "qwen3_vl": (
+        {
+            "model_type": "qwen3_vl",
+            "text_config": {
+                **TEXT,
+                "head_dim": 8,
+                "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10_000.0},
+            },
+            "vision_config": {
+                "depth": 3,
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_heads": 2,
+                "patch_size": 4,
+                "out_hidden_size": 16,
+                "num_position_embeddings": 16,
+                "deepstack_visual_indexes": [0, 1],
+            },
+            "image_token_id": 60,
+            "video_token_id": 61,
+            "vision_start_token_id": 62,
+            "vision_end_token_id": 63,
+        },
+        20,
+        # Features of inner blocks of the tower are added to what blocks of the text give.
+        {
+            "input_ids": (2, 20),
+            "mm_token_type_ids": (2, 20),
+            "pixel_values": (72, 96),
+            "image_grid_thw": (2, 3),
+            "labels": (2, 20),
+        },
+    ),
+    "idefics3": (
+        {
+            "model_type": "idefics3",
+            "text_config": {**TEXT, "model_type": "llama", "pad_token_id": 0},
+            "vision_config": {**EYE, "model_type": "idefics3_vision"},
+            "scale_factor": 2,
+            "image_token_id": 60,
+        },
+        12,
+        # Images of zeros alone are left out as padding, which depends on the values of pixels.
+        {"input_ids": (2, 12), "pixel_values": (2, 1, 3, 16, 16), "labels": (2, 12)},
+    ),
     "whisper": (
         {
             "model_type": "whisper",

@@ -85,7 +85,7 @@ def test_every_run_names_its_source_its_model_and_its_machine() -> None:
 
 def test_twenty_runs_of_many_classes_are_shown() -> None:
     shown = [run for run in MEASURED_RUNS if run.is_shown]
-    assert len(shown) == 20
+    assert len(shown) == 25
     assert len({run.run_class for run in shown}) >= 10
     assert len({run.measured.speed[0] for run in shown if run.measured.speed is not None}) == 3
     assert any(run.offloaded for run in shown)

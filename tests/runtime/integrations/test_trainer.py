@@ -15,6 +15,7 @@ from protwin.runtime import CpuDevice, trace
 from protwin.shared.basics.errors import InfeasibleError, PlanError
 from protwin.shared.catalogue.machines import load_hardware
 from protwin.shared.schema.hardware import Hardware
+from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.workload import Workload
 from tests.runtime.integrations.trainers import (
     LIMIT,
@@ -252,3 +253,73 @@ def test_it_keeps_to_the_budget(hardware: Hardware, tmp_path: Path) -> None:
     assert planned.protwin.plan.max_gradient_norm == LIMIT
     assert 0 < planned.protwin.peak_device_bytes <= 300 * 2**10
     check_offloaded(planned)
+
+
+# -- what is the user's own ------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_and_a_scheduler_of_ones_own(workload: Workload, tmp_path: Path) -> None:
+    """Both are what they were afterwards: the scheduler sets the rates of its optimizer again."""
+
+    def trained(**wishes: Any) -> Any:
+        model = llama()
+        optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.SequentialLR(
+            optimizer,
+            [
+                torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2),
+                torch.optim.lr_scheduler.StepLR(optimizer, 2),
+            ],
+            milestones=[2],
+        )
+        case = Case(tmp_path, {"max_steps": 5}, {"optimizers": (optimizer, scheduler)})
+        return case.trained(model, **wishes)
+
+    plain, planned = trained(), trained(**wishes_for(workload, optimizer=Optimizer.ADAFACTOR))
+    check_same(plain, planned)
+    assert type(planned.optimizer) is torch.optim.Adafactor
+    assert planned.lr_scheduler.optimizer is planned.optimizer
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks for it by the old name
+def test_an_adapter_stops_early_and_the_best_one_is_loaded(hardware: Hardware, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import EarlyStoppingCallback
+
+    arguments = {
+        "num_train_epochs": 4,
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "save_total_limit": 1,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "learning_rate": 0.3,
+    }
+
+    def adapted() -> nn.Module:
+        torch.manual_seed(5)
+        return get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+    def trained(name: str, **wishes: Any) -> Any:
+        others = {"callbacks": [EarlyStoppingCallback(2)], "train_dataset": rows(10)}
+        return Case(tmp_path / name, arguments, others).trained(adapted(), **wishes)
+
+    plain = trained("plain")
+    planned = trained("planned", hardware=hardware, budget_bytes="200KiB")
+    assert plain.state.global_step < 12, "it stops early"
+    assert plain.state.best_global_step < plain.state.global_step, "the best is not the last"
+    assert logs_of(planned) == logs_of(plain)
+    assert differences(planned.model, plain.model.state_dict()) == []
+    assert planned.protwin.counts.num_gathers > 0
+
+
+def test_a_checkpoint_goes_from_one_to_the_other(workload: Workload, tmp_path: Path) -> None:
+    """What the Trainer has saved, the planned one resumes, and the other way round."""
+    arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    plain = Case(tmp_path / "plain", arguments).trained(llama())
+    planned = Case(tmp_path / "planned", arguments).trained(llama(), **wishes_for(workload))
+    to_plan = Case(tmp_path / "plain", arguments, resume=str(tmp_path / "plain" / "checkpoint-2"))
+    from_plan = Case(tmp_path / "planned", arguments, resume=str(tmp_path / "planned" / "checkpoint-2"))
+    for found in (to_plan.trained(llama(), **wishes_for(workload)), from_plan.trained(llama()), planned):
+        assert differences(found.model, plain.model.state_dict()) == []

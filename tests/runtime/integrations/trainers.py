@@ -89,10 +89,11 @@ class Case:
             "dataloader_pin_memory": False,
         }
         data = {"train_dataset": rows(), "eval_dataset": rows(5, seed=2), "compute_metrics": accuracy}
+        others = {name: value for name, value in self.others.items() if name != "callbacks"}
         return kind(
             model=model,
             args=TrainingArguments(str(self.folder), **(settings | self.arguments)),
-            **(data | self.others),
+            **(data | others),
             callbacks=[Logs(), *self.others.get("callbacks", [])],
         )
 

@@ -44,7 +44,7 @@ def test_the_adapted_map_is_the_formula() -> None:
     torch.manual_seed(0)
     base = torch.nn.Linear(6, 5)
     weight, bias = base.weight.detach().clone(), base.bias.detach().clone()
-    adapted = LowRankLinear(base, 6, 5, rank=3, alpha=12.0)
+    adapted = LowRankLinear(base, (6, 5), rank=3, alpha=12.0)
     x = torch.randn(4, 6)
     assert torch.equal(adapted(x), torch.nn.functional.linear(x, weight, bias))
     with torch.no_grad():

@@ -40,6 +40,7 @@ from tests.runtime.models import (
     token_batches,
     uncached,
 )
+from tests.runtime.quantized.models import quantized_cases
 
 STEPS = 3
 OF_PEFT = ("DoRA", "head and embedding saved")
@@ -151,6 +152,7 @@ def _all_cases(num_batches: int) -> dict[str, Case]:
         lambda: llama(hidden_size=64, intermediate_size=128, num_layers=3), token_batches(num_batches), three_groups
     )
     return {
+        "packed": quantized_cases(num_batches)["nf4, double"],
         **cases(num_batches),
         **family_cases(num_batches),
         "gated": gated,

@@ -71,6 +71,16 @@ def test_two_ranks_give_the_bits_of_ddp(name: str, parallel: ParallelMode, two_r
         assert not found.different, plan
 
 
+@pytest.mark.parametrize("parallel", MODES)
+def test_two_ranks_share_a_packed_base(parallel: ParallelMode, two_ranks: Ranks) -> None:
+    """Parts of packed weights and of their states, on hosts or devices; adapters beside them are trained."""
+    workload = all_cases(NUM_BATCHES)["packed"].workload
+    plan = plan_for(workload, parallel, MODES.index(parallel))
+    for found in two_ranks.run(train, "packed", plan, NUM_BATCHES):
+        assert found.losses == found.expected_losses, plan
+        assert not found.different, plan
+
+
 @pytest.mark.parametrize("parallel", [ParallelMode.DDP, ParallelMode.REPLICATED])
 @pytest.mark.parametrize("place", ProjectionPlace)
 def test_two_ranks_project_the_means_of_their_gradients(

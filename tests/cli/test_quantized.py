@@ -1,0 +1,84 @@
+"""``--quantize``: QLoRA is asked about before anything is rented; what makes no sense is one message."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Protwin
+from tests.cli.refusals import refusal
+
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 1000,
+    "torch_dtype": "bfloat16",
+}
+ASKED = ("search", "--model=config.json", "--hardware=rtx-4090", "--batch-size=1", "--sequence-length=128")
+LORA = "--lora-rank=4"
+
+
+@pytest.fixture
+def configured(folder: Path) -> Path:
+    (folder / "config.json").write_text(json.dumps(SHAPE))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("options", "bits"), [((), 16), (("--quantize=nf4",), 4.5), (("--quantize=nf4", "--double-quantize"), 4.127)]
+)
+def test_a_base_takes_its_packed_bytes(
+    protwin_here: Protwin, configured: Path, options: tuple[str, ...], bits: float
+) -> None:
+    """4 bits, and for each block of 64 a scale of 32, or one of 8 and one of 32 for 256 of these."""
+    told = protwin_here("trace", *ASKED[1:2], *ASKED[3:], LORA, *options, "--output=traced.json")
+    assert told.returncode == 0, told.stderr
+    parameters = json.loads((configured / "traced.json").read_text())["parameters"]
+    item_bytes = {"bfloat16": 2, "float32": 4, "uint8": 1}
+
+    def size_bytes(parameter: dict[str, object]) -> int:
+        count = 1
+        for size in parameter["shape"]:  # type: ignore[attr-defined]
+            count *= size
+        return count * item_bytes[str(parameter["dtype"])]
+
+    tables = ("weight_code", "weight_nested_code", "weight_offset")
+    base = [p for p in parameters if "_proj.base." in p["name"] and not p["name"].endswith(tables)]
+    num_scalars = 3 * (4 * 256 * 256 + 3 * 256 * 512)
+    assert 8 * sum(map(size_bytes, base)) / num_scalars == pytest.approx(bits, rel=1e-3)
+
+
+def test_an_answer_says_how_weights_are_packed(protwin_here: Protwin, configured: Path) -> None:
+    told = protwin_here(*ASKED, LORA, "--quantize=nf4", "--double-quantize")
+    assert told.returncode == 0, told.stderr
+    words = " ".join(told.stdout.split())
+    assert "nf4, double quantized; others bfloat16, as published" in words
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--quantize=nf4",), "packed weights cannot be trained"),
+        (("--quantize=nf4", "--unfreeze-rank-ratio=0.5"), "factorises and trains these weights"),
+        (("--quantize=nf5", LORA), "nf5"),
+        (("--double-quantize", LORA), "--quantize is not"),
+        (("--quantization-blocksize=128", LORA), "--quantize is not"),
+        (("--quantize=int8", "--double-quantize", LORA), "one scale for each output"),
+        (("--quantize=nf4", "--quantization-blocksize=48", LORA), "must be one of 32, 64"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    protwin_here: Protwin, configured: Path, options: tuple[str, ...], words: str
+) -> None:
+    assert words in refusal(protwin_here, configured, (*ASKED, *options))
+
+
+def test_a_saved_workload_is_not_packed_again(protwin_here: Protwin, folder: Path) -> None:
+    asked = ("search", "--model=workload.json", "--hardware=rtx-4090", LORA, "--quantize=nf4")
+    assert "--quantize" in refusal(protwin_here, folder, asked)
