@@ -49,7 +49,8 @@ def test_every_option_of_a_command_is_on_its_page() -> None:
         printed = CliRunner().invoke(command.load(), ["--help"]).output
         shown = set(re.findall(r"^  (?:-\w, )?(--[a-z][\w-]+)", printed, re.MULTILINE)) - {"--help"}
         assert shown <= set(re.findall(r"`(?:-\w, )?(--[a-z][\w-]+)", section)), name
-        assert shown or "Commands:" in printed
+        has_help_alone = len(re.findall(r"^  -", printed, re.MULTILINE)) == 1
+        assert shown or "Commands:" in printed or has_help_alone, name
 
 
 @pytest.mark.parametrize("face", ["protwin", "shared", "sim", "runtime", "calibration"])
