@@ -36,19 +36,28 @@ _MANY_TESTS = 1_000
 """From here on a run is worth the seconds that all imports take."""
 
 
+def _import_if_possible(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] in ("protwin", "tests"):
+            raise
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what is marked ``gpu`` where there is none; torch is asked only if such a test was collected.
 
     [Note: The same examples each time]
     Hypothesis draws numbers that stand in the sources of imported modules too.  What was imported when a test begins
-    depends on the tests before it, and these on how fast others ran.  So a run of many tests imports everything first.
+    depends on the tests before it, and these on how fast others ran.  So a run of many tests imports everything first,
+    less what needs a tool that is not installed.
     """
     if len(items) >= _MANY_TESTS:
         root = Path(__file__).parents[1]
         for folder in ("shared", "sim", "runtime", "calibration"):
             for path in sorted((root / folder).rglob("*.py")):
                 if not path.stem.startswith("__"):
-                    importlib.import_module(".".join(("protwin", *path.relative_to(root).with_suffix("").parts)))
+                    _import_if_possible(".".join(("protwin", *path.relative_to(root).with_suffix("").parts)))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
