@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from protwin.runtime.integrations.axolotl_section import PLUGIN
 from tests.docs.documents import DOCUMENTS, IN_ORDER, ROOT, blocks_of
 
 FACE_NAMES = ("shared", "sim", "runtime", "calibration")
@@ -71,8 +72,12 @@ FACES = {f"protwin.{face}": set(importlib.import_module(f"protwin.{face}").__all
 
 
 def beyond_faces(text: str) -> list[str]:
-    """Dotted names in ``text`` that lie in a folder of protwin, but that its face does not give."""
+    """Dotted names in ``text`` that lie in a folder of protwin, but that its face does not give.
+
+    A file of axolotl names its plugin by the module, which axolotl imports: that name is public, and is one.
+    """
     found = []
+    text = re.sub(rf"{re.escape(PLUGIN)}\b", "", text)
     for face, name in re.findall(rf"\b(protwin\.(?:{'|'.join(FACE_NAMES)}))\.(\w+)", text):
         if name not in FACES[face]:
             found.append(f"{face}.{name}")
@@ -90,6 +95,7 @@ def test_names_come_from_faces(document: Path) -> None:
 def test_names_beyond_faces_are_seen() -> None:
     text = "from protwin.shared import Plan, PlanBuilder\n`protwin.sim.search`, protwin.sim.searching.search"
     assert beyond_faces(text) == ["protwin.sim.searching", "protwin.shared.PlanBuilder"]
+    assert beyond_faces(f"{PLUGIN} {PLUGIN}s") == ["protwin.runtime.integrations"]
 
 
 def unimported(program: str) -> set[str]:
