@@ -37,7 +37,8 @@ def check_layers(model: nn.Module, layers: Sequence[QuantizedLayer]) -> None:
 
 def _is_other_subclass(parameter: nn.Parameter) -> bool:
     """Whether it is a tensor that wraps others, such as torchao's."""
-    own = parameter.data
+    with torch._C.DisableTorchFunctionSubclass():  # a parameter that is away says what it is, too
+        own = parameter.data
     return hasattr(type(own), "__tensor_flatten__") or hasattr(type(parameter), "__tensor_flatten__")
 
 

@@ -225,20 +225,15 @@ class DeferredLogits:
         by_token: Sequence[torch.Tensor],
         *,
         adds_up: bool,
-        count: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``reduce`` of the logits, (tokens, vocabulary), and tensors by token, by tiles; divided by ``count``, ()."""
-        # What backward keeps holds neither this stand-in nor its hidden states, and no tensor: a loss that is kept
-        # would keep it beyond its backward.
+        """``reduce`` of the logits, (tokens, vocabulary), and tensors by token, by tiles."""
+        # What backward keeps holds neither this stand-in nor its hidden states.
         head, noted = self._head, replace(self._noted, extras=())
         flat = self._hidden.reshape(-1, self._hidden.shape[-1])
-        weights, is_mean = (*head.weights, *self._noted.extras), count is not None
-        if count is not None:
-            weights = (*weights, count)
+        weights = (*head.weights, *self._noted.extras)
 
         def run(part: torch.Tensor, given: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> torch.Tensor:
-            reduced = reduce(_logits(head, noted, part, values), given)
-            return reduced / values[-1] if is_mean else reduced
+            return reduce(_logits(head, noted, part, values), given)
 
         is_half = torch.float16 in (flat.dtype, *(weight.dtype for weight in weights)) or (
             torch.is_autocast_enabled(flat.device.type) and torch.get_autocast_dtype(flat.device.type) is torch.float16
@@ -283,11 +278,12 @@ class DeferredLogits:
         count = (target != ignore_index).sum() if reduction == "mean" else None
 
         def loss(logits: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.Tensor:
-            return functional.cross_entropy(
+            total = functional.cross_entropy(
                 logits, given[0], ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
             )
+            return total if count is None else total / count
 
-        return self._tiled(loss, (target,), adds_up=True, count=count)
+        return self._tiled(loss, (target,), adds_up=True)
 
     @classmethod
     def __torch_function__(

@@ -308,7 +308,7 @@ def test_signed_errors_and_aims() -> None:
     assert "time within 15 %: 13 of 13 figures" in text
     assert "memory within 5 %: 5 of 5 figures" in text
     assert "(the same)" in text
-    assert "Not predicted: three things" in text
+    assert "Not predicted: two things" in text
 
 
 AIMED = (Quantity.ITERATION, Quantity.DEVICE_PEAK, Quantity.PINNED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
@@ -278,25 +277,6 @@ def test_a_plan_with_tiles_trains_as_the_plain_loop_within_its_account(
     assert abs(accounted / measured - 1) < 0.005
     whole = guaranteed_device_peak(compile_schedule(plan.model_copy(update={"loss_tiles": 1}), known)).size_bytes
     assert accounted < whole
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_loss_that_is_kept_after_backward_keeps_its_own_bytes(dtype: torch.dtype) -> None:
-    """Loops keep it until the next forward has run, in which the peak may lie."""
-    known = trace(built(llama).to(dtype), LONG, repeats=0, loss_tiles=4)
-    model, device = built(llama).to(dtype), CpuDevice()
-    make = partial(torch.optim.SGD, lr=0.1, fused=True)
-    plan = plan_of(known, is_offloaded=False, loss_tiles=4, optimizer=Optimizer.SGD)
-    with carry_out(model, plan, known, optimizer=make, device=device, meter_every=1) as training:
-        for _ in range(2):
-            loss = model(**LONG).loss
-            loss.backward()
-            size = loss.nbytes
-            held = device.ledger.level_bytes
-            del loss
-            gc.collect()
-            assert held - device.ledger.level_bytes == size
-            training.step()
 
 
 def test_bytes_of_logits_fall_as_one_over_tiles() -> None:
