@@ -33,6 +33,7 @@ def test_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "launcher"),
     [("trainer", []), ("accelerate_loop", ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"])],

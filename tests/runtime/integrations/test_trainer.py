@@ -17,6 +17,7 @@ from protwin.shared.catalogue.machines import load_hardware
 from protwin.shared.schema.hardware import Hardware
 from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.workload import Workload
+from tests.proof_size import some_quick
 from tests.runtime.integrations.trainers import (
     LIMIT,
     MICRO_BATCHES,
@@ -75,7 +76,7 @@ ALL: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("build", [llama, gpt2])
+@some_quick("build", [llama, gpt2], quick=1)
 def test_ten_steps_with_everything_and_a_resume_in_the_middle(
     build: Callable[[], nn.Module], hardware: Hardware, tmp_path: Path
 ) -> None:
@@ -125,7 +126,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@some_quick("variant", VARIANTS, quick=4)
 def test_it_trains_as_the_trainer(variant: str, workload: Workload, tmp_path: Path) -> None:
     others: dict[str, Any] = {"train_dataset": rows(10)}
     if variant == "by length":
