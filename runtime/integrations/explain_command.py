@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ...shared.basics.errors import PlanError
-from ...shared.cli.options import command_app, examples
+from ...shared.cli.options import JsonFlag, command_app, examples
 from ...shared.cli.output import show
-from ...shared.cli.streams import say
+from ...shared.cli.streams import say, write_data
 from ...shared.tables.table import Table
 from .axolotl_file import read_configuration, step_of
 from .axolotl_question import Question, disagreements, question_of, read_named
@@ -25,10 +27,8 @@ ConfigurationFile = Annotated[
 ]
 
 
-@explain_config.command(
-    epilog=examples("protwin explain-config lora.yml", "protwin explain-config examples/axolotl/full.yml")
-)
-def explain_config_command(file: ConfigurationFile) -> None:
+@explain_config.command(epilog=examples("protwin explain-config lora.yml", "protwin explain-config lora.yml --json"))
+def explain_config_command(file: ConfigurationFile, as_json: JsonFlag = False) -> None:
     """Say what the section protwin of an axolotl file means.
 
     Prints every key of the section, and by which command the plan can be asked about before the training.  The exit
@@ -40,16 +40,17 @@ def explain_config_command(file: ConfigurationFile) -> None:
         section = section_of(configuration)
     except PlanError as error:
         raise PlanError(f"{file}: {error}") from error
-    show(
-        [
-            Table(
-                title=f"Section protwin of {file}",
-                columns=("key", "value", "meaning"),
-                rows=meanings(section),
-                always=None,
-            )
-        ]
-    )
+    if not as_json:
+        show(
+            [
+                Table(
+                    title=f"Section protwin of {file}",
+                    columns=("key", "value", "meaning"),
+                    rows=meanings(section),
+                    always=None,
+                )
+            ]
+        )
     try:
         # Everything that contradicts is told at once; what a file names is read where nothing does.
         if found := contradictions(configuration):
@@ -60,7 +61,11 @@ def explain_config_command(file: ConfigurationFile) -> None:
         question = question_of(section, step, files)
     except PlanError as error:
         raise PlanError(f"{file}: {error}") from error
-    _say(question)
+    if as_json:
+        asked = {"section": section.model_dump(mode="json"), **asdict(question)}
+        write_data(json.dumps(asked, indent=1, ensure_ascii=False) + "\n")
+    else:
+        _say(question)
 
 
 def _say(question: Question) -> None:

@@ -215,6 +215,15 @@ def test_a_given_plan_is_simulated_and_its_step_is_the_files(folder: Path, told:
     assert Plan.load(folder / "plan.json").micro_batches == 1
 
 
+def test_json_has_what_the_tables_say(work: Path, protwin_here: Protwin) -> None:
+    example = ROOT / "examples" / "axolotl" / "full.yml"
+    result = protwin_here("explain-config", example, "--json")
+    assert result.returncode == 0, result.stderr
+    printed = json.loads(result.stdout)
+    assert set(printed["section"]) == set(PlanSection.model_fields)
+    assert [shlex.split(one) for one in printed["commands"]] == commands(protwin_here("explain-config", example).stdout)
+
+
 def test_knobs_are_refused_as_a_search_refuses_them() -> None:
     assert list(KNOBS) == list(SearchSpace.model_fields)
     step, files = step_of(GOOD), NamedFiles(None, None, None)
