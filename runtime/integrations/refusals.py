@@ -46,7 +46,7 @@ def refuse_arguments(arguments: Any, environment: Mapping[str, str] = os.environ
         if getattr(arguments, field, None):
             raise PlanError(
                 f"{field} is True, but the plan decides which blocks are checkpointed (n_checkpoint). Set "
-                f"gradient_checkpointing=False."
+                f"{field}=False."
             )
     if getattr(arguments, "activation_offloading", None):
         raise PlanError(
