@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import combinations
 from math import lcm, prod
 from typing import Any, Final
 
+from ...shared.families.family import FamilyCall
 from ...shared.observed.observation import OperatorCall
 
 MOST_TERMS: Final = 3
@@ -21,6 +22,28 @@ def kind_of(call: OperatorCall) -> tuple[Any, ...]:
     """What of a call is no number."""
     storages = tuple(storage for storage, _ in call.reads)
     return call.name, call.operation_class, call.dtype, storages, len(call.writes_bytes), len(call.shape)
+
+
+def fitted_call(made: Sequence[OperatorCall], number: Callable[[Sequence[int], str], int]) -> FamilyCall:
+    """The call that all of ``made`` are, which are of one kind.
+
+    ``number`` gives the index of the polynomial through figures, one for each of ``made``; its text is what they are.
+    """
+    name, operation_class, dtype, storages, num_writes, num_dims = kind_of(made[0])
+    return FamilyCall(
+        name=name,
+        operation_class=operation_class,
+        dtype=dtype,
+        flops=number([one.flops for one in made], f"FLOPs of {name}"),
+        reads=tuple(
+            (storage, number([one.reads[i][1] for one in made], f"bytes read by {name}"))
+            for i, storage in enumerate(storages)
+        ),
+        writes=tuple(
+            number([one.writes_bytes[i] for one in made], f"bytes written by {name}") for i in range(num_writes)
+        ),
+        shape=tuple(number([one.shape[i] for one in made], f"shape of {name}") for i in range(num_dims)),
+    )
 
 
 class Solver:

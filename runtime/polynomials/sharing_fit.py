@@ -22,7 +22,7 @@ from ...shared.observed.observation import Observation, OperatorCall
 from ...shared.observed.observed_inputs import ObservedInput, PhaseKey
 from ...shared.schema.plan import ActivationMode
 from .family_fit import NotPolynomialError
-from .few_terms import Solver, Terms, kind_of
+from .few_terms import Solver, Terms, fitted_call, kind_of
 
 Values = tuple[int, ...]
 """Batch, a rank's own tokens of a sequence, number of ranks."""
@@ -171,24 +171,9 @@ class SharingFit:
         if any([kind_of(row.call) for row in one] != kinds for one in runs):
             raise NotPolynomialError(f"the {label} does not do the same in all traces of equal kind.")
         calls, steps, adding = [], [], []
-        for place, (name, operation_class, dtype, storages, num_writes, num_dims) in enumerate(kinds):
-            made = [one[place].call for one in runs]
-            call = FamilyCall(
-                name=name,
-                operation_class=operation_class,
-                dtype=dtype,
-                flops=number([one.flops for one in made], f"FLOPs of {name}, {label}"),
-                reads=tuple(
-                    (storage, number([one.reads[i][1] for one in made], f"bytes read by {name}, {label}"))
-                    for i, storage in enumerate(storages)
-                ),
-                writes=tuple(
-                    number([one.writes_bytes[i] for one in made], f"bytes written by {name}, {label}")
-                    for i in range(num_writes)
-                ),
-                shape=tuple(
-                    number([one.shape[i] for one in made], f"shape of {name}, {label}") for i in range(num_dims)
-                ),
+        for place, (name, *_) in enumerate(kinds):
+            call = fitted_call(
+                [one[place].call for one in runs], lambda figures, what: number(figures, f"{what}, {label}")
             )
             calls.append(self._calls.setdefault(call, len(self._calls)))
             steps.append(number([one[place].step for one in runs], f"level after {name}, {label}"))

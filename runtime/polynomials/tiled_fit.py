@@ -18,7 +18,7 @@ from ...shared.families.tilings import TiledLoop, TiledPiece, TiledRun, TiledSec
 from ...shared.observed.observation import Observation, OperatorCall
 from ...shared.observed.observed_inputs import PhaseKey
 from ...shared.schema.plan import ActivationMode
-from .few_terms import MOST_TERMS, Solver, Terms, kind_of
+from .few_terms import MOST_TERMS, Solver, Terms, fitted_call, kind_of
 
 Values = tuple[int, ...]
 """Of the family's variables, then the tokens of the tile, and of the one before; 0 where there is none."""
@@ -142,22 +142,8 @@ class TiledFit:
             return self._number(values, figures, num_extra, f"{what}, {label}")
 
         calls, steps, adding = [], [], []
-        for place, (name, operation_class, dtype, storages, num_writes, num_dims) in enumerate(kinds):
-            made = [one.calls[place] for one in runs]
-            call = FamilyCall(
-                name=name,
-                operation_class=operation_class,
-                dtype=dtype,
-                flops=number([one.flops for one in made], f"FLOPs of {name}"),
-                reads=tuple(
-                    (storage, number([one.reads[i][1] for one in made], f"bytes read by {name}"))
-                    for i, storage in enumerate(storages)
-                ),
-                writes=tuple(
-                    number([one.writes_bytes[i] for one in made], f"bytes written by {name}") for i in range(num_writes)
-                ),
-                shape=tuple(number([one.shape[i] for one in made], f"shape of {name}") for i in range(num_dims)),
-            )
+        for place, (name, *_) in enumerate(kinds):
+            call = fitted_call([one.calls[place] for one in runs], number)
             calls.append(self._calls.setdefault(call, len(self._calls)))
             steps.append(number([one.steps[place] for one in runs], f"level after {name}"))
             adding.append(number([one.adding[place] for one in runs], f"adding level after {name}"))
