@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from protwin.runtime import planned_accelerator, trace
 from protwin.shared.basics.errors import PlanError, ScheduleError
@@ -19,14 +17,6 @@ from tests.runtime.integrations.loops import loop
 from tests.runtime.integrations.trainers import LIMIT, MICRO_BATCHES, wishes_for
 from tests.runtime.models import adamw, differences, gpt2, llama, token_batches
 from tests.runtime.watchdog import ends_in_time, lanes_alive
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerator() -> Iterator[None]:
-    """Accelerate keeps its settings for the process."""
-    yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
 
 
 @pytest.fixture(scope="module")

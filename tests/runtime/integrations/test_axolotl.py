@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import default_data_collator
 
 from protwin.runtime.integrations.axolotl_section import PLUGIN
@@ -32,11 +31,9 @@ def axolotls(module: str) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    """Accelerate and the manager of plugins keep what they know for the process."""
+def _fresh_manager() -> Iterator[None]:
+    """The manager of plugins keeps what it knows for the process."""
     yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
     manager = axolotls("integrations.base").PluginManager.get_instance()
     manager.plugins.clear()
 

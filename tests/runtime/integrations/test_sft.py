@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -22,14 +20,6 @@ from tests.runtime.watchdog import ends_in_time
 trl = pytest.importorskip("trl", reason="SFTTrainer is TRL's")
 datasets = pytest.importorskip("datasets", reason="SFTTrainer takes its datasets alone")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerator() -> Iterator[None]:
-    """Accelerate keeps its settings for the process."""
-    yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

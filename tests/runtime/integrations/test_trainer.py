@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 
 from protwin.runtime import CpuDevice, trace
@@ -31,14 +30,6 @@ from tests.runtime.integrations.trainers import (
 )
 from tests.runtime.models import differences, gpt2, llama, token_batches
 from tests.runtime.watchdog import ends_in_time, lanes_alive
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerator() -> Iterator[None]:
-    """Accelerate keeps its settings for the process."""
-    yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
 
 
 @pytest.fixture(scope="module")
