@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +12,13 @@ from typing import Final, Protocol
 PATIENCE_S: Final = 0.5
 """Work that ends sooner shows no bar."""
 _WIDTH: Final = 40
+_TICK_S: Final = 0.25
 _CLEAR: Final = "\r\033[K"
 """What empties the line of a terminal."""
+
+
+_open: Final[list[object]] = []
+"""The bars of now: the last one alone speaks unasked."""
 
 
 class OnProgress(Protocol):
@@ -31,14 +37,14 @@ def progress_bar(description: str) -> Iterator[OnProgress]:
     """A bar that follows the calls of what it yields.
 
     It is drawn on standard error, only on a terminal and only once the work has taken a while, and goes when the work
-    ends, however it ends.
+    ends, however it ends.  Until the first call it says by itself that the work goes on: imports alone can take long.
     """
     if not sys.stderr.isatty():
         yield no_progress
         return
-    began_s, shown = time.monotonic(), ""
+    began_s, shown, is_told, writing = time.monotonic(), "", threading.Event(), threading.Lock()
 
-    def show(done: float, total: float) -> None:
+    def draw(done: float, total: float) -> None:
         nonlocal shown
         seconds = time.monotonic() - began_s
         if seconds < PATIENCE_S:
@@ -51,9 +57,26 @@ def progress_bar(description: str) -> Iterator[OnProgress]:
             sys.stderr.write(_CLEAR + line)
             sys.stderr.flush()
 
+    def wait() -> None:
+        while not is_told.wait(_TICK_S):
+            with writing:
+                if not is_told.is_set() and _open[-1:] == [is_told]:
+                    draw(0, 1)
+
+    def show(done: float, total: float) -> None:
+        with writing:
+            is_told.set()
+            draw(done, total)
+
+    waiting = threading.Thread(target=wait, name="progress", daemon=True)
+    _open.append(is_told)
+    waiting.start()
     try:
         yield show
     finally:
+        is_told.set()
+        waiting.join()
+        _open.remove(is_told)
         if shown:
             sys.stderr.write(_CLEAR)
             sys.stderr.flush()

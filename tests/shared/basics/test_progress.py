@@ -62,6 +62,25 @@ def test_interrupted_work_leaves_no_bar() -> None:
 
 
 @pytest.mark.skipif(not hasattr(pty, "openpty"), reason="needs a pseudo-terminal")
+@pytest.mark.parametrize("number", [0, 1])
+def test_work_that_tells_nothing_shows_that_it_goes_on(number: int) -> None:
+    """As long as imports take; the bar goes all the same, and what is told is what is shown from then on."""
+    silent = WORK.replace("    for done", "    time.sleep(1)\n    for done").replace("range(1, 6)", f"range({number})")
+    shown = errors_on_a_terminal(silent.format(patience_s=0))
+    assert shown.count("  0% 0:00") >= 1
+    assert shown.removesuffix("end").endswith("\r\033[K")
+
+
+@pytest.mark.skipif(not hasattr(pty, "openpty"), reason="needs a pseudo-terminal")
+def test_of_bars_within_each_other_the_inner_one_speaks() -> None:
+    silent = WORK.replace("    for done", "    time.sleep(1)\n    for done")
+    outer = 'from protwin.shared.basics.progress import progress_bar\nwith progress_bar("outer"):\n'
+    shown = errors_on_a_terminal(outer + textwrap.indent(silent.format(patience_s=0), "    "))
+    assert "measuring" in shown
+    assert "outer" not in shown.split("measuring", 1)[1].split("100%")[0]
+
+
+@pytest.mark.skipif(not hasattr(pty, "openpty"), reason="needs a pseudo-terminal")
 def test_short_work_shows_none() -> None:
     assert errors_on_a_terminal(WORK.format(patience_s=1e9)) == "end"
 
