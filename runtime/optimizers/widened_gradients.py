@@ -41,7 +41,7 @@ class WidenedGradients:
         found: list[torch.Tensor | None] = []
         start = 0
         for (gradient, weight), size_bytes in zip(pairs, sizes, strict=True):
-            if gradient is None or not size_bytes:
+            if gradient is None or gradient.dtype == weight.dtype:
                 found.append(gradient)
                 continue
             own = self._place[start : start + gradient.numel() * weight.itemsize].view(weight.dtype)
