@@ -54,6 +54,7 @@ from ...shared.cli.options import (
     BatchSize,
     CalibrationPath,
     DeviceBudget,
+    DoubleQuantize,
     DTypeName,
     FrozenParts,
     ImageCount,
@@ -66,6 +67,8 @@ from ...shared.cli.options import (
     OptimizerName,
     OsftTargets,
     OutputPath,
+    QuantizationBlock,
+    QuantizedTo,
     Seed,
     SequenceLength,
     TimelinePath,
@@ -78,6 +81,7 @@ from ...shared.cli.options import (
     load_plan,
     options_of,
     osft_of,
+    quantized_of,
 )
 from ...shared.cli.output import is_standard_output, tell
 from ...shared.cli.output import save as save_document
@@ -118,6 +122,9 @@ def run_command(
     lora_targets: LoraTargets = None,
     lora_alpha: LoraAlpha = None,
     use_rslora: UseRslora = False,
+    quantized_to: QuantizedTo = None,
+    double_quantize: DoubleQuantize = False,
+    quantization_blocksize: QuantizationBlock = None,
     method: MethodName = None,
     unfreeze_rank_ratio: UnfreezeRankRatio = None,
     osft_targets: OsftTargets = None,
@@ -188,6 +195,7 @@ def run_command(
         frozen,
         None,
         osft,
+        quantized_of(quantized_to, double=double_quantize, blocksize=quantization_blocksize),
         lora_alpha=lora_alpha,
         use_rslora=use_rslora,
         images=images_of(image_size, images),
@@ -233,7 +241,9 @@ def run_command(
         steps=steps,
         epochs=epochs,
         rates=LearningRates(learning_rate, schedule, warmup_steps),
-        checkpoints=RunCheckpoints(checkpoint, checkpoint_every, is_resuming, was_accepted(os.environ), options.lora),
+        checkpoints=RunCheckpoints(
+            checkpoint, checkpoint_every, is_resuming, was_accepted(os.environ), options.lora, options.quantized
+        ),
         save=save,
         device=DeviceChoice(device_budget_bytes, host_to_device, device_to_host),
         disk=None if disk_folder is None else DiskChoice(disk_folder, None if machine is None else machine.disk),

@@ -20,6 +20,7 @@ from ...shared.cli.options import (
     BatchSize,
     CalibrationPath,
     DeviceBudget,
+    DoubleQuantize,
     DTypeName,
     FrozenParts,
     HardwareName,
@@ -31,6 +32,8 @@ from ...shared.cli.options import (
     OptimizerName,
     OsftTargets,
     OutputPath,
+    QuantizationBlock,
+    QuantizedTo,
     Seed,
     SequenceLength,
     UnfreezeRankRatio,
@@ -40,6 +43,7 @@ from ...shared.cli.options import (
     keep_apart,
     options_of,
     osft_of,
+    quantized_of,
 )
 from ...shared.cli.output import give
 from ...shared.cli.report_options import ReportPath, write_report
@@ -99,6 +103,9 @@ def validate_command(
     device_budget_bytes: DeviceBudget = None,
     lora_rank: LoraRank = None,
     lora_targets: LoraTargets = None,
+    quantized_to: QuantizedTo = None,
+    double_quantize: DoubleQuantize = False,
+    quantization_blocksize: QuantizationBlock = None,
     unfreeze_rank_ratio: UnfreezeRankRatio = None,
     osft_targets: OsftTargets = None,
     frozen: FrozenParts = None,
@@ -145,6 +152,7 @@ def validate_command(
             frozen,
             autocast,
             osft_of(method, unfreeze_rank_ratio, osft_targets),
+            quantized_of(quantized_to, double=double_quantize, blocksize=quantization_blocksize),
             images=images_of(image_size, images),
         ),
         optimizer=optimizer or Optimizer.ADAMW,

@@ -339,6 +339,19 @@ def load_quantized(
     FileError if a file cannot be read.
     """
     how = quantization(to, double=double, blocksize=blocksize)
+    saved = None if weights is None else SavedWeights(Path(weights))
+    return fill_packed(model, saved, how, compute_dtype=compute_dtype, skip=skip)
+
+
+def fill_packed(
+    model: nn.Module,
+    saved: SavedWeights | None,
+    how: Quantization,
+    *,
+    compute_dtype: torch.dtype | None = None,
+    skip: Sequence[str] = (),
+) -> list[str]:
+    """What ``load_quantized`` does, from files that may call tensors otherwise than the model does."""
     chosen = chosen_maps(model, how, skip=skip, compute_dtype=compute_dtype)
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
@@ -346,10 +359,9 @@ def load_quantized(
                 f"buffer {name} is on the meta device. Build the model within protwin.runtime.parameters_on_meta(), "
                 f"which leaves buffers real."
             )
-    if weights is None:
+    if saved is None:
         _fill_at_random(model, chosen, how, compute_dtype)
         return chosen
-    saved = SavedWeights(Path(weights))
     saved.check(model, fills_all=True)
     packed = {f"{path}.weight" for path in chosen}
     for parameter, names in names_of(model.named_parameters(remove_duplicate=False)):
@@ -369,18 +381,34 @@ def load_quantized(
 def _fill_at_random(
     model: nn.Module, chosen: Sequence[str], how: Quantization, compute_dtype: torch.dtype | None
 ) -> None:
-    """Draw the weights of every module, and pack it, if it is to be, before the next one is drawn."""
-    draw = getattr(model, "_init_weights", None)
-    for path, module in list(model.named_modules()):
+    """Draw the weights of every module, and pack it, if it is to be, before the next one is drawn.
+
+    As transformers does: parts before the whole, which may write to its parts, each by the model that it belongs to.
+    """
+    seen: set[int] = set()
+
+    def fill(path: str, module: nn.Module, draw: Any) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        draw = getattr(module, "_init_weights", draw)
+        for name, part in list(module.named_children()):
+            fill(f"{path}.{name}" if path else name, part, draw)
         own = [parameter for parameter in module._parameters.values() if parameter is not None and parameter.is_meta]
         for parameter in own:
             set_values(parameter, torch.zeros(parameter.shape, dtype=parameter.dtype))
-        if own and draw is not None:
+        if draw is not None:
             draw(module)
         elif own and hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+            reset: Any = module.reset_parameters
+            reset()
         if path in chosen:
             pack(model, path, how, compute_dtype)
+            # What transformers calls a weight that is not to be drawn.
+            vars(model.get_parameter(f"{path}.weight"))["_is_hf_initialized"] = True
+
+    with torch.no_grad():
+        fill("", model, None)
 
 
 def _read(saved: SavedWeights, like: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
