@@ -81,7 +81,7 @@ def workload_of(model: nn.Module) -> Workload:
 
 
 @some_quick(
-    ("kind", "options"), [*((kind, FULL_TRAINING) for kind in FOLDERS), ("plain", LORA), ("tied", LORA)], quick=3
+    ("kind", "options"), [*((kind, FULL_TRAINING) for kind in FOLDERS), ("plain", LORA), ("tied", LORA)], quick=2
 )
 def test_it_is_what_transformers_loads(kind: str, options: TrainingOptions, tmp_path: Path) -> None:
     folder = FOLDERS[kind](tmp_path / "base")
