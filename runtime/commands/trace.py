@@ -20,6 +20,7 @@ from ...shared.cli.options import (
     ImageCount,
     ImageSize,
     JsonFlag,
+    LoraDropout,
     LoraRank,
     LoraTargets,
     MethodName,
@@ -32,6 +33,7 @@ from ...shared.cli.options import (
     SequenceLength,
     StatedBatchSize,
     UnfreezeRankRatio,
+    UseDora,
     command_app,
     examples,
     images_of,
@@ -119,6 +121,8 @@ def trace_command(
     hardware: MachineToTrainOn = None,
     lora_rank: LoraRank = None,
     lora_targets: LoraTargets = None,
+    lora_dropout: LoraDropout = None,
+    use_dora: UseDora = False,
     quantized_to: QuantizedTo = None,
     double_quantize: DoubleQuantize = False,
     quantization_blocksize: QuantizationBlock = None,
@@ -156,7 +160,17 @@ def trace_command(
     osft = osft_of(method, unfreeze_rank_ratio, osft_targets)
     quantized = quantized_of(quantized_to, double=double_quantize, blocksize=quantization_blocksize)
     pictures = images_of(image_size, images)
-    options = options_of(lora_rank, lora_targets, frozen, autocast, osft, quantized, images=pictures)
+    options = options_of(
+        lora_rank,
+        lora_targets,
+        frozen,
+        autocast,
+        osft,
+        quantized,
+        lora_dropout=lora_dropout,
+        use_dora=use_dora,
+        images=pictures,
+    )
     if mlp_modules and not mlp_tiles:
         raise ProtwinError("--mlp-module names what runs in tiles. Say in how many: --mlp-tiles 4.")
     if is_real and options.autocast is not None:

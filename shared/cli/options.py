@@ -228,6 +228,15 @@ LoraAlpha = Annotated[
     typer.Option("--lora-alpha", metavar="ALPHA", help="Scale the low-rank maps by alpha / rank; without it, by 1."),
 ]
 UseRslora = Annotated[bool, typer.Option("--use-rslora", help="Scale them by alpha / sqrt(rank) (rank-stabilized).")]
+LoraDropout = Annotated[
+    float | None,
+    typer.Option(
+        "--lora-dropout", metavar="FRACTION", help="Drop this part of what the low-rank maps read, from 0 to below 1."
+    ),
+]
+UseDora = Annotated[
+    bool, typer.Option("--use-dora", help="Train a magnitude for each output of an adapted map too (DoRA).")
+]
 MethodName = Annotated[
     TrainingMethod | None,
     typer.Option(
@@ -367,15 +376,28 @@ def options_of(
     *,
     lora_alpha: float | None = None,
     use_rslora: bool = False,
+    lora_dropout: float | None = None,
+    use_dora: bool = False,
     images: ImageOptions | None = None,
 ) -> TrainingOptions:
     """What the options say of how a model is trained, and on which ``images``.
 
     Raises ProtwinError if they make no sense together.
     """
-    if lora_rank is None and (lora_alpha is not None or use_rslora):
-        given = "--use-rslora is" if lora_alpha is None else f"--lora-alpha {lora_alpha:g} is"
-        raise ProtwinError(f"{given} given, but --lora-rank is missing. Write --lora-rank 16 beside it.")
+    given = {
+        f"--lora-alpha {lora_alpha}": lora_alpha is not None,
+        f"--lora-dropout {lora_dropout}": lora_dropout is not None,
+        "--use-rslora": use_rslora,
+        "--use-dora": use_dora,
+    }
+    if lora_rank is None and any(given.values()):
+        first = next(option for option, is_given in given.items() if is_given)
+        raise ProtwinError(f"{first} is given, but --lora-rank is missing. Write --lora-rank 16 beside it.")
+    if lora_dropout is not None and not 0 <= lora_dropout < 1:
+        raise ProtwinError(
+            f"--lora-dropout is {lora_dropout:g}; it is the part that is dropped, from 0 to below 1. Write "
+            f"--lora-dropout 0.05."
+        )
     if lora_alpha is not None and not 0 < lora_alpha < float("inf"):
         raise ProtwinError(f"--lora-alpha is {lora_alpha:g}; it must be above 0 and finite. Write --lora-alpha 16.")
     computed = None if autocast is None else _autocast(autocast)
@@ -387,7 +409,19 @@ def options_of(
         )
     lora = None
     if lora_rank is not None:
-        lora = LoraOptions(rank=lora_rank, targets=targets, alpha=lora_alpha, use_rslora=use_rslora)
+        lora = LoraOptions(
+            rank=lora_rank,
+            targets=targets,
+            alpha=lora_alpha,
+            use_rslora=use_rslora,
+            dropout=lora_dropout or 0.0,
+            use_dora=use_dora,
+        )
+    if quantized is not None and use_dora:
+        raise ProtwinError(
+            f"--quantize is {quantized.how.type}, but --use-dora takes norms of unpacked weights in every step. Leave "
+            f"out one of them."
+        )
     if quantized is not None and (lora is None or osft is not None):
         reason = (
             "--unfreeze-rank-ratio factorises and trains these weights"
