@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from ...shared.basics.errors import WorkloadError
-from ..model.batches import batch_tensors
 
 MOST_BATCHES: Final = 256
 """Of those that a data loader begins with, looked at; a dataset of fewer is looked through."""
@@ -96,6 +95,9 @@ def _of_all_ranks(own: Any) -> Any:
 
 
 def size_of(batch: Any) -> int:
-    """Scalars in the batch, of all its tensors."""
-    tensors = batch_tensors(batch) if isinstance(batch, Mapping | list | tuple | torch.Tensor) else {}
-    return sum(tensor.numel() for tensor in tensors.values())
+    """Scalars in the batch, of all its tensors, within mappings, lists and tuples too."""
+    if isinstance(batch, Mapping):
+        return sum(size_of(part) for part in batch.values())
+    if isinstance(batch, list | tuple):
+        return sum(size_of(part) for part in batch)
+    return batch.numel() if isinstance(batch, torch.Tensor) else 0
