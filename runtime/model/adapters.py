@@ -154,12 +154,7 @@ def add_lora(
     of a packed one that which it computes in, and lie where it does, or on ``device``.  Raises WorkloadError if a
     number makes no sense, a target names nothing, or a map is packed that would have magnitudes.
     """
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= _MAX_RANK:
-        raise WorkloadError(f"the rank of LoRA is {rank!r}; it must be a whole number from 1 to {_MAX_RANK}.")
-    if alpha is not None and not 0 < alpha < math.inf:
-        raise WorkloadError(f"alpha is {alpha!r}; it must be above 0 and finite. Leave it out for a scale of 1.")
-    if not 0 <= dropout < 1:
-        raise WorkloadError(f"dropout is {dropout!r}; it is the part that is dropped, from 0 to below 1.")
+    _check_numbers(rank, alpha, dropout)
     options = LoraOptions(rank=rank, alpha=alpha, use_rslora=use_rslora, dropout=dropout, use_dora=use_dora)
     maps = {
         f"{block.name}.{path}": (module, sizes)
@@ -198,6 +193,16 @@ def add_lora(
         adapted = LowRankLinear(module, sizes, options=options, device=device, dtype=dtype)
         setattr(model.get_submodule(parent), name, adapted)
     return chosen
+
+
+def _check_numbers(rank: int, alpha: float | None, dropout: float) -> None:
+    """Raise WorkloadError if one makes no sense."""
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= _MAX_RANK:
+        raise WorkloadError(f"the rank of LoRA is {rank!r}; it must be a whole number from 1 to {_MAX_RANK}.")
+    if alpha is not None and not 0 < alpha < math.inf:
+        raise WorkloadError(f"alpha is {alpha!r}; it must be above 0 and finite. Leave it out for a scale of 1.")
+    if not 0 <= dropout < 1:
+        raise WorkloadError(f"dropout is {dropout!r}; it is the part that is dropped, from 0 to below 1.")
 
 
 def _dtype_beside(module: nn.Module, model: nn.Module) -> torch.dtype:
