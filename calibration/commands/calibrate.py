@@ -40,14 +40,11 @@ from ...shared.cli.options import (
     UseDora,
     command_app,
     examples,
-    images_of,
     keep_apart,
-    options_of,
-    osft_of,
-    quantized_of,
     writable_json,
 )
 from ...shared.cli.output import give
+from ...shared.cli.trained_as import images_of, options_of, osft_of, quantized_of
 from ...shared.schema.optimizer import Optimizer
 from ...shared.students.student import Student
 from ...shared.tables.calibration import calibration_tables

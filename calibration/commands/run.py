@@ -78,16 +78,13 @@ from ...shared.cli.options import (
     UseRslora,
     command_app,
     examples,
-    images_of,
     keep_apart,
     load_plan,
-    options_of,
-    osft_of,
-    quantized_of,
 )
 from ...shared.cli.output import is_standard_output, tell
 from ...shared.cli.output import save as save_document
 from ...shared.cli.streams import say
+from ...shared.cli.trained_as import images_of, options_of, osft_of, quantized_of
 from ...shared.compile.compile import compile_schedule
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware

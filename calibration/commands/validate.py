@@ -41,14 +41,11 @@ from ...shared.cli.options import (
     UseDora,
     command_app,
     examples,
-    images_of,
     keep_apart,
-    options_of,
-    osft_of,
-    quantized_of,
 )
 from ...shared.cli.output import give
 from ...shared.cli.report_options import ReportPath, write_report
+from ...shared.cli.trained_as import images_of, options_of, osft_of, quantized_of
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.plan import TrainingMethod

@@ -36,14 +36,11 @@ from ...shared.cli.options import (
     UseDora,
     command_app,
     examples,
-    images_of,
     keep_apart,
-    options_of,
-    osft_of,
-    quantized_of,
     warn,
 )
 from ...shared.cli.output import give
+from ...shared.cli.trained_as import images_of, options_of, osft_of, quantized_of
 from ...shared.phases.packing import parse_packed_lengths
 from ...shared.phases.quadratic import attention_words
 from ...shared.phases.sequence_sharing import MOST_SEQUENCE_RANKS

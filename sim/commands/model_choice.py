@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from ...shared.basics.errors import ProtwinError, WorkloadError
 from ...shared.catalogue.models import known_model
-from ...shared.cli.options import cache_folder, options_of, osft_of, warn
+from ...shared.cli.options import cache_folder, warn
+from ...shared.cli.trained_as import options_of, osft_of
 from ...shared.schema.hardware import Device
 from ...shared.schema.plan import TrainingMethod
 from ...shared.schema.training_options import ImageOptions, OsftOptions, QuantizationOptions, TrainingOptions

@@ -43,13 +43,12 @@ from ...shared.cli.options import (
     UseDora,
     command_app,
     examples,
-    images_of,
     keep_apart,
-    quantized_of,
     warn,
 )
 from ...shared.cli.output import save, tell
 from ...shared.cli.report_options import ReportPath, write_report
+from ...shared.cli.trained_as import images_of, quantized_of
 from ...shared.compile.compile import compile_schedule
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from protwin.shared.basics.errors import FileError, ProtwinError
-from protwin.shared.cli.options import cache_folder, changes_of, examples, keep_apart, options_of, osft_of, writable
+from protwin.shared.cli.options import cache_folder, changes_of, examples, keep_apart, writable
+from protwin.shared.cli.trained_as import options_of, osft_of
 from protwin.shared.schema.plan import TrainingMethod
 from protwin.shared.schema.training_options import FULL_TRAINING, LoraOptions, OsftOptions, TrainingOptions
 from protwin.shared.schema.workload import DType
