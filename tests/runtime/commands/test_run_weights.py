@@ -85,7 +85,7 @@ def workload_of(model: nn.Module) -> Workload:
 @some_quick(
     ("kind", "options"),
     [("plain", DORA), *((kind, FULL_TRAINING) for kind in FOLDERS), ("plain", LORA), ("tied", LORA), ("narrow", DORA)],
-    quick=3,
+    quick=2,
 )
 def test_it_is_what_transformers_loads(kind: str, options: TrainingOptions, tmp_path: Path) -> None:
     folder = FOLDERS[kind](tmp_path / "base")
