@@ -61,6 +61,7 @@ from ...shared.cli.options import (
     ImageSize,
     JsonFlag,
     LoraAlpha,
+    LoraDropout,
     LoraRank,
     LoraTargets,
     MethodName,
@@ -73,19 +74,17 @@ from ...shared.cli.options import (
     SequenceLength,
     TimelinePath,
     UnfreezeRankRatio,
+    UseDora,
     UseRslora,
     command_app,
     examples,
-    images_of,
     keep_apart,
     load_plan,
-    options_of,
-    osft_of,
-    quantized_of,
 )
 from ...shared.cli.output import is_standard_output, tell
 from ...shared.cli.output import save as save_document
 from ...shared.cli.streams import say
+from ...shared.cli.trained_as import images_of, options_of, osft_of, quantized_of
 from ...shared.compile.compile import compile_schedule
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
@@ -122,6 +121,8 @@ def run_command(
     lora_targets: LoraTargets = None,
     lora_alpha: LoraAlpha = None,
     use_rslora: UseRslora = False,
+    lora_dropout: LoraDropout = None,
+    use_dora: UseDora = False,
     quantized_to: QuantizedTo = None,
     double_quantize: DoubleQuantize = False,
     quantization_blocksize: QuantizationBlock = None,
@@ -198,6 +199,8 @@ def run_command(
         quantized_of(quantized_to, double=double_quantize, blocksize=quantization_blocksize),
         lora_alpha=lora_alpha,
         use_rslora=use_rslora,
+        lora_dropout=lora_dropout,
+        use_dora=use_dora,
         images=images_of(image_size, images),
     )
 

@@ -27,6 +27,7 @@ from ...shared.cli.options import (
     ImageCount,
     ImageSize,
     JsonFlag,
+    LoraDropout,
     LoraRank,
     LoraTargets,
     OptimizerName,
@@ -37,16 +38,14 @@ from ...shared.cli.options import (
     Seed,
     SequenceLength,
     UnfreezeRankRatio,
+    UseDora,
     command_app,
     examples,
-    images_of,
     keep_apart,
-    options_of,
-    osft_of,
-    quantized_of,
 )
 from ...shared.cli.output import give
 from ...shared.cli.report_options import ReportPath, write_report
+from ...shared.cli.trained_as import images_of, options_of, osft_of, quantized_of
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.plan import TrainingMethod
@@ -103,6 +102,8 @@ def validate_command(
     device_budget_bytes: DeviceBudget = None,
     lora_rank: LoraRank = None,
     lora_targets: LoraTargets = None,
+    lora_dropout: LoraDropout = None,
+    use_dora: UseDora = False,
     quantized_to: QuantizedTo = None,
     double_quantize: DoubleQuantize = False,
     quantization_blocksize: QuantizationBlock = None,
@@ -153,6 +154,8 @@ def validate_command(
             autocast,
             osft_of(method, unfreeze_rank_ratio, osft_targets),
             quantized_of(quantized_to, double=double_quantize, blocksize=quantization_blocksize),
+            lora_dropout=lora_dropout,
+            use_dora=use_dora,
             images=images_of(image_size, images),
         ),
         optimizer=optimizer or Optimizer.ADAMW,

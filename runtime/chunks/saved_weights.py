@@ -106,6 +106,20 @@ class SavedWeights:
         saved = dict.fromkeys(self._name_of(name) for name in names)
         return [self.tensors[name] for name in saved if name in self.tensors]
 
+    def whole(self, like: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
+        """A tensor such as ``like``, which the model has under these names, on the host.
+
+        Raises FileError if the files lack it, or cannot be read.
+        """
+        held = self.find(names)
+        if not held:
+            raise FileError(
+                f"{self.folder} lacks {names[0]}. Name a folder with the tensors of the model's state_dict()."
+            )
+        made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        self.read(held[0], like, slice(0, like.numel()), in_memory_order(made))
+        return made
+
     def read(self, held: SavedTensor, like: torch.Tensor, stretch: slice, place: torch.Tensor) -> None:
         """Write the scalars ``stretch`` of ``held``, as they lie in a tensor such as ``like``, into ``place`` (n,).
 
@@ -366,15 +380,15 @@ def fill_packed(
     packed = {f"{path}.weight" for path in chosen}
     for parameter, names in names_of(model.named_parameters(remove_duplicate=False)):
         if parameter.is_meta and names[0] not in packed:
-            set_values(parameter, _read(saved, parameter, names))
+            set_values(parameter, saved.whole(parameter, names))
     for buffer, names in names_of(persistent_buffers(model)):
         if saved.find(names):
-            buffer.copy_(_read(saved, buffer, names))
+            buffer.copy_(saved.whole(buffer, names))
     for path in chosen:
         weight = model.get_submodule(path).weight
         assert isinstance(weight, torch.Tensor)
         names = [f"{path}.weight"]
-        pack(model, path, how, compute_dtype, lambda w=weight, n=names: _read(saved, w, n))  # type: ignore[misc]
+        pack(model, path, how, compute_dtype, lambda w=weight, n=names: saved.whole(w, n))  # type: ignore[misc]
     return chosen
 
 
@@ -409,12 +423,3 @@ def _fill_at_random(
 
     with torch.no_grad():
         fill("", model, None)
-
-
-def _read(saved: SavedWeights, like: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
-    held: list[SavedTensor] = saved.find(names)
-    if not held:
-        raise FileError(f"{saved.folder} lacks {names[0]}. Name a folder with the tensors of the model's state_dict().")
-    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
-    saved.read(held[0], like, slice(0, like.numel()), in_memory_order(made))
-    return made

@@ -18,6 +18,7 @@ from ..training.training import Training
 
 _SCALE: Final = "lora_scale"
 _UNSCALED: Final = "without --lora-alpha"
+_OF_MAPS: Final = "--lora-alpha, --use-rslora and --lora-dropout"
 _PACKED: Final = "quantized"
 _UNPACKED: Final = "without --quantize"
 
@@ -33,7 +34,7 @@ class RunCheckpoints:
     is_restarted: bool = False
     """Whether a launcher has started the ranks again: they go on from the checkpoint if there is one by now."""
     lora: LoraOptions | None = None
-    """The low-rank maps, whose scale no saved weight tells."""
+    """The low-rank maps, whose scale and dropout no saved weight tells."""
     quantized: QuantizationOptions | None = None
     """How weights are packed, which their bytes do not tell."""
 
@@ -82,7 +83,7 @@ class RunCheckpoints:
 
     def _position(self, source: DataSource, num_batches: int) -> dict[str, int | str]:
         lora = self.lora
-        is_scaled = lora is not None and (lora.alpha is not None or lora.use_rslora)
+        is_scaled = lora is not None and (lora.alpha is not None or lora.use_rslora or lora.dropout > 0)
         maps = {_SCALE: _shown(lora)} if is_scaled else {}
         if self.quantized is not None:
             maps[_PACKED] = _shown_packed(self.quantized.how)
@@ -91,7 +92,12 @@ class RunCheckpoints:
     def _check_maps(self, found: Any, expected: Mapping[str, int | str]) -> None:
         """Raise FileError if linear maps were packed otherwise, or the low-rank ones had another scale."""
         for key, left_out, what, options in (
-            (_SCALE, _UNSCALED, "the low-rank maps would be other ones", "--lora-alpha and --use-rslora"),
+            (
+                _SCALE,
+                _UNSCALED,
+                "the low-rank maps would be other ones",
+                _OF_MAPS,
+            ),
             (_PACKED, _UNPACKED, "the same bytes would be other weights", "--quantize and its options"),
         ):
             then = found.get(key, left_out) if isinstance(found, dict) else left_out
@@ -105,7 +111,9 @@ class RunCheckpoints:
 def _shown(lora: LoraOptions | None) -> str:
     assert lora is not None
     alpha = [] if lora.alpha is None else [f"--lora-alpha {lora.alpha:g}"]
-    return f"with {' '.join([*alpha, *(['--use-rslora'] if lora.use_rslora else [])])}"
+    rslora = ["--use-rslora"] if lora.use_rslora else []
+    dropout = [f"--lora-dropout {lora.dropout:g}"] if lora.dropout else []
+    return f"with {' '.join([*alpha, *rslora, *dropout])}"
 
 
 def _shown_packed(how: Quantization) -> str:

@@ -80,6 +80,7 @@ class FolderModel:
         renamed = _renamed(model, saved.tensors)
         saved = SavedWeights(self.folder, renamed, reader=FactorReader(self.cache)).for_model(model)
         if not saved.misfits(model, fills_all=True):
+            _begin_at_saved(model, saved)
             return BuiltModel(model.train(), saved)
         before_loading(None)
         model = self._loaded_whole()
@@ -117,6 +118,13 @@ class FolderModel:
         # No file has low-rank matrices: they have values, whatever they lie beside.
         options = self.options.model_copy(update={"quantized": None})
         apply_options(model, options, device=torch.device("cpu"), cache=self.cache, group=group)
+
+
+def _begin_at_saved(model: nn.Module, saved: SavedWeights) -> None:
+    """Give DoRA its first magnitudes, which are norms of weights that lie in files still: one is read at a time."""
+    for path, part in model.named_modules():
+        if isinstance(part, LowRankLinear) and part.options.use_dora and part.weight.is_meta:
+            part.begin_at(saved.whole(part.weight, [f"{path}.base.weight"]))
 
 
 def sharing_decompositions(options: TrainingOptions, num_ranks: int) -> AbstractContextManager[ProcessGroup | None]:

@@ -31,6 +31,8 @@ from tests.runtime.resuming import offloaded
 from tests.runtime.small_language import make_folder
 
 LORA = TrainingOptions(lora=LoraOptions(rank=4, targets=("q_proj", "down_proj")))
+DORA = TrainingOptions(lora=LoraOptions(rank=4, targets=("q_proj", "down_proj"), use_dora=True))
+"""Its magnitudes begin as norms of weights that lie in files."""
 VOCABULARY = {"vocab_size": 64, "bos_token_id": None, "eos_token_id": None}
 
 
@@ -81,7 +83,9 @@ def workload_of(model: nn.Module) -> Workload:
 
 
 @some_quick(
-    ("kind", "options"), [*((kind, FULL_TRAINING) for kind in FOLDERS), ("plain", LORA), ("tied", LORA)], quick=3
+    ("kind", "options"),
+    [("plain", DORA), *((kind, FULL_TRAINING) for kind in FOLDERS), ("plain", LORA), ("tied", LORA), ("narrow", DORA)],
+    quick=2,
 )
 def test_it_is_what_transformers_loads(kind: str, options: TrainingOptions, tmp_path: Path) -> None:
     folder = FOLDERS[kind](tmp_path / "base")
