@@ -48,7 +48,7 @@ test: $(STAMP) ## Run the tests (ARGS="-k name" for some of them)
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 20 --durations-min 2 $(ARGS)
 
 .PHONY: catalogue
-catalogue: $(STAMP) ## Trace the catalogue's models anew (NAMES="gpt2 llama-3-8b" for some of them, with --tiles or --sharings for a part)
+catalogue: $(STAMP) ## Trace the catalogue's models anew (NAMES="gpt2 llama-3-8b" for some of them, with --tiles, --sharings or --adapters for a part)
 	$(BIN)/python -m protwin.runtime.polynomials.regenerate_catalogue $(NAMES)
 
 .PHONY: check

@@ -1,8 +1,8 @@
 """From what a user calls a model to its workload: a saved workload, a configuration, or a name of the catalogue.
 
-Full training of a model of the catalogue is answered from the family of workloads that comes with the package.  The
-trace of anything else needs torch and lives in another folder, which names it in the entry-point group
-``protwin.tracers``; it is imported only when nothing cheaper answers.
+Full training of a model of the catalogue is answered from the family of workloads that comes with the package, and so
+is training with low-rank adapters beside the usual maps.  The trace of anything else needs torch and lives in another
+folder, which names it in the entry-point group ``protwin.tracers``; it is imported only when nothing cheaper answers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .check import check_magnitude, has_fused_dropout
 from .dtypes import choose_dtype
 
 if TYPE_CHECKING:
-    from ..families.family import WorkloadFamily
+    from ..families.family import Change, WorkloadFamily
 
 Warn = Callable[[str], None]
 _USUAL_LENGTH: Final = 2048
@@ -312,10 +312,11 @@ def _traced(request: TraceRequest, cache: Path | None, warn: Warn) -> Workload:
 def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload | None:
     """The answer of the family that comes with the package; None if it has none, so that the model is traced.
 
-    It has none of tiles or shared sequences in float16, with factors or in packed rows that are shared, of tiles or
-    packed rows with factors, of training with LoRA, frozen parts or autocast, of shapes beyond those proven, of some
-    named maps in factors (``factorised.py``), of dropout in attention on a CPU, where that runs otherwise, and of
-    students that differ from their teacher (``catalogue_pairs.py``).
+    It has none of tiles or shared sequences in float16, with factors, with adapters or in packed rows that are shared,
+    of tiles or packed rows with factors, of adapters beside other maps than those known (``adapted.py``), of frozen
+    parts or autocast, of shapes beyond those proven, of some named maps in factors (``factorised.py``), of dropout in
+    attention on a CPU, where that runs otherwise, and of students that differ from their teacher
+    (``catalogue_pairs.py``).
     """
     from ..families.family import OutsideFamilyError
 
@@ -324,13 +325,24 @@ def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload |
 
         if not needs_no_trace(request.student, request.configuration, name=request.name):
             return None
-    osft, options = request.options.osft, request.options.model_copy(update={"osft": None})
-    family = resolve_family(described.name, dtype=request.dtype) if options.is_full else None
+    osft, lora = request.options.osft, request.options.lora
+    rest = request.options.model_copy(update={"osft": None, "lora": None, "quantized": None})
+    family = resolve_family(described.name, dtype=request.dtype) if rest.is_full else None
     is_tiled = bool(request.mlp_tiles or request.loss_tiles)
     is_packed, is_shared = request.packing is not None, bool(request.sequence_ranks)
-    is_other = osft is not None and (is_tiled or is_packed or is_shared)
+    is_other = osft is not None and (lora is not None or is_tiled or is_packed or is_shared)
+    is_other |= request.options.quantized is not None and lora is None
+    is_other |= lora is not None and (is_tiled or is_shared or request.student is not None)
     if family is None or is_other or (is_shared and (is_packed or request.student is not None)):
         return None
+    change: Change | None = None
+    if lora is not None:
+        from .adapted import adapted_family
+
+        adapted = adapted_family(family, lora, request.configuration, request.options.quantized)
+        if adapted is None:
+            return None
+        family, change = adapted.family, adapted.change
     try:
         if is_tiled:
             tiled = _in_tiles(family, described.name, request)
@@ -339,7 +351,10 @@ def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload |
             found = tiled
         elif osft is None:
             found = family.at(
-                batch_size=request.batch_size, sequence_length=request.sequence_length, packing=request.packing
+                batch_size=request.batch_size,
+                sequence_length=request.sequence_length,
+                packing=request.packing,
+                change=change,
             )
         else:
             from .factorised import factorised_workload
