@@ -201,12 +201,14 @@ class _PrimeSolver:
 
 
 def _powers(value: int, primes: Values) -> tuple[int, ...]:
-    """How often each prime divides a figure; a value of one is no prime, and never divides."""
-    found = []
-    for prime in primes:
-        power = 0
-        while prime > 1 and power < _HIGHEST_POWER and value % prime == 0:
+    """How often each prime divides a figure; a value of one is no prime, and never divides.
+
+    Larger ones first: some are multiples of primes by eight, which two would divide.
+    """
+    found = [0] * len(primes)
+    for place in sorted(range(len(primes)), key=lambda place: -primes[place]):
+        prime = primes[place]
+        while prime > 1 and found[place] < _HIGHEST_POWER and value % prime == 0:
             value //= prime
-            power += 1
-        found.append(power)
+            found[place] += 1
     return tuple(found)

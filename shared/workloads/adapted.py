@@ -11,6 +11,7 @@ from ..factors.structure import ModelStructure
 from ..families.architectures import program_of, sizes_of
 from ..families.family import Change, WorkloadFamily
 from ..families.sized import RANK, SizedFamily
+from ..phases.quantization import Quantization
 from ..schema.training_options import LoraOptions, QuantizationOptions
 from ..schema.workload import DType, OuterSection, Parameter, Uses, in_forward_order
 from .packed_maps import PACKED_CLASSES, packed_parameters, unpacking
@@ -27,8 +28,19 @@ class AdaptedFamily:
     """A model with adapters at every shape of its batch."""
 
     family: WorkloadFamily
-    change: Change | None = None
-    """Of what a trace of ``family`` sees: its weights are packed."""
+    packed: tuple[tuple[int, int], ...] = ()
+    """Inputs and outputs of the maps whose weights are packed."""
+    how: Quantization | None = None
+    """How they are."""
+
+    @property
+    def change(self) -> Change | None:
+        """Of what a trace of ``family`` sees, where weights are packed."""
+        return None if self.how is None else unpacking(self.packed, self.family.compute_dtype, self.how)
+
+    def in_dtype(self, dtype: DType) -> AdaptedFamily:
+        """The same in a twin's element type."""
+        return replace(self, family=self.family.in_dtype(dtype))
 
 
 def adapted_family(
@@ -56,7 +68,7 @@ def adapted_family(
     if sized is None or family.model_name not in sized.models:
         return None
     adapted = adapted_by(sized, model.family, sizes, lora, quantized)
-    return None if adapted is None else replace(adapted, family=adapted.family.in_dtype(family.compute_dtype))
+    return None if adapted is None else adapted.in_dtype(family.compute_dtype)
 
 
 def adapted_by(
@@ -78,6 +90,8 @@ def adapted_by(
     if not pieces or packed is None or model.targets(lora) != sized.targets:
         return None
     how = None if quantized is None else quantized.how
+    if how is not None and not model.is_last_adapted(sized.targets):
+        return None
     adapted = {path: model.maps[path] for path in model.chosen(lora)}
     bases = {f"{path}.{BASE}" if path in adapted else path: sizes for path, sizes in packed.items()}
     parameters = list(_parameters(family.parameters, adapted, lora.rank))
@@ -97,8 +111,7 @@ def adapted_by(
         "pieces": pieces,
         "structure": None,
     }
-    unpacks = None if how is None else unpacking(list(packed.values()), family.compute_dtype, how)
-    return AdaptedFamily(family.model_copy(update=changed), unpacks)
+    return AdaptedFamily(family.model_copy(update=changed), tuple(packed.values()), how)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +174,14 @@ class _Model:
             return None
         # Matrices of adapters that are as large as a map look like it.
         return None if any(rank in sizes for sizes in found.values()) else found
+
+    def is_last_adapted(self, targets: Sequence[str]) -> bool:
+        """Whether the last map of a block is adapted: if not, recomputation ends elsewhere with packed weights."""
+        return all(next(reversed(self.within(block)), None) in targets for block in self.family.block_names)
+
+    def within(self, block: str) -> list[str]:
+        """The maps of a block, by their paths within it."""
+        return [path.removeprefix(f"{block}.") for path in self.maps if path.startswith(f"{block}.")]
 
 
 def _lies_in(path: str, blocks: Collection[str]) -> bool:

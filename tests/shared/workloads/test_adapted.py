@@ -133,6 +133,8 @@ def test_what_makes_no_sense_is_refused_without_a_trace(changed: dict[str, Any],
         {"options": {"osft": OsftOptions(unfreeze_rank_ratio=0.5)}},
         # A matrix of an adapter would look like the packed map of keys.
         {"rank": 1024, "how": Quantization(type=QuantizedType.NF4, blocksize=64)},
+        # Recomputation would end elsewhere.
+        {"targets": ("q_proj", "v_proj"), "how": Quantization(type=QuantizedType.NF4, blocksize=64)},
         {"skipped": ("q_proj",), "how": Quantization(type=QuantizedType.NF4, blocksize=64)},
     ],
 )
