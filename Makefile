@@ -45,7 +45,7 @@ demo-long: $(STAMP) ## A sequence that needs six times the budget, trained in ti
 
 .PHONY: test
 test: $(STAMP) ## Run the tests (ARGS="-k name" for some of them)
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 20 --durations-min 2 $(ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 25 --durations-min 2 $(ARGS)
 
 .PHONY: catalogue
 catalogue: $(STAMP) ## Trace the catalogue's models anew (NAMES="gpt2 llama-3-8b" for some of them, with --tiles, --sharings or --adapters for a part)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .distillation.validation import validation_losses as validation_losses
     from .integrations.accelerator_class import planned_accelerator as planned_accelerator
     from .integrations.trainer_class import planned_trainer as planned_trainer
+    from .lightning.trainer_class import planned_lightning as planned_lightning
     from .model.adapters import add_lora as add_lora
     from .model.adapters import freeze as freeze
     from .optimizers.loss_scaling import LossScaling as LossScaling
@@ -81,6 +82,7 @@ _HOMES = {
     "named_optimizer": "optimizers.named",
     "parameters_on_meta": "chunks.meta_parameters",
     "planned_accelerator": "integrations.accelerator_class",
+    "planned_lightning": "lightning.trainer_class",
     "planned_trainer": "integrations.trainer_class",
     "probe_hardware": "devices.probe",
     "probe_ranks": "ranks.rank_probe",

@@ -54,34 +54,37 @@ from ...shared.cli.options import (
     BatchSize,
     CalibrationPath,
     DeviceBudget,
+    DoubleQuantize,
     DTypeName,
     FrozenParts,
     ImageCount,
     ImageSize,
     JsonFlag,
     LoraAlpha,
+    LoraDropout,
     LoraRank,
     LoraTargets,
     MethodName,
     OptimizerName,
     OsftTargets,
     OutputPath,
+    QuantizationBlock,
+    QuantizedTo,
     Seed,
     SequenceLength,
     TimelinePath,
     UnfreezeRankRatio,
+    UseDora,
     UseRslora,
     command_app,
     examples,
-    images_of,
     keep_apart,
     load_plan,
-    options_of,
-    osft_of,
 )
 from ...shared.cli.output import is_standard_output, tell
 from ...shared.cli.output import save as save_document
 from ...shared.cli.streams import say
+from ...shared.cli.trained_as import images_of, options_of, osft_of, quantized_of
 from ...shared.compile.compile import compile_schedule
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
@@ -118,6 +121,11 @@ def run_command(
     lora_targets: LoraTargets = None,
     lora_alpha: LoraAlpha = None,
     use_rslora: UseRslora = False,
+    lora_dropout: LoraDropout = None,
+    use_dora: UseDora = False,
+    quantized_to: QuantizedTo = None,
+    double_quantize: DoubleQuantize = False,
+    quantization_blocksize: QuantizationBlock = None,
     method: MethodName = None,
     unfreeze_rank_ratio: UnfreezeRankRatio = None,
     osft_targets: OsftTargets = None,
@@ -188,8 +196,11 @@ def run_command(
         frozen,
         None,
         osft,
+        quantized_of(quantized_to, double=double_quantize, blocksize=quantization_blocksize),
         lora_alpha=lora_alpha,
         use_rslora=use_rslora,
+        lora_dropout=lora_dropout,
+        use_dora=use_dora,
         images=images_of(image_size, images),
     )
 
@@ -233,7 +244,9 @@ def run_command(
         steps=steps,
         epochs=epochs,
         rates=LearningRates(learning_rate, schedule, warmup_steps),
-        checkpoints=RunCheckpoints(checkpoint, checkpoint_every, is_resuming, was_accepted(os.environ), options.lora),
+        checkpoints=RunCheckpoints(
+            checkpoint, checkpoint_every, is_resuming, was_accepted(os.environ), options.lora, options.quantized
+        ),
         save=save,
         device=DeviceChoice(device_budget_bytes, host_to_device, device_to_host),
         disk=None if disk_folder is None else DiskChoice(disk_folder, None if machine is None else machine.disk),

@@ -10,14 +10,13 @@ import torch
 from torch import nn
 
 from ...runtime.commands.random_batches import random_batches
-from ...runtime.commands.random_model import check_host_memory
+from ...runtime.commands.random_model import check_host_memory, drawn_model
 from ...runtime.data.byte_text import python_reference
 from ...runtime.devices.device import TrainingDevice
-from ...runtime.model.configurations import build_model, training_dtype
 from ...runtime.optimizers.chunk_optimizer import default_optimizer
 from ...runtime.optimizers.named import check_runs_on, named_optimizer
 from ...runtime.timing.within_budget import autocast_on
-from ...runtime.tracing.configurations import apply_options, configured_model
+from ...runtime.tracing.configurations import configured_model
 from ...runtime.tracing.tracing import trace
 from ...shared.catalogue.models import published_dtype
 from ...shared.schema.hardware import Hardware
@@ -51,9 +50,7 @@ def configured_subject(
     if is_within:
         twin = configured_model(configuration, name, chosen.dtype, trained_as.options)
         check_host_memory(twin, name, "Use a machine with more memory.", trained_as.optimizer)
-    torch.manual_seed(seed)
-    model: nn.Module = build_model(configuration, name, training_dtype(configuration, chosen.dtype), device="cpu")
-    apply_options(model, trained_as.options)
+    model = drawn_model(configuration, name, chosen.dtype, seed, trained_as.options)
     batch = _batch(model, name, shape, seed, trained_as, device)
     autocast, optimizer = trained_as.options.autocast, trained_as.optimizer
     if trained_as.device_budget_bytes is not None:

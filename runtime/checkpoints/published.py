@@ -98,8 +98,9 @@ def _save_adapter(folder: Path, adapted: dict[str, LowRankLinear], base: str, *,
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
-        "use_rslora": first.use_rslora,
-        "lora_dropout": 0.0,
+        "use_rslora": first.options.use_rslora,
+        "lora_dropout": first.options.dropout,
+        "use_dora": first.options.use_dora,
         "bias": "none",
         "fan_in_fan_out": any(not isinstance(part.base, nn.Linear) for part in adapted.values()),
         "target_modules": sorted(adapted),
@@ -110,4 +111,6 @@ def _save_adapter(folder: Path, adapted: dict[str, LowRankLinear], base: str, *,
     for path, part in adapted.items():
         weights[f"{_PREFIX}{path}.lora_A.weight"] = part.lora_a.detach().cpu().contiguous()
         weights[f"{_PREFIX}{path}.lora_B.weight"] = part.lora_b.detach().cpu().contiguous()
+        if part.options.use_dora:
+            weights[f"{_PREFIX}{path}.lora_magnitude_vector"] = part.lora_magnitude.detach().cpu().contiguous()
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -106,6 +106,20 @@ class SavedWeights:
         saved = dict.fromkeys(self._name_of(name) for name in names)
         return [self.tensors[name] for name in saved if name in self.tensors]
 
+    def whole(self, like: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
+        """A tensor such as ``like``, which the model has under these names, on the host.
+
+        Raises FileError if the files lack it, or cannot be read.
+        """
+        held = self.find(names)
+        if not held:
+            raise FileError(
+                f"{self.folder} lacks {names[0]}. Name a folder with the tensors of the model's state_dict()."
+            )
+        made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        self.read(held[0], like, slice(0, like.numel()), in_memory_order(made))
+        return made
+
     def read(self, held: SavedTensor, like: torch.Tensor, stretch: slice, place: torch.Tensor) -> None:
         """Write the scalars ``stretch`` of ``held``, as they lie in a tensor such as ``like``, into ``place`` (n,).
 
@@ -339,6 +353,19 @@ def load_quantized(
     FileError if a file cannot be read.
     """
     how = quantization(to, double=double, blocksize=blocksize)
+    saved = None if weights is None else SavedWeights(Path(weights))
+    return fill_packed(model, saved, how, compute_dtype=compute_dtype, skip=skip)
+
+
+def fill_packed(
+    model: nn.Module,
+    saved: SavedWeights | None,
+    how: Quantization,
+    *,
+    compute_dtype: torch.dtype | None = None,
+    skip: Sequence[str] = (),
+) -> list[str]:
+    """What ``load_quantized`` does, from files that may call tensors otherwise than the model does."""
     chosen = chosen_maps(model, how, skip=skip, compute_dtype=compute_dtype)
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
@@ -346,47 +373,53 @@ def load_quantized(
                 f"buffer {name} is on the meta device. Build the model within protwin.runtime.parameters_on_meta(), "
                 f"which leaves buffers real."
             )
-    if weights is None:
+    if saved is None:
         _fill_at_random(model, chosen, how, compute_dtype)
         return chosen
-    saved = SavedWeights(Path(weights))
     saved.check(model, fills_all=True)
     packed = {f"{path}.weight" for path in chosen}
     for parameter, names in names_of(model.named_parameters(remove_duplicate=False)):
         if parameter.is_meta and names[0] not in packed:
-            set_values(parameter, _read(saved, parameter, names))
+            set_values(parameter, saved.whole(parameter, names))
     for buffer, names in names_of(persistent_buffers(model)):
         if saved.find(names):
-            buffer.copy_(_read(saved, buffer, names))
+            buffer.copy_(saved.whole(buffer, names))
     for path in chosen:
         weight = model.get_submodule(path).weight
         assert isinstance(weight, torch.Tensor)
         names = [f"{path}.weight"]
-        pack(model, path, how, compute_dtype, lambda w=weight, n=names: _read(saved, w, n))  # type: ignore[misc]
+        pack(model, path, how, compute_dtype, lambda w=weight, n=names: saved.whole(w, n))  # type: ignore[misc]
     return chosen
 
 
 def _fill_at_random(
     model: nn.Module, chosen: Sequence[str], how: Quantization, compute_dtype: torch.dtype | None
 ) -> None:
-    """Draw the weights of every module, and pack it, if it is to be, before the next one is drawn."""
-    draw = getattr(model, "_init_weights", None)
-    for path, module in list(model.named_modules()):
+    """Draw the weights of every module, and pack it, if it is to be, before the next one is drawn.
+
+    As transformers does: parts before the whole, which may write to its parts, each by the model that it belongs to.
+    """
+    seen: set[int] = set()
+
+    def fill(path: str, module: nn.Module, draw: Any) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        draw = getattr(module, "_init_weights", draw)
+        for name, part in list(module.named_children()):
+            fill(f"{path}.{name}" if path else name, part, draw)
         own = [parameter for parameter in module._parameters.values() if parameter is not None and parameter.is_meta]
         for parameter in own:
             set_values(parameter, torch.zeros(parameter.shape, dtype=parameter.dtype))
-        if own and draw is not None:
+        if draw is not None:
             draw(module)
         elif own and hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+            reset: Any = module.reset_parameters
+            reset()
         if path in chosen:
             pack(model, path, how, compute_dtype)
+            # What transformers calls a weight that is not to be drawn.
+            vars(model.get_parameter(f"{path}.weight"))["_is_hf_initialized"] = True
 
-
-def _read(saved: SavedWeights, like: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
-    held: list[SavedTensor] = saved.find(names)
-    if not held:
-        raise FileError(f"{saved.folder} lacks {names[0]}. Name a folder with the tensors of the model's state_dict().")
-    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
-    saved.read(held[0], like, slice(0, like.numel()), in_memory_order(made))
-    return made
+    with torch.no_grad():
+        fill("", model, None)

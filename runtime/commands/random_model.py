@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
@@ -14,6 +15,8 @@ from ...shared.optimizers.state import state_tensors
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.training_options import TrainingOptions
 from ...shared.schema.workload import DType
+from ..chunks.meta_parameters import parameters_on_meta
+from ..chunks.saved_weights import fill_packed
 from ..devices.machine import host_memory_bytes
 from ..devices.process_settings import leave_a_core_for_lanes
 from ..model.configurations import build_model, training_dtype
@@ -40,13 +43,33 @@ def random_model(
     WorkloadError if the machine cannot hold them with their optimizers.
     """
     leave_a_core_for_lanes(num_processes)
-    chosen = training_dtype(configuration, dtype)
     twin = configured_model(configuration, name, dtype, options)
     remedy = "Use a smaller configuration, or trace without --real."
     check_host_memory(twin, name, remedy, optimizer, num_processes=num_processes)
+    return drawn_model(configuration, name, dtype, seed, options, adapt=adapt)
+
+
+def drawn_model(
+    configuration: Mapping[str, Any],
+    name: str,
+    dtype: str | None,
+    seed: int,
+    options: TrainingOptions,
+    *,
+    adapt: Callable[[nn.Module, TrainingOptions], None] = apply_options,
+) -> nn.Module:
+    """The same, whether this machine can hold it or not.
+
+    A map that is to be packed is packed before the next one is drawn, so that no more than one lies there unpacked.
+    """
+    packed = options.quantized
     torch.manual_seed(seed)
-    model: nn.Module = build_model(configuration, name, chosen, device="cpu")
-    adapt(model, options)
+    with nullcontext() if packed is None else parameters_on_meta():
+        model: nn.Module = build_model(configuration, name, training_dtype(configuration, dtype), device="cpu")
+    if packed is not None:
+        torch.manual_seed(seed)
+        fill_packed(model, None, packed.how, skip=packed.skipped)
+    adapt(model, options.model_copy(update={"quantized": None}))
     return model
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...shared.basics.errors import FileError, ProtwinError
-from ...shared.schema.training_options import LoraOptions
+from ...shared.phases.quantization import BLOCKSIZE, Quantization
+from ...shared.schema.training_options import LoraOptions, QuantizationOptions
 from ..checkpoints.checkpoints import has_checkpoint
 from ..data.sources import DataSource
 from ..ranks.agreement import agreed
@@ -17,6 +18,9 @@ from ..training.training import Training
 
 _SCALE: Final = "lora_scale"
 _UNSCALED: Final = "without --lora-alpha"
+_OF_MAPS: Final = "--lora-alpha, --use-rslora and --lora-dropout"
+_PACKED: Final = "quantized"
+_UNPACKED: Final = "without --quantize"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,9 @@ class RunCheckpoints:
     is_restarted: bool = False
     """Whether a launcher has started the ranks again: they go on from the checkpoint if there is one by now."""
     lora: LoraOptions | None = None
-    """The low-rank maps, whose scale no saved weight tells."""
+    """The low-rank maps, whose scale and dropout no saved weight tells."""
+    quantized: QuantizationOptions | None = None
+    """How weights are packed, which their bytes do not tell."""
 
     def check(self) -> None:
         """Raise ProtwinError if the options contradict each other, or what lies in the folder."""
@@ -60,7 +66,7 @@ class RunCheckpoints:
             return 0
         found = training.resume(self.folder).data_position
         expected = self._position(source, 0)
-        self._check_scale(found, expected)
+        self._check_maps(found, expected)
         if not isinstance(found, dict) or {**found, "batches": 0} != expected:
             raise FileError(
                 f"{self.folder} was not saved by protwin run with this {source.name} and --seed {expected['seed']}. "
@@ -77,21 +83,40 @@ class RunCheckpoints:
 
     def _position(self, source: DataSource, num_batches: int) -> dict[str, int | str]:
         lora = self.lora
-        is_scaled = lora is not None and (lora.alpha is not None or lora.use_rslora)
-        return {"batches": num_batches, **({_SCALE: _shown(lora)} if is_scaled else {}), **source.identity}
+        is_scaled = lora is not None and (lora.alpha is not None or lora.use_rslora or lora.dropout > 0)
+        maps = {_SCALE: _shown(lora)} if is_scaled else {}
+        if self.quantized is not None:
+            maps[_PACKED] = _shown_packed(self.quantized.how)
+        return {"batches": num_batches, **maps, **source.identity}
 
-    def _check_scale(self, found: Any, expected: Mapping[str, int | str]) -> None:
-        """Raise FileError if the low-rank maps had another scale."""
-        then = found.get(_SCALE, _UNSCALED) if isinstance(found, dict) else _UNSCALED
-        now = expected.get(_SCALE, _UNSCALED)
-        if then != now:
-            raise FileError(
-                f"{self.folder} was saved {then}, but this run is {now}: the low-rank maps would be other ones. Give "
-                f"--lora-alpha and --use-rslora as they were."
-            )
+    def _check_maps(self, found: Any, expected: Mapping[str, int | str]) -> None:
+        """Raise FileError if linear maps were packed otherwise, or the low-rank ones had another scale."""
+        for key, left_out, what, options in (
+            (
+                _SCALE,
+                _UNSCALED,
+                "the low-rank maps would be other ones",
+                _OF_MAPS,
+            ),
+            (_PACKED, _UNPACKED, "the same bytes would be other weights", "--quantize and its options"),
+        ):
+            then = found.get(key, left_out) if isinstance(found, dict) else left_out
+            now = expected.get(key, left_out)
+            if then != now:
+                raise FileError(
+                    f"{self.folder} was saved {then}, but this run is {now}: {what}. Give {options} as they were."
+                )
 
 
 def _shown(lora: LoraOptions | None) -> str:
     assert lora is not None
     alpha = [] if lora.alpha is None else [f"--lora-alpha {lora.alpha:g}"]
-    return f"with {' '.join([*alpha, *(['--use-rslora'] if lora.use_rslora else [])])}"
+    rslora = ["--use-rslora"] if lora.use_rslora else []
+    dropout = [f"--lora-dropout {lora.dropout:g}"] if lora.dropout else []
+    return f"with {' '.join([*alpha, *rslora, *dropout])}"
+
+
+def _shown_packed(how: Quantization) -> str:
+    double = " --double-quantize" if how.double else ""
+    size = "" if how.blocksize in (None, BLOCKSIZE) else f" --quantization-blocksize {how.blocksize}"
+    return f"with --quantize {how.type}{double}{size}"

@@ -20,6 +20,7 @@ from ..devices.process_settings import leave_a_core_for_lanes
 from ..model.configurations import training_dtype
 from ..model.parameters import describe_parameters
 from ..osft.cache import FactorCache
+from ..quantized.states import described, states_as_parameters
 from ..tracing.configurations import apply_options, configured_model
 from .random_model import check_host_memory, random_model
 from .run_budget import check_host
@@ -53,7 +54,8 @@ class RunModel:
         """
         name = self.described.name
         twin = configured_model(self.described.config, name, str(workload.compute_dtype), self.options)
-        own = describe_parameters(twin, ())
+        with states_as_parameters(twin):
+            own = described(twin, describe_parameters(twin, ()))
         if (difference := _difference(own, workload.parameters)) is not None:
             raise PlanError(
                 f"{self.weights or name} is another model than the plan's workload ({workload.model_name}): "
@@ -102,8 +104,8 @@ class RunModel:
             num_ranks=self.rank.num_ranks,
         )
         built = folder.build(
-            lambda: check_host_memory(
-                twin, name, "Use a machine with more memory.", plan.optimizer, num_processes=num_local
+            lambda whole: check_host_memory(
+                whole or twin, name, "Use a machine with more memory.", plan.optimizer, num_processes=num_local
             )
         )
         if built.weights is not None:
@@ -131,10 +133,15 @@ def _difference(own: tuple[Parameter, ...], planned: tuple[Parameter, ...]) -> s
             ("has the shape", list(parameter.shape), list(wanted.shape)),
             ("is in", str(parameter.dtype), str(wanted.dtype)),
             ("is", _deed(parameter), _deed(wanted)),
+            ("is quantized", _packed_as(parameter), _packed_as(wanted)),
         ):
             if is_own != is_wanted:
                 return f"{name} {words} {is_own} and not {is_wanted}"
     return None
+
+
+def _packed_as(parameter: Parameter) -> str:
+    return "in no way" if parameter.quantized is None else f"to {parameter.quantized.words}"
 
 
 def _deed(parameter: Parameter) -> str:

@@ -127,7 +127,7 @@ class RunRequest:
         check_runs_on(self.plan.optimizer, device.torch_device)
         check_devices(compile_schedule(self.plan, workload), [device.limit_bytes])
         built = self.model.build(twin, workload, self.plan)
-        if self.model.weights is not None and built.weights is None:
+        if built.was_whole:
             tell(f"transformers converts the weights in {self.model.weights}: the model was loaded whole first")
         record = training.run(built, device, tell)
         if self.model.cache is not None:

@@ -16,15 +16,16 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from ...shared.schema.training_options import TrainingOptions
+from ...shared.schema.training_options import QuantizationOptions, TrainingOptions
 from ..chunks.meta_parameters import parameters_on_meta
-from ..chunks.saved_weights import SavedWeights
+from ..chunks.saved_weights import SavedWeights, fill_packed
 from ..model.adapters import LowRankLinear
 from ..model.configurations import build_model
 from ..model.pretrained import check_dtypes, load_generation, load_pretrained
 from ..osft.cache import FactorCache
 from ..osft.orthogonal_model import orthogonal_maps
 from ..osft.saved_factors import FactorReader
+from ..quantized.quantizing import quantize
 from ..ranks.world import met_group
 from ..tracing.configurations import apply_options
 from .run_ranks import FACTORISING_TIMEOUT_S
@@ -37,6 +38,8 @@ class BuiltModel:
     model: nn.Module
     weights: SavedWeights | None = None
     """What fills its parameters on the meta device; None: it has values."""
+    was_whole: bool = False
+    """Whether it was loaded whole, since the files have its tensors otherwise than it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +60,13 @@ class FolderModel:
     num_ranks: int = 1
     """Ranks that build it together."""
 
-    def build(self, before_loading: Callable[[], None]) -> BuiltModel:
+    def build(self, before_loading: Callable[[nn.Module | None], None]) -> BuiltModel:
         """The model in training mode, without the memory of its weights wherever the files can fill it.
 
-        ``before_loading`` is called before it is loaded whole, if it has to be.  Raises FileError if files are missing
-        or damaged, or have another element type that is not to be converted, and what ``load_pretrained`` does.
+        Packed maps have memory, and are packed one after the other.  ``before_loading`` is called before weights are
+        loaded: with a model of the sizes that then lie in memory, None for those of the model as it is trained.  Raises
+        FileError if files are missing or damaged, or have another element type that is not to be converted, and what
+        ``load_pretrained`` does.
         """
         with parameters_on_meta():
             model = build_model(self.configuration, self.name, self.dtype, device="cpu")
@@ -69,23 +74,57 @@ class FolderModel:
         if not self.is_converting:
             check_dtypes(self.folder, saved.files, model, self.dtype)
         load_generation(model, self.folder)
+        if self.options.quantized is not None:
+            return self._packed(model, saved, self.options.quantized, before_loading)
         self._adapt(model)
         renamed = _renamed(model, saved.tensors)
         saved = SavedWeights(self.folder, renamed, reader=FactorReader(self.cache)).for_model(model)
         if not saved.misfits(model, fills_all=True):
+            _begin_at_saved(model, saved)
             return BuiltModel(model.train(), saved)
-        before_loading()
-        model = load_pretrained(
-            self.folder, self.configuration, self.name, self.dtype, is_converting=self.is_converting
-        )
+        before_loading(None)
+        model = self._loaded_whole()
         with sharing_decompositions(self.options, self.num_ranks) as group:
             self._adapt(model, group)
-        return BuiltModel(model)
+        return BuiltModel(model, was_whole=True)
+
+    def _packed(
+        self,
+        model: nn.Module,
+        saved: SavedWeights,
+        packed: QuantizationOptions,
+        before_loading: Callable[[nn.Module | None], None],
+    ) -> BuiltModel:
+        """The same with packed maps, from ``model`` without memory."""
+        saved = SavedWeights(self.folder, _renamed(model, saved.tensors))
+        if was_whole := bool(saved.misfits(model, fills_all=True)):
+            before_loading(model.requires_grad_(False))
+            model = self._loaded_whole()
+            quantize(model, packed.how.type, double=packed.how.double, blocksize=packed.how.blocksize)
+        else:
+            before_loading(None)
+            fill_packed(model, saved, packed.how, skip=packed.skipped)
+        self._adapt(model)
+        return BuiltModel(model.train(), was_whole=was_whole)
+
+    def _loaded_whole(self) -> nn.Module:
+        made: nn.Module = load_pretrained(
+            self.folder, self.configuration, self.name, self.dtype, is_converting=self.is_converting
+        )
+        return made
 
     def _adapt(self, model: nn.Module, group: ProcessGroup | None = None) -> None:
         torch.manual_seed(self.seed)
         # No file has low-rank matrices: they have values, whatever they lie beside.
-        apply_options(model, self.options, device=torch.device("cpu"), cache=self.cache, group=group)
+        options = self.options.model_copy(update={"quantized": None})
+        apply_options(model, options, device=torch.device("cpu"), cache=self.cache, group=group)
+
+
+def _begin_at_saved(model: nn.Module, saved: SavedWeights) -> None:
+    """Give DoRA its first magnitudes, which are norms of weights that lie in files still: one is read at a time."""
+    for path, part in model.named_modules():
+        if isinstance(part, LowRankLinear) and part.options.use_dora and part.weight.is_meta:
+            part.begin_at(saved.whole(part.weight, [f"{path}.base.weight"]))
 
 
 def sharing_decompositions(options: TrainingOptions, num_ranks: int) -> AbstractContextManager[ProcessGroup | None]:

@@ -20,6 +20,7 @@ from ...shared.cli.options import (
     ImageCount,
     ImageSize,
     JsonFlag,
+    LoraDropout,
     LoraRank,
     LoraTargets,
     MethodName,
@@ -32,16 +33,14 @@ from ...shared.cli.options import (
     SequenceLength,
     StatedBatchSize,
     UnfreezeRankRatio,
+    UseDora,
     command_app,
     examples,
-    images_of,
     keep_apart,
-    options_of,
-    osft_of,
-    quantized_of,
     warn,
 )
 from ...shared.cli.output import give
+from ...shared.cli.trained_as import images_of, options_of, osft_of, quantized_of
 from ...shared.phases.packing import parse_packed_lengths
 from ...shared.phases.quadratic import attention_words
 from ...shared.phases.sequence_sharing import MOST_SEQUENCE_RANKS
@@ -119,6 +118,8 @@ def trace_command(
     hardware: MachineToTrainOn = None,
     lora_rank: LoraRank = None,
     lora_targets: LoraTargets = None,
+    lora_dropout: LoraDropout = None,
+    use_dora: UseDora = False,
     quantized_to: QuantizedTo = None,
     double_quantize: DoubleQuantize = False,
     quantization_blocksize: QuantizationBlock = None,
@@ -156,7 +157,17 @@ def trace_command(
     osft = osft_of(method, unfreeze_rank_ratio, osft_targets)
     quantized = quantized_of(quantized_to, double=double_quantize, blocksize=quantization_blocksize)
     pictures = images_of(image_size, images)
-    options = options_of(lora_rank, lora_targets, frozen, autocast, osft, quantized, images=pictures)
+    options = options_of(
+        lora_rank,
+        lora_targets,
+        frozen,
+        autocast,
+        osft,
+        quantized,
+        lora_dropout=lora_dropout,
+        use_dora=use_dora,
+        images=pictures,
+    )
     if mlp_modules and not mlp_tiles:
         raise ProtwinError("--mlp-module names what runs in tiles. Say in how many: --mlp-tiles 4.")
     if is_real and options.autocast is not None:

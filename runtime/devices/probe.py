@@ -22,6 +22,7 @@ import torch
 from ...shared.schema.hardware import Device, DeviceKind, Disk, Hardware, Host, Link, LinkPoint
 from ...shared.schema.schedule import Lane
 from ...shared.schema.workload import DType
+from ..model.snapshot import random_states_kept
 from .chunk_file import measured_disk_rates
 from .cpu_device import CpuDevice
 from .cuda_device import CudaDevice
@@ -59,6 +60,7 @@ _DISK_BYTES: Final = 256 * 2**20
 """Of a file that is written and read: more than a disk's own memory hides."""
 
 
+@random_states_kept()
 def probe_hardware(
     *,
     seconds: float = 6.0,
@@ -68,6 +70,8 @@ def probe_hardware(
     disk_folder: str | Path | None = None,
 ) -> Hardware:
     """Measure this machine for about ``seconds``; what others do on it meanwhile counts little.
+
+    The states of the random generators are afterwards what they were.
 
     ``leaves_a_core``: where the CPU is the device, measure with all cores but one, as commands that train do, and keep
     this process at that; for programs that own their process.

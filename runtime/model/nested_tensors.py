@@ -4,25 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
-from typing import Any
+from types import NoneType
+from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+_PLAIN: Final = frozenset({bool, int, float, str, NoneType, torch.dtype, torch.device, torch.layout})
+"""Types of most arguments of operations that are no tensors."""
+
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor in ``value``: itself, or within dicts, lists, tuples and dataclasses, depth first."""
+    found: list[torch.Tensor] = []
+    _find(value, found)
+    return iter(found)
+
+
+def _find(value: Any, found: list[torch.Tensor]) -> None:
+    """No generator of generators: whoever watches asks several times for each operation."""
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
+        found.append(value)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from tensors_in(item)
+            if type(item) not in _PLAIN:
+                _find(item, found)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _find(item, found)
     elif is_dataclass(value):
         for field in fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
+            _find(getattr(value, field.name, None), found)
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:

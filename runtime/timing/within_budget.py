@@ -30,6 +30,7 @@ from ..devices.device import TrainingDevice, device_description
 from ..model.batches import Batch, Loss
 from ..model.ownership import check_untaken
 from ..model.snapshot import left_as_found
+from ..quantized.states import relink, with_states
 from ..tracing.stopwatch import WARM_UP_ITERATIONS
 from ..tracing.tracing import trace
 from ..training.initial_values import check_values, fill_buffers, values_for
@@ -41,6 +42,7 @@ _KEPT_OF_A_KIND: Final = 2
 """Blocks of one profile that are timed while they keep their activations: the first and the last."""
 
 
+@with_states
 def trace_within(
     model: nn.Module,
     batch: Batch,
@@ -108,12 +110,14 @@ def meta_twin(model: nn.Module) -> nn.Module:
         other.__class__ = type(parameter)
         made[id(parameter)] = other
     try:
-        return copy.deepcopy(model, made)
+        twin = copy.deepcopy(model, made)
     except RuntimeError as error:
         raise WorkloadError(
             f"{type(model).__name__} cannot be copied without its weights: {str(error).splitlines()[0]}. Drop what it "
             f"keeps of earlier iterations in attributes."
         ) from error
+    relink(twin)
+    return twin
 
 
 def least_plan(workload: Workload) -> tuple[Plan, int]:

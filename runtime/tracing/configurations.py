@@ -130,6 +130,8 @@ def apply_options(
             targets=lora.targets,
             alpha=lora.alpha,
             use_rslora=lora.use_rslora,
+            dropout=lora.dropout,
+            use_dora=lora.use_dora,
             device=device,
         )
     if options.osft is not None:

@@ -16,6 +16,12 @@ LOW_RANK_NAMES: Final = ("lora_a", "lora_b")
 _MOST_RANK: Final = 2**16
 
 
+def check_rank(rank: int) -> None:
+    """Raise WorkloadError if a rank makes no sense for any map."""
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= _MOST_RANK:
+        raise WorkloadError(f"the rank of LoRA is {rank!r}; it must be a whole number from 1 to {_MOST_RANK}.")
+
+
 def chosen_maps(
     maps: Mapping[str, tuple[int, int]], *, rank: int, targets: Sequence[str], model_class: str
 ) -> list[str]:
@@ -24,8 +30,7 @@ def chosen_maps(
     ``targets`` are their names within a block, or the ends of them; none: all.  Raises WorkloadError if the rank makes
     no sense or a target names nothing.
     """
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= _MOST_RANK:
-        raise WorkloadError(f"the rank of LoRA is {rank!r}; it must be a whole number from 1 to {_MOST_RANK}.")
+    check_rank(rank)
     for target in targets:
         if not any(_names_map(path, target) for path in maps):
             names = dict.fromkeys(path.rpartition(".")[2] for path in maps)

@@ -21,12 +21,16 @@ class LoraOptions(FrozenModel):
     """Of the scale alpha / rank; None: the rank.  It costs nothing."""
     use_rslora: bool = False
     """The scale is alpha / sqrt(rank) (arXiv 2312.03732)."""
+    dropout: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.0
+    """The part of what the low-rank maps read that is dropped in training."""
+    use_dora: bool = False
+    """Adapted weights have a trained magnitude for each output (DoRA, arXiv 2402.09353)."""
 
     @model_serializer(mode="wrap")
     def _without_usual_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Kept traces are found by it, also those of before there was a scale."""
         fields: dict[str, Any] = handler(self)
-        usual = {"alpha": None, "use_rslora": False}
+        usual = {"alpha": None, "use_rslora": False, "dropout": 0.0, "use_dora": False}
         return {name: value for name, value in fields.items() if name not in usual or value != usual[name]}
 
 

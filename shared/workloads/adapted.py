@@ -51,11 +51,14 @@ def adapted_family(
 ) -> AdaptedFamily | None:
     """The same model with adapters, beside packed weights if so, from its family of full training.
 
-    None where a trace is needed: where the model's program is not known with adapters beside these maps, where it is
-    not clear what its maps are, or which of them are packed.  Raises WorkloadError as ``chosen_maps``.
+    None where a trace is needed: with dropout or DoRA, where the model's program is not known with adapters beside
+    these maps, and where it is not clear what its maps are, or which of them are packed.  Raises WorkloadError as
+    ``chosen_maps``.
     """
     from ..families.shipped import shipped_sized
 
+    if lora.dropout or lora.use_dora:
+        return None
     program, sizes = program_of(configuration), sizes_of(configuration)
     own = DType.BFLOAT16 if family.compute_dtype is DType.FLOAT16 else family.compute_dtype
     if program is None or sizes is None or own not in (family.compute_dtype, *family.twins):

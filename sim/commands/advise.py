@@ -43,14 +43,12 @@ from ...shared.cli.options import (
     command_app,
     examples,
     keep_apart,
-    options_of,
-    osft_of,
-    quantized_of,
     warn,
     writable_json,
 )
 from ...shared.cli.output import save, tell
 from ...shared.cli.report_options import ReportPath, write_report
+from ...shared.cli.trained_as import options_of, osft_of, quantized_of
 from ...shared.schema.advice import Advice
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware

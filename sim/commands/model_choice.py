@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from ...shared.basics.errors import ProtwinError, WorkloadError
 from ...shared.catalogue.models import known_model
-from ...shared.cli.options import cache_folder, options_of, osft_of, warn
+from ...shared.cli.options import cache_folder, warn
+from ...shared.cli.trained_as import options_of, osft_of
 from ...shared.schema.hardware import Device
 from ...shared.schema.plan import TrainingMethod
 from ...shared.schema.training_options import ImageOptions, OsftOptions, QuantizationOptions, TrainingOptions
@@ -60,6 +61,8 @@ class ModelChoice:
     lora_rank: int | None
     lora_targets: str | None
     quantized: QuantizationOptions | None = field(default=None, kw_only=True)
+    lora_dropout: float | None = field(default=None, kw_only=True)
+    use_dora: bool = field(default=False, kw_only=True)
     """How linear maps are packed; None: none is."""
     unfreeze_rank_ratio: float | None = field(default=None, kw_only=True)
     """Part of the directions that orthogonal subspace fine-tuning trains; None: nothing is factorised."""
@@ -109,7 +112,16 @@ class ModelChoice:
     def options(self) -> TrainingOptions:
         """How it is trained.  Raises ProtwinError if its options make no sense together."""
         lora = self.lora_rank, self.lora_targets
-        return options_of(*lora, self.frozen, self.autocast, self._osft, self.quantized, images=self.images)
+        return options_of(
+            *lora,
+            self.frozen,
+            self.autocast,
+            self._osft,
+            self.quantized,
+            lora_dropout=self.lora_dropout,
+            use_dora=self.use_dora,
+            images=self.images,
+        )
 
     @property
     def _osft(self) -> OsftOptions | None:
@@ -226,4 +238,6 @@ class ModelChoice:
             sequence_length=change.sequence_length if "sequence-length" in change.given else self.sequence_length,
             lora_rank=lora_rank,
             lora_targets=self.lora_targets if lora_rank is not None else None,
+            lora_dropout=self.lora_dropout if lora_rank is not None else None,
+            use_dora=self.use_dora and lora_rank is not None,
         )

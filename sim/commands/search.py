@@ -25,6 +25,7 @@ from ...shared.cli.options import (
     ImageCount,
     ImageSize,
     JsonFlag,
+    LoraDropout,
     LoraRank,
     LoraTargets,
     ModelName,
@@ -39,15 +40,15 @@ from ...shared.cli.options import (
     SequenceLength,
     Tokens,
     UnfreezeRankRatio,
+    UseDora,
     command_app,
     examples,
-    images_of,
     keep_apart,
-    quantized_of,
     warn,
 )
 from ...shared.cli.output import save, tell
 from ...shared.cli.report_options import ReportPath, write_report
+from ...shared.cli.trained_as import images_of, quantized_of
 from ...shared.compile.compile import compile_schedule
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
@@ -149,6 +150,8 @@ def search_command(
     dtype: DTypeName = None,
     lora_rank: LoraRank = None,
     lora_targets: LoraTargets = None,
+    lora_dropout: LoraDropout = None,
+    use_dora: UseDora = False,
     quantized_to: QuantizedTo = None,
     double_quantize: DoubleQuantize = False,
     quantization_blocksize: QuantizationBlock = None,
@@ -261,6 +264,8 @@ def search_command(
         dtype=dtype,
         lora_rank=lora_rank,
         lora_targets=lora_targets,
+        lora_dropout=lora_dropout,
+        use_dora=use_dora,
         quantized=quantized_of(quantized_to, double=double_quantize, blocksize=quantization_blocksize),
         unfreeze_rank_ratio=unfreeze_rank_ratio,
         osft_targets=osft_targets,

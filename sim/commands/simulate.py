@@ -25,6 +25,7 @@ from ...shared.cli.options import (
     ImageCount,
     ImageSize,
     JsonFlag,
+    LoraDropout,
     LoraRank,
     LoraTargets,
     ModelName,
@@ -40,16 +41,16 @@ from ...shared.cli.options import (
     TimelinePath,
     Tokens,
     UnfreezeRankRatio,
+    UseDora,
     command_app,
     examples,
-    images_of,
     keep_apart,
     load_plan,
-    quantized_of,
     warn,
 )
 from ...shared.cli.output import save, tell
 from ...shared.cli.report_options import ReportPath, write_report
+from ...shared.cli.trained_as import images_of, quantized_of
 from ...shared.compile.compile import compile_schedule
 from ...shared.pipelines.pipeline import Pipeline, load_plan_or_pipeline
 from ...shared.schema.calibration import Calibration
@@ -113,6 +114,8 @@ def simulate_command(
     dtype: DTypeName = None,
     lora_rank: LoraRank = None,
     lora_targets: LoraTargets = None,
+    lora_dropout: LoraDropout = None,
+    use_dora: UseDora = False,
     quantized_to: QuantizedTo = None,
     double_quantize: DoubleQuantize = False,
     quantization_blocksize: QuantizationBlock = None,
@@ -167,6 +170,8 @@ def simulate_command(
         dtype=dtype,
         lora_rank=lora_rank,
         lora_targets=lora_targets,
+        lora_dropout=lora_dropout,
+        use_dora=use_dora,
         quantized=quantized_of(quantized_to, double=double_quantize, blocksize=quantization_blocksize),
         unfreeze_rank_ratio=unfreeze_rank_ratio,
         osft_targets=osft_targets,

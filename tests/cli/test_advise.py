@@ -96,6 +96,7 @@ def all_at_work(tmp_path: Path, state: Path) -> bool:
     return len(searches(tmp_path)) == len(MACHINES) and state.exists() and bool(AdviceState.load(state).answers)
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_processes_begin_is_one_word(start: Start, work: Path, tmp_path: Path) -> None:
     """As soon as one is at work the others are still importing, most likely."""
     process = start("--processes=3")

@@ -9,13 +9,12 @@ import sys
 import textwrap
 from pathlib import Path
 
-import pytest
-
 from protwin.shared.basics.plain_text import ESCAPED, PLAIN, plain
 from protwin.shared.basics.units import format_seconds
 from protwin.shared.schema.hardware import Hardware
 from protwin.shared.schema.record import Origin, Record
 from tests.cli.conftest import Protwin
+from tests.proof_size import some_quick
 
 ENCODINGS = ("ascii", "cp1252", "latin-1")
 MODEL = ("--model=workload.json", "--hardware=machine.toml")
@@ -102,10 +101,11 @@ def _without_rules(shown: str, expected: str) -> str:
     return " ".join(words)
 
 
-@pytest.mark.parametrize(
+@some_quick(
     "settings",
     [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}],
     ids=["PYTHONIOENCODING", "LC_ALL"],
+    quick=1,
 )
 def test_a_pipe_that_takes_ascii_alone(
     protwin: Protwin, folder: Path, settings: dict[str, str], environment: dict[str, str]

@@ -22,6 +22,7 @@ from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.search_result import SearchResult
 from protwin.sim.space.space import SearchSpace
 from tests.cli.conftest import Protwin
+from tests.proof_size import some_quick
 
 yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).parents[2]
@@ -60,7 +61,7 @@ def commands(output: str) -> list[list[str]]:
     return [shlex.split(line) for line in output.splitlines() if line.startswith("  protwin ")]
 
 
-@pytest.mark.parametrize("example", ["full", "lora"])
+@some_quick("example", ["full", "lora"], quick=1)
 def test_the_command_that_is_printed_asks_for_the_step_of_the_file(
     work: Path, protwin_here: Protwin, example: str
 ) -> None:

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 from protwin.runtime.commands.run_checkpoints import RunCheckpoints
@@ -168,7 +170,6 @@ def test_a_run_that_is_stopped_goes_on_with_the_next_batch(
 
 def test_an_adapter_is_what_peft_reads(protwin_here: Protwin, job: Path) -> None:
     """PEFT's own model gives the same logits, and other ones than the base."""
-    peft = pytest.importorskip("peft")
     save_plans(job, options=TrainingOptions(lora=LoraOptions(rank=4, targets=("q_proj", "down_proj"))))
     lora = ("--lora-rank=4", "--lora-targets=q_proj,down_proj")
     scaled = ("--lora-alpha=6", "--use-rslora")
@@ -198,6 +199,43 @@ def test_an_adapter_is_what_peft_reads(protwin_here: Protwin, job: Path) -> None
             adapted = peft.PeftModel.from_pretrained(base, job / "adapter")
         assert torch.allclose(adapted(tokens).logits, expected, atol=1e-6)
         assert not torch.allclose(before, expected, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_dora_with_dropout_is_what_peft_trains(protwin_here: Protwin, job: Path) -> None:
+    """From the search to the saved adapter, with the options of both; what drops is drawn alike."""
+    lora = ("--lora-rank=4", "--lora-targets=q_proj,down_proj", "--lora-dropout=0.25", "--use-dora")
+    shape = (f"--batch-size={BATCH_SIZE}", f"--sequence-length={LENGTH}")
+    asked = ("--model=base/config.json", "--hardware=rtx-3090", "--dtype=float32", *shape, "--n-persist=0")
+    assert protwin_here("search", *asked, *lora, "--chunk-bytes=16KiB", "--output=plan.json").returncode == 0
+    run = ("run", "--plan=plan.json", "--weights=base", *shape, *lora, "--learning-rate=0.01", "--data=chats.jsonl")
+    result = protwin_here(*run, "--steps=3", "--save=adapter", "--checkpoint=kept")
+    assert result.returncode == 0, result.stderr
+    other = protwin_here(*run[:-4], *run[-2:], "--use-dora", "--steps=4", "--checkpoint=kept", "--resume")
+    assert other.returncode == 2
+
+    model: Any = AutoModelForCausalLM.from_pretrained(job / "base").train()
+    targets = ["q_proj", "down_proj"]
+    configured = peft.LoraConfig(r=4, lora_alpha=4, target_modules=targets, lora_dropout=0.25, use_dora=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT's own, of transformers
+        adapted: Any = peft.get_peft_model(model, configured).train()
+    torch.manual_seed(0)
+    for name, parameter in adapted.named_parameters():
+        if ".lora_A." in name:
+            torch.nn.init.kaiming_uniform_(parameter, a=5**0.5)
+    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=RATE, fused=True)
+    orders = [np.random.default_rng((0, epoch)).permutation(12).tolist() for epoch in range(9)]
+    sequences = iter(sequences_by_hand(job / "base", chats(12), orders))
+    for _ in range(3):
+        pair = [next(sequences), next(sequences)]
+        batch = {name: torch.cat([one[name] for one in pair]) for name in pair[0]}
+        adapted(**batch, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    saved_ones = load_file(job / "adapter" / "adapter_model.safetensors")
+    assert same_bits(saved_ones, dict(peft.get_peft_model_state_dict(adapted)))
+    assert sum("magnitude" in name for name in saved_ones) == 6
 
 
 @some_quick("dtype", ["bfloat16", "float32"], quick=1)

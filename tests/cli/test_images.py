@@ -24,6 +24,7 @@ def written(work: Path, name: str) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_images_from_the_trace_to_the_run(protwin_here: Protwin, work: Path) -> None:
     """Two images of 8 x 16 pixels per sample, with the tower frozen; the run's batches are those that were traced."""
     model = written(work, "qwen2_vl")

@@ -1,4 +1,4 @@
-"""Knobs of long sequences that make no sense, and those that do, on the real console script."""
+"""Knobs of long sequences that make no sense, and those that do."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _GPT2 = ("search", "--model", "gpt2", "--hardware", "rtx-3090", "--batch-size", 
     ],
 )
 def test_tiles_and_inputs_that_cannot_be_are_refused(
-    protwin: Protwin, folder: Path, arguments: tuple[str, ...], told: str
+    protwin_here: Protwin, folder: Path, arguments: tuple[str, ...], told: str
 ) -> None:
-    assert told in refusal(protwin, folder, arguments)
+    assert told in refusal(protwin_here, folder, arguments)
 
 
 @pytest.mark.slow

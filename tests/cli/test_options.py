@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from protwin.shared.basics.errors import FileError, ProtwinError
-from protwin.shared.cli.options import cache_folder, changes_of, examples, keep_apart, options_of, osft_of, writable
+from protwin.shared.cli.options import cache_folder, changes_of, examples, keep_apart, writable
+from protwin.shared.cli.trained_as import options_of, osft_of
 from protwin.shared.schema.plan import TrainingMethod
 from protwin.shared.schema.training_options import FULL_TRAINING, LoraOptions, OsftOptions, TrainingOptions
 from protwin.shared.schema.workload import DType
@@ -112,14 +113,18 @@ def test_options_of_training_that_make_no_sense(
 
 
 def test_scales_of_low_rank_maps() -> None:
+    dora = options_of(8, None, None, None, lora_dropout=0.1, use_dora=True).lora
+    assert dora == LoraOptions(rank=8, dropout=0.1, use_dora=True)
     asked = options_of(8, None, None, None, lora_alpha=32.0, use_rslora=True)
     assert asked.lora == LoraOptions(rank=8, alpha=32.0, use_rslora=True)
     assert TrainingOptions(**asked.model_dump()) == asked
     # Traces that were kept before there was a scale are found by what they were kept under.
     assert LoraOptions(rank=8).model_dump(mode="json") == {"rank": 8, "targets": []}
     for given, message in (
-        ({"lora_alpha": 32.0}, "--lora-alpha 32 is given, but --lora-rank is missing"),
+        ({"lora_alpha": 32.0}, "--lora-alpha 32.0 is given, but --lora-rank is missing"),
         ({"use_rslora": True}, "--use-rslora is given, but --lora-rank is missing"),
+        ({"use_dora": True}, "--use-dora is given, but --lora-rank is missing"),
+        ({"lora_dropout": 0.1}, "--lora-dropout 0.1 is given, but --lora-rank is missing"),
     ):
         with pytest.raises(ProtwinError, match=message):
             options_of(None, None, None, None, **given)

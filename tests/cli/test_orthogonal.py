@@ -26,6 +26,7 @@ def without_torch(tmp_path: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(blocked)}
 
 
+@pytest.mark.slow
 def test_a_plan_is_searched_and_simulated_without_torch(
     protwin: Protwin, work: Path, without_torch: dict[str, str]
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.cli.conftest import Protwin
 from tests.cli.refusals import refusal
+from tests.proof_size import some_quick
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],
@@ -30,8 +31,10 @@ def configured(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("options", "bits"), [((), 16), (("--quantize=nf4",), 4.5), (("--quantize=nf4", "--double-quantize"), 4.127)]
+@some_quick(
+    ("options", "bits"),
+    [((), 16), (("--quantize=nf4",), 4.5), (("--quantize=nf4", "--double-quantize"), 4.127)],
+    quick=1,
 )
 def test_a_base_takes_its_packed_bytes(
     protwin_here: Protwin, configured: Path, options: tuple[str, ...], bits: float

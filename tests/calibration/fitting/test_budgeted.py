@@ -265,6 +265,7 @@ def _failing_report(number: int) -> Callable[[int, int], None]:
     return report
 
 
+@pytest.mark.slow
 def test_what_is_not_put_back_is_seen() -> None:
     """The wrong variant: nobody wants the model back."""
     model, optimizer = _begun()

@@ -197,6 +197,7 @@ def subject(folder: Path, hardware: Hardware) -> Subject:
     return Subject(model, batch, workload, hardware, make_device, disk_folder=folder)
 
 
+@pytest.mark.slow
 def test_a_calibration_measures_the_disk_of_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrating, "optimizer_costs", lambda *_, **__: (OptimizerCosts(), OptimizerCosts()))
     found = calibrate(subject(folder, MACHINE), steps=2, slowdown_seconds=0.1)

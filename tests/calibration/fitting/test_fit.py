@@ -139,6 +139,7 @@ def test_predictions_under_the_fit_are_the_machine() -> None:
         assert simulate(plan, workload, MACHINE, found).iteration_s == pytest.approx(truth_s, rel=0.01)
 
 
+@pytest.mark.slow
 def test_what_arrived_bytes_cost_comes_back() -> None:
     """A chunk costs its first reader a fifth of a forward: of what every task takes alike it is told apart.
 

@@ -73,6 +73,7 @@ def test_predictions_have_it() -> None:
     assert worst_error(a_workload()) < 0.01
 
 
+@pytest.mark.slow
 def test_spans_alone_predict_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "seconds_since_ready", own_spans)
     assert worst_error(a_workload()) > 0.03

@@ -25,7 +25,7 @@ from protwin.sim.costs.error_sources import TRANSFER_STD, ErrorModel, transfer_o
 from tests.calibration.fitting.test_fit import MACHINE, a_workload, true_calibration
 from tests.calibration.fitting.test_updating import told
 from tests.calibration.validation.test_changes import scaled
-from tests.proof_size import examples
+from tests.proof_size import examples, some_quick
 
 NUM_MACHINES: Final = examples(60, 5)
 
@@ -63,7 +63,7 @@ def known(logs: list[float]) -> Calibration:
     )
 
 
-@pytest.mark.parametrize("spread", [0.03, 0.2])
+@some_quick("spread", [0.03, 0.2], quick=1)
 def test_another_model_is_expected_where_it_is_measured(spread: float) -> None:
     chance = random.Random(1)
     inside, stated = [], []

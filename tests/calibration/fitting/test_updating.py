@@ -63,6 +63,7 @@ def figures(calibration: Calibration) -> dict[str, float]:
     return found | {"noise": calibration.iteration_noise_frac, "runs": calibration.num_runs}
 
 
+@pytest.mark.slow
 @settings(max_examples=6, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_records_at_once_or_one_after_another_tell_the_same(data: st.DataObject, pairs: list[Pair]) -> None:

@@ -10,6 +10,7 @@ from protwin.calibration.published.runs import LONGEST_ON_ONE_H100, PUBLISHED_RU
 BUDGET_BYTES = 70 * 2**30
 
 
+@pytest.mark.slow
 def test_the_longest_fits_and_the_next_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(longest, "_FEWEST", 384)
     monkeypatch.setattr(longest, "_MOST", 416)

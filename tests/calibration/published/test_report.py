@@ -226,6 +226,7 @@ def test_an_adapted_map_is_the_sum_of_both() -> None:
     assert adapted.down.weight.grad is not None
 
 
+@pytest.mark.slow
 def test_a_model_made_deeper_is_the_deeper_model() -> None:
     """Against the trace of the model that really has that many blocks."""
     shallow = dense_workload(llama(32, 5, 2, 64, vocab_size=64), "tiny", batch_size=1, sequence_length=8)

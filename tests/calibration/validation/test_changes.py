@@ -41,7 +41,7 @@ from protwin.sim.engine.intervals import DrawnMachine, interval_of, time_logs
 from protwin.sim.engine.simulator import simulate_plan
 from tests.calibration.fitting.test_budgeted import swappable
 from tests.calibration.fitting.test_fit import MACHINE, TRUTH, a_workload
-from tests.proof_size import examples
+from tests.proof_size import examples, some_quick
 
 WORKLOAD: Final = swappable(a_workload(3))
 LANES: Final = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU_OPTIM)
@@ -156,7 +156,7 @@ def days(slower: Mapping[Lane, float]) -> Sequence[Day]:
     return [Day(seed, 3 + seed % 2, slower, 1 + chance.random()) for seed in range(examples(40, 4))]
 
 
-@pytest.mark.parametrize("slower", [CORE, LINK], ids=["a core", "a link"])
+@some_quick("slower", [CORE, LINK], ids=["a core", "a link"], quick=1)
 def test_intervals_hold_where_the_machine_changes_while_plans_are_judged(slower: Mapping[Lane, float]) -> None:
     found = Coverage()
     for day in days(slower):

@@ -70,7 +70,7 @@ def goes_on_like_the_plain_loop(model: Any, training: Training) -> None:
     assert differences(model, snapshot(plain)) == []
 
 
-@pytest.mark.parametrize(
+@some_quick(
     ("name", "change"),
     [
         ("merge_and_unload", lambda model: model.merge_and_unload()),
@@ -83,6 +83,7 @@ def goes_on_like_the_plain_loop(model: Any, training: Training) -> None:
         ("load_adapter", lambda model: model.load_adapter("folder", "third")),
         ("add_weighted_adapter", lambda model: model.add_weighted_adapter(["default"], [1.0], "third")),
     ],
+    quick=4,
 )
 def test_what_writes_or_exchanges_is_refused_with_nothing_changed(
     model: Any, training: Training, name: str, change: Callable[[Any], Any]
@@ -168,7 +169,7 @@ def test_an_adapter_saved_between_steps_is_the_one_saved_after_close(
 @some_quick(
     "kind",
     ("DoRA", "head and embedding saved", "rows of tokens", "LoHa", "adapted head and embedding"),
-    quick=["DoRA", "head and embedding saved"],
+    quick=["DoRA"],
 )
 def test_every_kind_is_saved_loaded_and_continued(kind: str, tmp_path: Path) -> None:
     """A second plan goes on from what ``save_pretrained`` wrote, as the plain loop does."""

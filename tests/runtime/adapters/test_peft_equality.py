@@ -35,7 +35,7 @@ def case_of(name: str) -> Case:
     return peft_cases(NUM_STEPS)[name]
 
 
-@some_quick("name", NAMES, quick=[*ALWAYS, *(name for name in NAMES if name not in ALWAYS)][:5])
+@some_quick("name", NAMES, quick=[*ALWAYS, *(name for name in NAMES if name not in ALWAYS)][:3])
 def test_adapted_models_have_the_bits_of_the_plain_loop(name: str, tmp_path: Path) -> None:
     """Ten steps with accumulation, clipping, a scheduler and evaluations; resumed in the middle under another plan."""
     case = case_of(name)

@@ -145,6 +145,7 @@ def test_a_run_that_is_killed_after_every_step_ends_with_the_same_bits(
     assert different(ended(folder, model, seen), expected) == []
 
 
+@pytest.mark.slow
 @some_quick("wrong", ["batches", "best", "history"], quick=1)
 def test_what_a_run_forgets_shows(tmp_path: Path, teacher: Path, expected: Ended, wrong: str) -> None:
     """The comparison sees batches that begin anew, a best loss that is forgotten, and losses that are lost."""

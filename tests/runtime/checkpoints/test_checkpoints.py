@@ -89,7 +89,7 @@ def test_random_pairs_of_plans(data: st.DataObject, tmp_path_factory: pytest.Tem
     check_resumption(case, before, after, folder, steps=data.draw(st.integers(0, STEPS)))
 
 
-@pytest.mark.parametrize(("before", "after"), [(kept, offloaded), (offloaded, kept), (kept, kept)])
+@some_quick(("before", "after"), [(kept, offloaded), (offloaded, kept), (kept, kept)], quick=1)
 def test_parameters_stepped_in_pieces_are_saved_whole(
     before: Callable[[Workload], Plan],
     after: Callable[[Workload], Plan],
@@ -113,7 +113,7 @@ def amsgrad(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return torch.optim.Adam(groups, lr=0.01, amsgrad=True, foreach=False)
 
 
-@pytest.mark.parametrize("make_optimizer", [sgd, amsgrad])
+@some_quick("make_optimizer", [sgd, amsgrad], quick=1)
 def test_state_of_any_optimizer(make_optimizer: Any, tmp_path: Path) -> None:
     case = Case(partial(llama, num_layers=2), token_batches(), make_optimizer=make_optimizer)
     check_resumption(case, offloaded(case.workload), kept(case.workload), tmp_path / "a")
@@ -192,7 +192,7 @@ def halves(training: Training, model: nn.Module, batch: Any) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("is_scaled", [False, True])
+@some_quick("is_scaled", [False, True], quick=[True])
 def test_micro_batches_clipping_and_loss_scaling_go_on(is_scaled: bool, tmp_path: Path) -> None:
     dtype = torch.float16 if is_scaled else torch.float32
     batches = token_batches()
@@ -338,7 +338,7 @@ def test_what_no_state_dict_holds_goes_on_too(tmp_path: Path) -> None:
 # -- what others make of it ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2 with dropout, tied", "llama, tied", "llama in bfloat16"])
+@some_quick("name", ["llama", "gpt2 with dropout, tied", "llama, tied", "llama in bfloat16"], quick=2)
 def test_transformers_loads_a_checkpoint(name: str, tmp_path: Path) -> None:
     case = cases()[name]
     saved_after(case, mixed(case.workload), 3, tmp_path / "saved")
@@ -352,7 +352,7 @@ def test_transformers_loads_a_checkpoint(name: str, tmp_path: Path) -> None:
         assert loaded.lm_head.weight is loaded.transformer.wte.weight
 
 
-@pytest.mark.parametrize("name", ["mixtral", "t5"])
+@some_quick("name", ["mixtral", "t5"], quick=1)
 def test_transformers_loads_other_families(name: str, tmp_path: Path) -> None:
     """Experts that transformers joins when it loads, weights that two trees share."""
     family = families()[name]

@@ -21,6 +21,7 @@ from protwin.runtime.checkpoints.checkpoints import read_checkpoint
 from protwin.runtime.offline.consolidating import consolidate
 from protwin.runtime.offline.resharding import reshard
 from protwin.shared.basics.progress import no_progress
+from tests.proof_size import some_quick
 from tests.runtime.file_operations import save_like_a_training
 from tests.runtime.models import STEPS, cases, differences
 from tests.runtime.resuming import kept, mixed, offloaded, resumed, same_bits, saved_after
@@ -28,7 +29,7 @@ from tests.runtime.resuming import kept, mixed, offloaded, resumed, same_bits, s
 NAMES = ("gpt2 with dropout, tied", "llama in bfloat16", "hand-written, batch statistics")
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=[NAMES[0], *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES[1:])])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """The checkpoint of one rank after two steps, and of three ranks and five made from it."""
     folder = tmp_path_factory.mktemp("saved")
@@ -143,7 +144,7 @@ def _anonymous_bytes(process: int) -> int:
     return 1024 * int(found[1]) if found is not None else 0
 
 
-@pytest.mark.parametrize("what", ["1", "2", "5", "consolidate"])
+@some_quick("what", ["1", "2", "5", "consolidate"], quick=2)
 def test_one_tensor_is_in_memory_at_a_time(what: str, large: Path, tmp_path: Path) -> None:
     assert growth_bytes(what, large / "3", tmp_path / "made") < BOUND_BYTES
 

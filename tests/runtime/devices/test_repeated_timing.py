@@ -116,6 +116,7 @@ def test_a_product_that_would_take_too_long_is_made_smaller(
     assert probe._affordable_matrix(torch.bfloat16, budget_s) == side
 
 
+@pytest.mark.slow
 def test_a_probe_leaves_a_core_only_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its figures are those of the threads that training gets; a library leaves the caller's threads alone."""
     threads, before = [], torch.get_num_threads()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from protwin.runtime.distillation import pairs as pairs_module
 from protwin.runtime.distillation.pairs import Pairs
 from protwin.shared.basics.errors import ScheduleError, WorkloadError
 from protwin.shared.schema.schedule import OuterSection, Section, TaskKind
+from tests.proof_size import some_quick
 from tests.runtime.distillation.cases import adamw, changed, expected, mse, quiet, snapshot, steps_of, unlike
 from tests.runtime.distillation.families import DictModel, causal, families
 from tests.runtime.distillation.reference import Learnt, learn_alone, seen_by_teacher
@@ -71,8 +73,7 @@ def is_alike(found: Sequence[Learnt], alone: Sequence[Learnt], pairs: Pairs) -> 
     )
 
 
-@pytest.mark.parametrize("name", families())
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@some_quick(("name", "micro_batches"), product(families(), [1, 3]), quick=6)
 def test_stitched_blocks_learn_what_each_learns_alone(name: str, micro_batches: int) -> None:
     pairs = stitched(name, micro_batches)
     teacher, flags = snapshot(pairs.teacher), [p.requires_grad for p in pairs.parameters()]

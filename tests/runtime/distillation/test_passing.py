@@ -15,6 +15,7 @@ from protwin.runtime.distillation.pairs import Pairs
 from protwin.runtime.distillation.passing import NotHere, PassedOver
 from protwin.shared.basics.errors import ScheduleError
 from protwin.shared.schema.schedule import OuterSection, Section, TaskKind
+from tests.proof_size import some_quick
 from tests.runtime.distillation.cases import mse, quiet
 from tests.runtime.distillation.families import LAYERS, DictModel, Family, families
 
@@ -69,7 +70,7 @@ def meta_but_own(family: Family, own: range) -> tuple[nn.Module, nn.Module]:
     return models
 
 
-@pytest.mark.parametrize("name", families())
+@some_quick("name", families(), quick=4)
 def test_stages_of_every_family_are_parts_of_the_whole(name: str) -> None:
     family, losses = families()[name], []
     batch = family.batches(1)[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
@@ -32,9 +34,11 @@ def plan_of(case: Case, modes: tuple[ActivationMode, ...], *, is_offloaded: bool
     )
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("is_offloaded", [False, True])
-@some_quick("name", ["llama", "gpt2 with dropout, tied", "hand-written, batch statistics"], quick=2)
+@some_quick(
+    ("micro_batches", "is_offloaded", "name"),
+    product([1, 2], [False, True], ["llama", "gpt2 with dropout, tied", "hand-written, batch statistics"]),
+    quick=4,
+)
 def test_every_mixture_of_modes_equals_the_plain_loop(name: str, is_offloaded: bool, micro_batches: int) -> None:
     """Also the last block, whose activations have hardly left when they are needed again."""
     case = cases()[name]

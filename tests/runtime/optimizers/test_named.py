@@ -74,7 +74,7 @@ def trained(case: Case, plan: Plan, device: CpuDevice | None = None) -> tuple[nn
     return model, losses, training.num_cpu_adam_steps, training.peak_device_bytes
 
 
-@some_quick(("optimizer", "dtype"), EVERY, quick=6, ids=str)
+@some_quick(("optimizer", "dtype"), EVERY, quick=4, ids=str)
 @settings(max_examples=2, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_every_plan_equals_the_plain_loop_with_its_optimizer(

@@ -14,6 +14,7 @@ from protwin.shared.families.sharings import FamilySharings
 from protwin.shared.families.shipped import shipped_family, shipped_sharings, shipped_tilings
 from protwin.shared.families.tilings import FamilyTilings
 from protwin.shared.schema.workload import DType
+from tests.proof_size import some_quick
 
 Fitted = FamilyTilings | FamilySharings
 
@@ -57,7 +58,7 @@ def test_files_belong_to_the_families_that_are_shipped() -> None:
         assert one.beside == digest_of(family), name_of(one)
 
 
-@pytest.mark.parametrize("one", first_of_each_architecture(), ids=name_of)
+@some_quick("one", first_of_each_architecture(), ids=name_of, quick=3)
 def test_files_are_what_would_be_made_today(one: Fitted) -> None:
     check(one)
 

@@ -70,7 +70,6 @@ def test_random_plans_equal_the_plain_loop(name: str, seed: int) -> None:
     product(NAMES, MIXTURES, ["persistent", "offloaded", "mixed"]),
     quick=[
         ("nf4, double", "kept", "offloaded"),
-        ("nf4, double", "checkpointed", "persistent"),
         ("nf4, double", "mixed inputs", "mixed"),
         ("nf4, double, in bfloat16", "swapped", "offloaded"),
         ("int8", "mixed", "offloaded"),

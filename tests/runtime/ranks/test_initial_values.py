@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -251,8 +252,7 @@ def begin(rank: int, name: str, plan: Plan, kind: str, place: str) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-@pytest.mark.parametrize("kind", ["own", "rank 0"])
-@pytest.mark.parametrize("place", PLACES)
+@some_quick(("kind", "place"), product(["own", "rank 0"], PLACES), quick=5)
 def test_a_start_that_fails_on_one_rank_gives_all_their_models_back(place: str, kind: str, two_ranks: Ranks) -> None:
     """However many chunks are in parts by then."""
     name = "hand-written, partly narrow"

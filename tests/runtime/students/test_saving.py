@@ -14,6 +14,7 @@ from protwin.runtime.students.saving import is_plain, load_student, save_student
 from protwin.runtime.students.student_model import make_student
 from protwin.shared.basics.errors import FileError, WorkloadError
 from protwin.shared.students.student import Student
+from tests.proof_size import some_quick
 
 from .teachers import CONFIGURATIONS, batches, logits, make_teacher, student_of
 
@@ -37,7 +38,7 @@ def same(one: Any, two: Any) -> bool:
     return close and all(torch.equal(tensor, states[1][key]) for key, tensor in states[0].items())
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@some_quick("name", CONFIGURATIONS, quick=3)
 def test_transformers_loads_students_whose_blocks_are_alike(tmp_path: Path, name: str) -> None:
     heads = "" if name == "gpt2" else "num_key_value_heads = 1\n"
     teacher, student, model = saved(tmp_path / "s", name, NARROW.replace("[init", f"{heads}[init"))
@@ -50,7 +51,7 @@ def test_transformers_loads_students_whose_blocks_are_alike(tmp_path: Path, name
     assert Student.load(tmp_path / "s" / "student.json") == student
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@some_quick("name", CONFIGURATIONS, quick=3)
 def test_other_students_are_loaded_here_and_refused_by_transformers(tmp_path: Path, name: str) -> None:
     text = UNLIKE + ("[initialization]\nlinear = 'random'" if name in ("mixtral", "jamba") else "")
     teacher, student, model = saved(tmp_path / "s", name, text)

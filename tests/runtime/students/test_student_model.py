@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from protwin.runtime.chunks.saved_weights import SavedWeights
 from protwin.runtime.model.configurations import build_model
 from protwin.runtime.students.student_model import make_student
 from protwin.shared.basics.errors import FileError, WorkloadError
+from tests.proof_size import some_quick
 
 from .teachers import CONFIGURATIONS, batches, logits, make_teacher, student_of, teacher_of
 
@@ -61,8 +63,7 @@ def test_what_is_learnt_requires_gradients_and_nothing_else_does(name: str, keys
     assert all(one.rpartition(".")[0] for one in found), "nothing outside of blocks"
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-@pytest.mark.parametrize("kind", ["absent", "linear"])
+@some_quick(("name", "kind"), product(CONFIGURATIONS, ["absent", "linear"]), quick=6)
 def test_a_student_runs_and_learns_with_parts_that_are_not_as_the_teachers(name: str, kind: str) -> None:
     """Every parameter that is learnt gets a gradient, and no memory is taken for what is absent."""
     text = f"[initialization]\nlinear = 'random'\n[block.0]\nffn = '{kind}'\n[block.1]\nattention = '{kind}'"

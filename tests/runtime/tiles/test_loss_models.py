@@ -22,6 +22,7 @@ from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
+from tests.proof_size import some_quick
 from tests.runtime.eager_lanes import settled_lanes
 
 WIDTH = {"vocab_size": 1000, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -113,7 +114,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("default")  # transformers' own
-@pytest.mark.parametrize("build", BUILDERS, ids=lambda build: build.__name__)
+@some_quick("build", BUILDERS, ids=lambda build: build.__name__, quick=4)
 def test_a_model_as_it_is_has_the_loss_and_gradients_of_whole_logits(build: Callable[[], nn.Module]) -> None:
     model, given = built(build), batch()
     whole = model(**given)
@@ -242,7 +243,7 @@ def plan_of(known: Workload, *, is_offloaded: bool, **knobs: Any) -> Plan:
 
 
 @pytest.mark.parametrize("is_offloaded", [False, True])
-@pytest.mark.parametrize("build", [llama, gpt2, gemma2], ids=lambda build: build.__name__)
+@some_quick("build", [llama, gpt2, gemma2], ids=lambda build: build.__name__, quick=2)
 def test_a_plan_with_tiles_trains_as_the_plain_loop_within_its_account(
     build: Callable[[], nn.Module], is_offloaded: bool
 ) -> None:

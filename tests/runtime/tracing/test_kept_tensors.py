@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
+from itertools import product
 
 import pytest
 import torch
@@ -105,9 +106,9 @@ def test_what_plain_training_keeps_is_resident(build: Callable[[], nn.Module], g
     assert kept_bytes == kept_by_plain_training(build, dict(case.batches[0])) + graph_bytes
 
 
-@pytest.mark.parametrize("residency", ["persistent", "offloaded"])
-@pytest.mark.parametrize("mixture", MIXTURES)
-@some_quick("build", [keeping, normed], quick=1)
+@some_quick(
+    ("residency", "mixture", "build"), product(["persistent", "offloaded"], MIXTURES, [keeping, normed]), quick=5
+)
 def test_the_account_holds_what_modules_keep(build: Callable[[], nn.Module], mixture: str, residency: str) -> None:
     case = case_of(build)
     plan = plan_of(case, mixture, residency, micro_batches=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from protwin.runtime import CpuDevice
+from tests.proof_size import some_quick
 from tests.runtime.life_cycle import blocks_between, check_ordinary, ordinary_facts, start, train
 from tests.runtime.models import Case, cases, differences, snapshot, uncached
 from tests.runtime.watchdog import ends_in_time, lanes_alive
@@ -104,9 +106,9 @@ class Interruption(KeyboardInterrupt):
     """Ctrl-C, told from a real one."""
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError, Interruption, SystemExit])
-@pytest.mark.parametrize("block", [0, 1, 3])
-@pytest.mark.parametrize("step", [0, 1])
+@some_quick(
+    ("error", "block", "step"), product([ZeroDivisionError, Interruption, SystemExit], [0, 1, 3], [0, 1]), quick=7
+)
 def test_an_error_in_forward(case: Case, step: int, block: int, error: type[BaseException]) -> None:
     """Step 0 is watched; blocks 0 and 3 keep, block 1 is checkpointed."""
     model = case.build()
@@ -131,9 +133,7 @@ def test_an_error_in_forward(case: Case, step: int, block: int, error: type[Base
     assert differences(model, case.plain.weights[step]) == []
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError, Interruption])
-@pytest.mark.parametrize("block", [0, 1, 3])
-@pytest.mark.parametrize("step", [0, 3])
+@some_quick(("error", "block", "step"), product([ZeroDivisionError, Interruption], [0, 1, 3], [0, 3]), quick=5)
 def test_an_error_in_backward(case: Case, step: int, block: int, error: type[BaseException]) -> None:
     """Chunks that CPU Adam has stepped by then keep the step; all others are as before it."""
     model = case.build()

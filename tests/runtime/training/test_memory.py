@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from functools import lru_cache
+from itertools import product
 
 import pytest
 import torch
@@ -100,9 +101,7 @@ def test_no_run_exceeds_what_its_schedule_guarantees(name: str, data: st.DataObj
     assert measured_bytes(case, plan, CpuDevice(guaranteed)) <= guaranteed
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("n_checkpoint", [0, 2])
-@pytest.mark.parametrize("name", NAMES)
+@some_quick(("name", "n_checkpoint", "micro_batches"), product(NAMES, [0, 2], [1, 2]), quick=5)
 def test_without_concurrency_the_guarantee_is_what_happens(name: str, n_checkpoint: int, micro_batches: int) -> None:
     case = long_case(name)
     plan = all_persistent(case, n_checkpoint, micro_batches)

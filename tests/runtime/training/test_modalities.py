@@ -48,7 +48,7 @@ def test_a_plan_that_offloads_equals_the_plain_loop(name: str, is_frozen: bool) 
     assert outcome.num_cpu_adam_steps > 0
 
 
-@pytest.mark.parametrize("mixture", ["checkpointed", "swapped"])
+@some_quick("mixture", ["checkpointed", "swapped"], quick=1)
 @some_quick("name,is_frozen", CASES, quick=[("qwen2_vl", False)])
 def test_the_peak_is_the_schedules_own(name: str, is_frozen: bool, mixture: str) -> None:
     """The tower's part of it is counted, trained or frozen."""
@@ -84,7 +84,7 @@ def test_a_batch_without_the_picture_is_refused_and_training_goes_on() -> None:
     assert differences(model, snapshot(plain)) == []
 
 
-@pytest.mark.parametrize("n_persist", [0, None], ids=["offloaded", "persistent"])
+@some_quick("n_persist", [0, None], ids=["offloaded", "persistent"], quick=1)
 def test_text_alone_has_a_plan_without_the_tower(n_persist: int | None) -> None:
     """A picture beyond it trains as in the plain loop where there is memory; within the budget it is refused."""
     model, batch = model_and_batch("qwen2_vl")

@@ -20,6 +20,7 @@ from protwin.shared.layout.layout import layout_of
 from protwin.shared.schema.plan import Plan, ProjectionPlace, TrainingMethod
 from protwin.shared.schema.schedule import TaskKind
 from protwin.shared.schema.workload import Workload
+from tests.proof_size import some_quick
 from tests.runtime import models
 from tests.runtime.equality import trained
 from tests.runtime.models import Case
@@ -151,7 +152,7 @@ STEPS_OF = {
 }
 
 
-@pytest.mark.parametrize("left_out", STEPS_OF)
+@some_quick("left_out", STEPS_OF, quick=2)
 def test_a_projection_that_is_left_out_shows(left_out: str) -> None:
     case = orthogonal_cases()["hand-written"]
     plan = halves(case.workload, STEPS_OF[left_out])

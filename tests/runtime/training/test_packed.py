@@ -53,7 +53,7 @@ def test_the_peak_is_the_account(mixture: str, residency: str) -> None:
     assert abs(error_frac(measured_peak_bytes(case, plan), eager_peak(compile_schedule(plan, case.workload)))) <= BAR
 
 
-@pytest.mark.parametrize("name", BUILDS)
+@some_quick("name", BUILDS, quick=1)
 def test_samples_give_what_they_give_by_themselves(name: str) -> None:
     """Sums of token losses; float32 sums of a few hundred terms differ by their order, 1e-5 of the largest gradient.
 
@@ -109,7 +109,7 @@ def test_a_batch_that_mixes_samples_is_refused_and_the_next_one_trains() -> None
         training.step()
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@some_quick("attention", ["sdpa", "eager"], quick=1)
 def test_a_model_without_weights_is_traced_with_the_mask_that_trains(attention: str) -> None:
     model = llama(num_layers=3, attn_implementation=attention)
     real, fake = (trace(copy.deepcopy(model).to(device), BATCHES[0], repeats=0) for device in ("cpu", "meta"))
@@ -122,7 +122,7 @@ def test_a_model_without_weights_is_traced_with_the_mask_that_trains(attention: 
 
 def test_lengths_for_flash_attention_need_no_mask_and_their_squares_alone() -> None:
     """A row's attention is the sum of the samples', each traced by itself; what is kept is the whole row's."""
-    model = llama(num_layers=3).to("meta")
+    model = llama(num_layers=2).to("meta")
     batch = packed_batch(LENGTHS)
     told = trace(model, batch | ends_of(LENGTHS), repeats=0)
     assert told.packing is not None

@@ -10,7 +10,7 @@ from protwin.shared.schema.plan import Plan, TrainingMethod, why_not_bypass
 from tests.proof_size import some_quick
 from tests.runtime.pairs import METHODS, NOT_OF_BYPASS, PAIRS, Combined, refusal
 
-QUICK = [("offloaded", "OSFT"), ("offloaded inputs", "LoRA"), ("MLPs in tiles", "8-bit Adam"), ("swap", "packed")]
+QUICK = [("offloaded", "OSFT"), ("MLPs in tiles", "8-bit Adam")]
 ALL = METHODS[:9]
 COMBINED = [pair for pair in PAIRS if refusal(pair) is None]
 

@@ -141,7 +141,7 @@ def peaks_under_autocast(n_checkpoint: int, n_swap: int = 0) -> tuple[int, int]:
             return training.peak_device_bytes, guaranteed_device_peak(training.schedule).size_bytes
 
 
-@some_quick(("n_checkpoint", "n_swap"), [(0, 0), (2, 0), (4, 0), (0, 4), (0, 2), (2, 1)], quick=2)
+@some_quick(("n_checkpoint", "n_swap"), [(0, 0), (2, 0), (4, 0), (0, 4), (0, 2), (2, 1)], quick=1)
 def test_a_trace_within_autocast_accounts_for_casts(n_checkpoint: int, n_swap: int) -> None:
     measured_bytes, guaranteed_bytes = peaks_under_autocast(n_checkpoint, n_swap)
     assert measured_bytes <= 1.005 * guaranteed_bytes
@@ -200,6 +200,7 @@ def num_chunks(plan: Plan, workload: Workload) -> int:
     return len(layout.chunks)
 
 
+@pytest.mark.slow
 def test_a_trace_that_reuses_casts_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wrong variant: the casts of a first iteration serve the one that is looked at, and stay all the time."""
     measured_bytes, guaranteed_bytes = peaks_under_autocast(0)

@@ -118,7 +118,7 @@ NAMES = (UNTIED, "llama in bfloat16", "llama, frozen prologue and blocks", "llam
 
 
 @some_quick(
-    ("name", "knobs"), [*((TIED, knobs) for knobs in KNOBS), *((name, KNOBS[1]) for name in NAMES)], quick=4, ids=str
+    ("name", "knobs"), [*((TIED, knobs) for knobs in KNOBS), *((name, KNOBS[1]) for name in NAMES)], quick=3, ids=str
 )
 def test_rows_train_as_whole_tables_do(name: str, knobs: dict[str, Any]) -> None:
     case = subject(name)
@@ -158,8 +158,10 @@ def test_rows_that_are_added_up_in_another_order_show(monkeypatch: pytest.Monkey
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "mixture"), [*((UNTIED, mixture) for mixture in MIXTURES), ("llama, tied", "mixed"), ("t5", "mixed")]
+@some_quick(
+    ("name", "mixture"),
+    [*((UNTIED, mixture) for mixture in MIXTURES), ("llama, tied", "mixed"), ("t5", "mixed")],
+    quick=3,
 )
 def test_the_peak_is_the_schedules_own(name: str, mixture: str) -> None:
     case = subject(name)

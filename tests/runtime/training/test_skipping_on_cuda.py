@@ -10,7 +10,7 @@ from tests.runtime.models import adamw, snapshot
 from tests.runtime.training.test_cuda_ordering import POINTS, STREAMS, backward, cuda_device, plan_of, stand_in
 
 
-@some_quick("starved", STREAMS, quick=2)
+@some_quick("starved", STREAMS, quick=1)
 def test_whichever_stream_lags_nothing_of_the_step_is_left(starved: str) -> None:
     plan = plan_of(POINTS, micro_batches=2, n_persist=3)
     model, cuda = POINTS.build(), stand_in(starved)

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from protwin.runtime import CpuDevice, trace
 from protwin.shared.schema.workload import OperationClass, Phase, Workload
+from tests.proof_size import some_quick
 from tests.runtime.equality import random_plans, trained
 from tests.runtime.models import Case, llama, uncached
 from tests.runtime.packed import ends_of, packed_batch
@@ -133,7 +134,7 @@ def test_samples_are_apart() -> None:
     assert torch.allclose(together, torch.cat(alone), atol=1e-5)
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
+@some_quick("device", ["cpu", "meta"], quick=1)
 def test_arithmetic_is_the_samples_sum_and_no_mask_is_there(device: str) -> None:
     """Two products of each pair forward, five backward, half of them under the causal mask."""
     model = copy.deepcopy(build()).to(device)

@@ -263,10 +263,8 @@ def test_text_is_the_same_in_every_terminal() -> None:
         subprocess.run([sys.executable, "-c", code], env=here | extra, capture_output=True, check=True).stdout
         for extra in (
             {},
-            {"FORCE_COLOR": "1", "COLORTERM": "truecolor"},
-            {"TERM": "dumb", "COLUMNS": "33"},
-            {"NO_COLOR": "1", "LINES": "3"},
-            {"PYTHONHASHSEED": "7", "TTY_COMPATIBLE": "1"},
+            {"FORCE_COLOR": "1", "COLORTERM": "truecolor", "LINES": "3", "PYTHONHASHSEED": "7"},
+            {"TERM": "dumb", "COLUMNS": "33", "NO_COLOR": "1", "TTY_COMPATIBLE": "1"},
         )
     }
     assert len(outputs) == 1

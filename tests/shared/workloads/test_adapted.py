@@ -125,6 +125,8 @@ def test_what_makes_no_sense_is_refused_without_a_trace(changed: dict[str, Any],
     [
         {"targets": ("up_proj",)},
         {"model": "t5-small"},
+        {"lora": {"dropout": 0.05}},
+        {"lora": {"use_dora": True}},
         {"mlp_tiles": (2,)},
         {"loss_tiles": (2,)},
         {"sequence_ranks": (2,)},

@@ -331,6 +331,7 @@ LONGEST = AdviceRequest(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "num_ranks"), [("rtx-3090", 1), ("rtx-3090-x2-nvlink", 2)])
 def test_the_longest_sequence_trains_and_the_next_one_does_not(name: str, num_ranks: int) -> None:
     """Searches at single lengths are the oracle."""

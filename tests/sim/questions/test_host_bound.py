@@ -14,6 +14,7 @@ from protwin.sim.questions.host_bound import host_bound
 from protwin.sim.searching.request import SearchRequest
 from protwin.sim.searching.search import search_batches
 from protwin.sim.space.space import SearchSpace
+from tests.proof_size import share
 from tests.sim.fastest import fastest_request
 from tests.sim.hand_made import machine, workload
 
@@ -35,7 +36,7 @@ def test_it_binds_exactly_where_more_of_it_makes_a_faster_plan() -> None:
     """Every budget of the host, in steps: the search with any host memory is the oracle."""
     best_s = answered(10**9)[1].result.prediction.iteration_s
     found = set()
-    for host_bytes in range(0, 6000, 500):
+    for host_bytes in share(range(0, 6000, 500), 2):
         try:
             asked, answer = answered(host_bytes)
         except InfeasibleError:

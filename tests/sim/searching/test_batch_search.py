@@ -64,7 +64,7 @@ def run(global_batch: int, fixed_s: float, budget_bytes: int, tolerance_frac: fl
 
 
 @given(st.sampled_from((1, 2, 3, 4)), st.floats(0, 1), st.integers(4000, 20_000))
-@settings(max_examples=examples(48, 8))
+@settings(max_examples=examples(48, 6))
 def test_it_finds_what_a_search_of_every_size_finds(global_batch: int, fixed_s: float, budget_bytes: int) -> None:
     times_s = {}
     for size in divisors(global_batch):

@@ -69,7 +69,7 @@ def simplest_worth_it(found: Case, budget_bytes: int, uncertainty: Uncertainty) 
 
 
 @given(cases(), st.floats(0, 1), FRACS, FRACS)
-@settings(max_examples=examples(300, 12))
+@settings(max_examples=examples(300, 8))
 def test_the_simplest_kind_within_the_uncertainty_is_recommended(
     found: Case, share: float, device_frac: float, host_frac: float
 ) -> None:

@@ -102,7 +102,7 @@ def tight(draw: st.DrawFn) -> tuple[Case, int, int]:
 
 
 @given(tight())
-@settings(max_examples=examples(60, 6))
+@settings(max_examples=examples(60, 4))
 def test_the_changes_named_are_the_smallest(drawn: tuple[Case, int, int]) -> None:
     found, device_bytes, host_bytes = drawn
     check_changes(found, smallest_changes(problem_of(found, device_bytes, host_bytes)), device_bytes, host_bytes)

@@ -1,0 +1,162 @@
+"""What the options of commands say of how a model is trained: one message where they contradict each other."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Final
+
+from ..basics.errors import ProtwinError
+from ..phases.quantization import BLOCKSIZE, BLOCKSIZES, Quantization, QuantizedType
+from ..schema.plan import TrainingMethod
+from ..schema.training_options import (
+    ImageOptions,
+    LoraOptions,
+    OsftOptions,
+    QuantizationOptions,
+    TrainingOptions,
+)
+from ..schema.workload import DType
+
+_AUTOCAST: Final = (DType.BFLOAT16, DType.FLOAT16)
+
+
+def osft_of(
+    method: TrainingMethod | None, unfreeze_rank_ratio: float | None, targets: list[str] | None
+) -> OsftOptions | None:
+    """What the options say of orthogonal subspace fine-tuning; None if they do not ask for it.
+
+    The ratio asks for it, with or without the method's name.  Raises ProtwinError if the options make no sense
+    together.
+    """
+    if unfreeze_rank_ratio is None:
+        if method is TrainingMethod.OSFT:
+            raise ProtwinError(
+                f"--method {method} trains a part of each weight's directions, and nobody says how many. Add "
+                f"--unfreeze-rank-ratio 0.25."
+            )
+        if targets:
+            raise ProtwinError(
+                f"--osft-target is {targets[0]!r}, but --unfreeze-rank-ratio is missing. Write --unfreeze-rank-ratio "
+                f"0.25 --osft-target {targets[0]}."
+            )
+        return None
+    if method not in (None, TrainingMethod.OSFT):
+        raise ProtwinError(
+            f"--method {method} factorises nothing. Leave out --unfreeze-rank-ratio, or write --method osft."
+        )
+    if not 0 <= unfreeze_rank_ratio <= 1:
+        raise ProtwinError(
+            f"--unfreeze-rank-ratio is {unfreeze_rank_ratio}; it is the part of the directions that is trained, from 0 "
+            f"to 1."
+        )
+    return OsftOptions(unfreeze_rank_ratio=unfreeze_rank_ratio, targets=tuple(targets or ()))
+
+
+def options_of(
+    lora_rank: int | None,
+    lora_targets: str | None,
+    frozen: list[str] | None,
+    autocast: str | None,
+    osft: OsftOptions | None = None,
+    quantized: QuantizationOptions | None = None,
+    *,
+    lora_alpha: float | None = None,
+    use_rslora: bool = False,
+    lora_dropout: float | None = None,
+    use_dora: bool = False,
+    images: ImageOptions | None = None,
+) -> TrainingOptions:
+    """What the options say of how a model is trained, and on which ``images``.
+
+    Raises ProtwinError if they make no sense together.
+    """
+    given = {
+        f"--lora-alpha {lora_alpha}": lora_alpha is not None,
+        f"--lora-dropout {lora_dropout}": lora_dropout is not None,
+        "--use-rslora": use_rslora,
+        "--use-dora": use_dora,
+    }
+    if lora_rank is None and any(given.values()):
+        first = next(option for option, is_given in given.items() if is_given)
+        raise ProtwinError(f"{first} is given, but --lora-rank is missing. Write --lora-rank 16 beside it.")
+    if lora_dropout is not None and not 0 <= lora_dropout < 1:
+        raise ProtwinError(
+            f"--lora-dropout is {lora_dropout:g}; it is the part that is dropped, from 0 to below 1. Write "
+            f"--lora-dropout 0.05."
+        )
+    if lora_alpha is not None and not 0 < lora_alpha < float("inf"):
+        raise ProtwinError(f"--lora-alpha is {lora_alpha:g}; it must be above 0 and finite. Write --lora-alpha 16.")
+    computed = None if autocast is None else _autocast(autocast)
+    targets = tuple(name.strip() for name in (lora_targets or "").split(",") if name.strip())
+    if lora_targets is not None and (lora_rank is None or not targets):
+        missing = "--lora-rank is missing" if lora_rank is None else "it names nothing"
+        raise ProtwinError(
+            f"--lora-targets is {lora_targets!r}, but {missing}. Write --lora-rank 16 --lora-targets q_proj."
+        )
+    lora = None
+    if lora_rank is not None:
+        lora = LoraOptions(
+            rank=lora_rank,
+            targets=targets,
+            alpha=lora_alpha,
+            use_rslora=use_rslora,
+            dropout=lora_dropout or 0.0,
+            use_dora=use_dora,
+        )
+    if quantized is not None and use_dora:
+        raise ProtwinError(
+            f"--quantize is {quantized.how.type}, but --use-dora takes norms of unpacked weights in every step. Leave "
+            f"out one of them."
+        )
+    if quantized is not None and (lora is None or osft is not None):
+        reason = (
+            "--unfreeze-rank-ratio factorises and trains these weights"
+            if osft is not None
+            else "packed weights cannot be trained, and nothing else would be"
+        )
+        raise ProtwinError(
+            f"--quantize is {quantized.how.type}, but {reason}. Train low-rank matrices beside them (--lora-rank "
+            f"16), or leave --quantize out."
+        )
+    left_out = tuple(frozen or ())
+    return TrainingOptions(lora=lora, quantized=quantized, osft=osft, frozen=left_out, autocast=computed, images=images)
+
+
+def quantized_of(to: QuantizedType | None, *, double: bool, blocksize: int | None) -> QuantizationOptions | None:
+    """How weights are packed.  Raises ProtwinError if nothing is, or not so."""
+    if to is None:
+        if double or blocksize is not None:
+            given = "--double-quantize" if double else f"--quantization-blocksize {blocksize}"
+            raise ProtwinError(f"{given} is given, but --quantize is not. Add --quantize nf4.")
+        return None
+    if to is QuantizedType.INT8:
+        if double or blocksize is not None:
+            raise ProtwinError(
+                "--quantize int8 has one scale for each output: it takes neither --double-quantize nor "
+                "--quantization-blocksize. Leave them out, or take nf4."
+            )
+        return QuantizationOptions(how=Quantization(type=to))
+    if blocksize is not None and blocksize not in BLOCKSIZES:
+        raise ProtwinError(
+            f"--quantization-blocksize is {blocksize}; it must be one of {', '.join(map(str, BLOCKSIZES))}, for which "
+            f"bitsandbytes has kernels."
+        )
+    return QuantizationOptions(how=Quantization(type=to, double=double, blocksize=blocksize or BLOCKSIZE))
+
+
+def images_of(size: str | None, count: int | None) -> ImageOptions | None:
+    """What ``--image-size`` and ``--images`` say; None: nothing.  Raises ProtwinError if the size is none."""
+    if size is None and count is None:
+        return None
+    sides = [] if size is None else size.lower().split("x")
+    if size is not None and (len(sides) > 2 or not all(side.strip().isdecimal() and int(side) for side in sides)):
+        raise ProtwinError(f"--image-size {size} is no size in pixels. Write height and width (448x672), or one side.")
+    pixels = None if size is None else (int(sides[0]), int(sides[-1]))
+    return ImageOptions(size=pixels, per_sample=count or 1)
+
+
+def _autocast(name: str) -> DType:
+    with suppress(ValueError):
+        if (dtype := DType(name)) in _AUTOCAST:
+            return dtype
+    raise ProtwinError(f"--autocast {name} is not known. Use {' or '.join(_AUTOCAST)}.")
