@@ -325,24 +325,13 @@ def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload |
 
         if not needs_no_trace(request.student, request.configuration, name=request.name):
             return None
-    osft, lora = request.options.osft, request.options.lora
-    rest = request.options.model_copy(update={"osft": None, "lora": None, "quantized": None})
-    family = resolve_family(described.name, dtype=request.dtype) if rest.is_full else None
-    is_tiled = bool(request.mlp_tiles or request.loss_tiles)
-    is_packed, is_shared = request.packing is not None, bool(request.sequence_ranks)
-    is_other = osft is not None and (lora is not None or is_tiled or is_packed or is_shared)
-    is_other |= request.options.quantized is not None and lora is None
-    is_other |= lora is not None and (is_tiled or is_shared or request.student is not None)
-    if family is None or is_other or (is_shared and (is_packed or request.student is not None)):
+    if _is_beyond_families(request):
         return None
-    change: Change | None = None
-    if lora is not None:
-        from .adapted import adapted_family
-
-        adapted = adapted_family(family, lora, request.configuration, request.options.quantized)
-        if adapted is None:
-            return None
-        family, change = adapted.family, adapted.change
+    osft = request.options.osft
+    family, change = _family_and_change(described, request)
+    is_tiled, is_shared = bool(request.mlp_tiles or request.loss_tiles), bool(request.sequence_ranks)
+    if family is None:
+        return None
     try:
         if is_tiled:
             tiled = _in_tiles(family, described.name, request)
@@ -377,6 +366,34 @@ def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload |
         return distillation_of_shipped(found, request.student, request.configuration, name=request.name)
     except OutsideFamilyError:
         return None
+
+
+def _family_and_change(
+    described: ModelConfiguration, request: TraceRequest
+) -> tuple[WorkloadFamily | None, Change | None]:
+    """The shipped family, with adapters if so, and what packed weights change of what it sees; no family if unknown."""
+    family, lora = resolve_family(described.name, dtype=request.dtype), request.options.lora
+    if family is None or lora is None:
+        return family, None
+    from .adapted import adapted_family
+
+    adapted = adapted_family(family, lora, request.configuration, request.options.quantized)
+    return (None, None) if adapted is None else (adapted.family, adapted.change)
+
+
+def _is_beyond_families(request: TraceRequest) -> bool:
+    """Whether what is asked for goes together in no family."""
+    osft, lora, quantized = request.options.osft, request.options.lora, request.options.quantized
+    rest = request.options.model_copy(update={"osft": None, "lora": None, "quantized": None})
+    is_tiled, is_packed = bool(request.mlp_tiles or request.loss_tiles), request.packing is not None
+    is_shared, is_learnt = bool(request.sequence_ranks), request.student is not None
+    return (
+        not rest.is_full
+        or (osft is not None and (lora is not None or is_tiled or is_packed or is_shared))
+        or (lora is not None and (is_tiled or is_shared or is_learnt))
+        or (quantized is not None and lora is None)
+        or (is_shared and (is_packed or is_learnt))
+    )
 
 
 def _in_tiles(family: WorkloadFamily, name: str, request: TraceRequest) -> Workload | None:
