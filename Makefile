@@ -125,6 +125,10 @@ published: $(STAMP) ## Published training runs: prediction, measurement, signed 
 bench-gpu: $(STAMP) ## The proof and the fidelity of predictions on a GPU, in under eight minutes (exit code 2 without)
 	$(BIN)/python benchmarks/gpu.py
 
+.PHONY: bench-sheets
+bench-sheets: $(STAMP) ## Plain trainings and kernels on a GPU, beside what its data sheet predicts (exit code 2 without)
+	$(BIN)/python benchmarks/gpu_sheets.py && $(BIN)/python benchmarks/sheet_predictions.py "$$(ls -t benchmarks/results/sheets-*.json | head -n 1)"
+
 .PHONY: prove
 prove: $(STAMP) ## Prove the runtime: equality, memory, faults (ARGS="--only memory" for a part)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.prove $(ARGS)
