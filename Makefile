@@ -43,12 +43,16 @@ demo-osft: $(STAMP) ## A second text is learned whole, by LoRA and by OSFT under
 demo-long: $(STAMP) ## A sequence that needs six times the budget, trained in tiles (out/demo-long/report.html)
 	$(BIN)/python -m protwin.calibration.demos.demo_long
 
+.PHONY: demo-all
+demo-all: $(STAMP) ## LoRA on long sequences on two processes, a distillation, OSFT of the student (out/demo-all/report.html)
+	$(BIN)/python -m protwin.calibration.demos.demo_all
+
 .PHONY: test
 test: $(STAMP) ## Run the tests (ARGS="-k name" for some of them)
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 25 --durations-min 2 $(ARGS)
 
 .PHONY: catalogue
-catalogue: $(STAMP) ## Trace the catalogue's models anew (NAMES="gpt2 llama-3-8b" for some of them, with --tiles or --sharings for a part)
+catalogue: $(STAMP) ## Trace the catalogue's models anew (NAMES="gpt2 llama-3-8b" for some of them, with --tiles, --sharings or --adapters for a part)
 	$(BIN)/python -m protwin.runtime.polynomials.regenerate_catalogue $(NAMES)
 
 .PHONY: check
@@ -126,6 +130,10 @@ published: $(STAMP) ## Published training runs: prediction, measurement, signed 
 .PHONY: bench-gpu
 bench-gpu: $(STAMP) ## The proof and the fidelity of predictions on a GPU, in under eight minutes (exit code 2 without)
 	$(BIN)/python benchmarks/gpu.py
+
+.PHONY: bench-sheets
+bench-sheets: $(STAMP) ## Plain trainings and kernels on a GPU, beside what its data sheet predicts (exit code 2 without)
+	$(BIN)/python benchmarks/gpu_sheets.py && $(BIN)/python benchmarks/sheet_predictions.py "$$(ls -t benchmarks/results/sheets-*.json | head -n 1)"
 
 .PHONY: prove
 prove: $(STAMP) ## Prove the runtime: equality, memory, faults (ARGS="--only memory" for a part)

@@ -181,7 +181,8 @@ def joined(kept: Sequence[Path]) -> Any:
 
 
 def _sections(content: Any) -> dict[str, Any]:
-    return content.get("sections", {}) if isinstance(content, dict) else {}
+    found = content.get("sections") if isinstance(content, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def _date(path: Path) -> str:
@@ -450,6 +451,8 @@ def gpu(content: Any) -> Iterator[str]:
         state = "as claimed" if section["is_met"] else section["not_done"] or "missed"
         rows.append((section["name"], state, f"{met} of {len(section['checks'])}"))
     yield from _table(("section", "state", "checks met"), rows, words=2)
+    if "note" in content:
+        yield f"\n{content['note']}"
 
 
 def published(content: Any) -> Iterator[str]:
@@ -470,7 +473,7 @@ def _benchmarks() -> Iterator[Benchmark]:
     """The sections of ``results_page.toml``."""
     described = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     shows = dict(globals())
-    for module in ("results_osft.py", "results_long.py"):
+    for module in ("results_osft.py", "results_long.py", "results_sheets.py"):
         shows |= runpy.run_path(str(Path(__file__).with_name(module)))
     for one in described["benchmark"]:
         yield Benchmark(**one | {"show": shows[one["show"]]})

@@ -16,6 +16,7 @@ from ..optimizers.device_steps import DeviceStep, narrow_steps, whole_step
 from ..optimizers.loss_scaling import BlockScalers, LossScaler
 from ..optimizers.quantization_maps import share_maps
 from ..optimizers.step_options import StepOptions
+from ..optimizers.widened_gradients import WidenedGradients
 from .chunk import DeviceChunk
 from .sharded_chunk import ShardedChunk, part_optimizer
 
@@ -54,6 +55,8 @@ class ModelOptimizers:
         self._ledger = device.ledger
         self._stepped: dict[int, DeviceChunk] = {}
         """The chunks that ``host`` steps."""
+        self._widened = WidenedGradients()
+        """Of the chunk that the host steps at the moment."""
         self._num_counted = 0
         """Parameters whose optimizer state the ledger knows."""
 
@@ -69,7 +72,7 @@ class ModelOptimizers:
         else:
             self._stepped[chunk.chunk.id] = chunk
             self.host[chunk.chunk.id] = (
-                part_optimizer(chunk, policy.options, policy.make_on_host)
+                part_optimizer(chunk, policy.options, policy.make_on_host, self._widened)
                 if isinstance(chunk, ShardedChunk)
                 else ChunkOptimizer(
                     chunk.masters,
@@ -78,20 +81,28 @@ class ModelOptimizers:
                     policy.make_on_host,
                     targets=chunk.targets,
                     place=chunk.state_place,
+                    widened=self._widened,
                 )
             )
 
     def _add_staying(self, chunk: DeviceChunk) -> None:
         policy, steps = self._policy, []
         narrow = {id(parameter) for parameter in chunk.narrow}
-        for parameter in chunk.trainable:
-            if id(parameter) in narrow:
-                master = self.masters[parameter] = parameter.detach().float()
-                if self._ledger is not None:
-                    self._ledger.adopt([master], Content.OPTIMIZER_STATE)
-                steps += narrow_steps(parameter, master, policy.options, policy.make_optimizer)
-            elif not self._optimizer.is_elementwise:
-                steps.append(whole_step([parameter], policy.options, policy.make_optimizer))
+        for parameter in chunk.narrow:
+            master = self.masters[parameter] = parameter.detach().float()
+            if self._ledger is not None:
+                self._ledger.adopt([master], Content.OPTIMIZER_STATE)
+        if self._optimizer.is_elementwise:
+            masters = [self.masters[parameter] for parameter in chunk.narrow]
+            made = policy.options, policy.make_optimizer
+            steps += narrow_steps(chunk.narrow, masters, *made, is_elementwise=True)
+        else:
+            for parameter in chunk.trainable:
+                if id(parameter) in narrow:
+                    of_one = [parameter], [self.masters[parameter]]
+                    steps += narrow_steps(*of_one, policy.options, policy.make_optimizer, is_elementwise=False)
+                else:
+                    steps.append(whole_step([parameter], policy.options, policy.make_optimizer))
         share_maps(step.optimizer.optimizer for step in steps)
         self.device += steps
 
@@ -141,3 +152,4 @@ class ModelOptimizers:
         self.parts.clear()
         self.masters.clear()
         self._stepped.clear()
+        self._widened = WidenedGradients()

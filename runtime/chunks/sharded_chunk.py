@@ -30,6 +30,7 @@ from ..model.strides import copy_strided, in_memory_order
 from ..optimizers.chunk_optimizer import ChunkOptimizer, MakeOptimizer
 from ..optimizers.device_steps import ELEMENTWISE
 from ..optimizers.step_options import StepOptions
+from ..optimizers.widened_gradients import WidenedGradients
 from ..ranks.collectives import Collectives
 from .absent_parameters import bring_back
 from .chunk import ChunkResidency, ChunkState, DeviceChunk, HostStepping, view_of
@@ -479,9 +480,11 @@ def _holding(regions: Sequence[_RegionMemory], offset_bytes: int) -> int:
     return max(number for number, region in enumerate(regions) if region.offset_bytes <= offset_bytes)
 
 
-def part_optimizer(chunk: ShardedChunk, options: StepOptions, make_optimizer: MakeOptimizer) -> ChunkOptimizer:
+def part_optimizer(
+    chunk: ShardedChunk, options: StepOptions, make_optimizer: MakeOptimizer, widened: WidenedGradients | None = None
+) -> ChunkOptimizer:
     """What steps the pieces of ``chunk``.  Raises PlanError if the optimizer looks at more than one scalar at once."""
-    made = ChunkOptimizer(chunk.masters, chunk.stepped, options, make_optimizer, targets=chunk.targets)
+    made = ChunkOptimizer(chunk.masters, chunk.stepped, options, make_optimizer, targets=chunk.targets, widened=widened)
     if chunk.stepped and not isinstance(made.optimizer, ELEMENTWISE):
         raise PlanError(
             f"{type(made.optimizer).__name__} may need whole parameters, but ranks in mode sharded have pieces of "

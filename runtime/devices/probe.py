@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import count, cycle
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch
 from ...shared.schema.hardware import Device, DeviceKind, Disk, Hardware, Host, Link, LinkPoint
 from ...shared.schema.schedule import Lane
 from ...shared.schema.workload import DType
+from ..model.snapshot import random_states_kept
 from .chunk_file import measured_disk_rates
 from .cpu_device import CpuDevice
 from .cuda_device import CudaDevice
@@ -59,6 +61,7 @@ _DISK_BYTES: Final = 256 * 2**20
 """Of a file that is written and read: more than a disk's own memory hides."""
 
 
+@random_states_kept()
 def probe_hardware(
     *,
     seconds: float = 6.0,
@@ -68,6 +71,8 @@ def probe_hardware(
     disk_folder: str | Path | None = None,
 ) -> Hardware:
     """Measure this machine for about ``seconds``; what others do on it meanwhile counts little.
+
+    The states of the random generators are afterwards what they were.
 
     ``leaves_a_core``: where the CPU is the device, measure with all cores but one, as commands that train do, and keep
     this process at that; for programs that own their process.
@@ -257,9 +262,11 @@ def _launch_s(target: torch.device, budget_s: float) -> float:
 
 def _link(device: TrainingDevice, lane: Lane, budget_s: float, advance: Callable[[], None]) -> Link:
     points: list[LinkPoint] = []
+    to_device = lane is Lane.H2D
+    places = CopyPlaces.of(device, max(_COPY_SIZES), to_device=to_device)
     with worker(lane, device) as timed:
         for size_bytes in _COPY_SIZES:
-            copy = copy_work(device, size_bytes, to_device=lane is Lane.H2D)
+            copy = copy_work(device, size_bytes, to_device=to_device, places=places)
             points.append(LinkPoint(size_bytes=size_bytes, seconds=timed(copy, budget_s)))
             advance()
     largest = points[-1]
@@ -279,14 +286,35 @@ def ascending(points: Sequence[LinkPoint]) -> tuple[LinkPoint, ...]:
     return tuple(reversed(kept))
 
 
-def copy_work(device: TrainingDevice, size_bytes: int, *, to_device: bool) -> Callable[[], None]:
+@dataclass(frozen=True)
+class CopyPlaces:
+    """Memory whose places copies take turns among ([Note: Copies of what no cache holds])."""
+
+    host: torch.Tensor
+    device: torch.Tensor | None
+    """Of copies to the host; a gather goes into memory that was just allocated."""
+
+    @classmethod
+    def of(cls, device: TrainingDevice, size_bytes: int, *, to_device: bool) -> CopyPlaces:
+        """For copies of ``size_bytes``, or of less: filling it takes longer than the copies, so that sizes share it."""
+        total_bytes = max(2, _COPIED_BYTES // size_bytes) * size_bytes
+        host = device.host_buffer(total_bytes).zero_()
+        if to_device:
+            return cls(host, None)
+        return cls(host, torch.zeros(total_bytes, dtype=torch.uint8, device=device.torch_device))
+
+
+def copy_work(
+    device: TrainingDevice, size_bytes: int, *, to_device: bool, places: CopyPlaces | None = None
+) -> Callable[[], None]:
     """One copy as training makes it: a gather into memory that was just allocated, or gradients to a host buffer.
 
-    Every call has the next of many places on both sides ([Note: Copies of what no cache holds]).
+    Every call has the next of many places on both sides, those of ``places`` or memory of its own.
     """
-    num_places = max(2, _COPIED_BYTES // size_bytes)
-    hosts = torch.split(device.host_buffer(num_places * size_bytes).zero_(), size_bytes)
-    if to_device:
+    places = places or CopyPlaces.of(device, size_bytes, to_device=to_device)
+    whole_bytes = len(places.host) // size_bytes * size_bytes
+    hosts = torch.split(places.host[:whole_bytes], size_bytes)
+    if places.device is None:
         flat = torch.zeros(size_bytes, dtype=torch.uint8, device=device.torch_device)
         sources = cycle(hosts)
 
@@ -296,11 +324,10 @@ def copy_work(device: TrainingDevice, size_bytes: int, *, to_device: bool) -> Ca
             device.copy(flat, next(sources), to_device=True)
 
         return gather
-    flats = torch.split(torch.zeros(num_places * size_bytes, dtype=torch.uint8, device=device.torch_device), size_bytes)
-    places = cycle(zip(hosts, flats, strict=True))
+    pairs = cycle(zip(hosts, torch.split(places.device[:whole_bytes], size_bytes), strict=True))
 
     def offload() -> None:
-        host, flat = next(places)
+        host, flat = next(pairs)
         device.copy(host, flat, to_device=False)
 
     return offload

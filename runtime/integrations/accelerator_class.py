@@ -23,6 +23,7 @@ from ...shared.schema.workload import Workload
 from ..devices.device import TrainingDevice
 from ..model.batches import Batch, Loss
 from ..model.nested_tensors import tensors_in
+from ..model.snapshot import random_states_kept
 from ..planning.planned import Planned, planned
 from ..planning.request import PlanRequest, Tell
 from ..recording.counts import Counts
@@ -38,7 +39,7 @@ from .accelerated import (
     state_elsewhere,
     training_mode,
 )
-from .largest_batch import generators_kept, largest_batch, random_states_kept, size_of
+from .largest_batch import generators_kept, largest_batch, size_of
 from .made_optimizer import made_optimizer, rebind
 from .refusals import refuse_accelerator, refuse_launched
 from .trainer_run import Wishes, tell_stderr, wishes_of

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, Final
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -17,21 +15,6 @@ from ...shared.basics.errors import WorkloadError
 
 MOST_BATCHES: Final = 256
 """Of those that a data loader begins with, looked at; a dataset of fewer is looked through."""
-
-
-@contextmanager
-def random_states_kept() -> Iterator[None]:
-    """After the block the random generators of Python, numpy and torch are where they were before it."""
-    python_state, numpy_state, state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    of_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(state)
-        if of_devices is not None:
-            torch.cuda.set_rng_state_all(of_devices)
 
 
 @contextmanager

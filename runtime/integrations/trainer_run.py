@@ -19,6 +19,7 @@ from ...shared.schema.plan import Plan
 from ...shared.schema.workload import Workload
 from ..devices.device import TrainingDevice
 from ..model.batches import Batch, Loss
+from ..model.snapshot import random_states_kept
 from ..planning.planned import Planned, planned
 from ..planning.request import PlanRequest, Tell
 from ..ranks.own_device import device_of_rank
@@ -38,7 +39,7 @@ from .accelerated import (
     training_mode,
 )
 from .computed_loss import call_and_loss, with_own_notes
-from .largest_batch import largest_batch, random_states_kept, size_of
+from .largest_batch import largest_batch, size_of
 from .made_optimizer import made_optimizer, rebind, refuse_optim
 from .refusals import limit_of, refuse_arguments, refuse_other_step
 

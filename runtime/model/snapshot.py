@@ -15,6 +15,21 @@ from .strides import without_repeats
 
 
 @contextmanager
+def random_states_kept() -> Iterator[None]:
+    """After the block the random generators of Python, numpy and torch are where they were before it."""
+    python_state, numpy_state, state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    of_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(state)
+        if of_devices is not None:
+            torch.cuda.set_rng_state_all(of_devices)
+
+
+@contextmanager
 def left_as_found(model: nn.Module) -> Iterator[None]:
     """Run measurements on ``model`` in training mode and leave it as it was, whether or not they raise.
 
@@ -29,12 +44,10 @@ def left_as_found(model: nn.Module) -> Iterator[None]:
         if buffer is not None
     ]
     flags = [(module, module.training) for module in model.modules()]
-    python_state, numpy_state, random_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    device_state = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with without_cache(model):
+        with random_states_kept(), without_cache(model):
             model.train()
             yield
     finally:
@@ -46,11 +59,6 @@ def left_as_found(model: nn.Module) -> Iterator[None]:
                 module._buffers[name] = buffer
         for module, flag in flags:
             module.training = flag
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(random_state)
-        if device_state is not None:
-            torch.cuda.set_rng_state_all(device_state)
 
 
 @contextmanager

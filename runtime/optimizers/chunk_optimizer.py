@@ -25,6 +25,7 @@ from ...shared.schema.workload import Workload
 from .quantization_maps import restore_maps
 from .state_place import MASTER, StatePlace
 from .step_options import GroupOptions, ParameterGroup, StepOptions
+from .widened_gradients import WidenedGradients
 
 _STEP_OF_BITSANDBYTES: Final = Lock()
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -48,14 +49,17 @@ class ChunkOptimizer:
         *,
         targets: Sequence[torch.Tensor | None] | None = None,
         place: StatePlace | None = None,
+        widened: WidenedGradients | None = None,
     ) -> None:
         """Make the optimizer of ``weights``, the float32 masters of ``parameters``.
 
         ``options`` knows the parameters' groups and what each step is done with; ``targets`` are narrower tensors that
-        stepped weights are written to; ``place`` is where state lies that is kept on a disk.  Raises PlanError if the
+        stepped weights are written to; ``place`` is where state lies that is kept on a disk; ``widened`` has a place
+        for gradients narrower than their weights, which those whose steps take turns share.  Raises PlanError if the
         optimizer refuses its options.
         """
         self.place = place
+        self._widened = widened
         self._weights = list(weights)
         self._targets = list(targets) if targets is not None else [None] * len(self._weights)
         self._options = options
@@ -97,8 +101,8 @@ class ChunkOptimizer:
         if factor is not None and factor.isnan():
             return
         with torch.no_grad():
-            for weight, gradient in zip(self._weights, gradients, strict=True):
-                weight.grad = None if gradient is None else gradient.to(weight.dtype)
+            for weight, gradient in zip(self._weights, self._in_type_of_weights(gradients), strict=True):
+                weight.grad = gradient
                 if factor is not None and weight.grad is not None:
                     weight.grad.mul_(factor)
             made = nullcontext() if self.place is None else self.place.making(self.optimizer, self._weights)
@@ -108,6 +112,12 @@ class ChunkOptimizer:
                 weight.grad = None
                 if target is not None and gradient is not None:
                     target.copy_(weight)
+
+    def _in_type_of_weights(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        if self._widened is not None:
+            return self._widened.of(gradients, self._weights)
+        pairs = zip(gradients, self._weights, strict=True)
+        return [None if gradient is None else gradient.to(weight.dtype) for gradient, weight in pairs]
 
     def _take_options(self) -> None:
         """Give the groups the options that this step is to be done with (Note: Options of a step)."""

@@ -4,7 +4,8 @@
 A parameter narrower than float32 is stepped through a float32 master, and its gradient is widened for that.  Of a large
 embedding that would be more memory than anything else at the end of an iteration, so it is done piece by piece, each
 with an optimizer of its own.  That gives the same bits if the optimizer treats every scalar by itself; one that does
-not (Adafactor, Muon) gets the parameter whole.
+not (Adafactor, Muon) gets the parameter whole.  Small parameters of one chunk are stepped in one call, as many as have
+the scalars of one piece together ([Note: Steps of device Adam] in ``shared/layout/adam_memory.py``).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from ...shared.layout.adam_memory import WIDENED_SCALARS
+from ...shared.layout.adam_memory import WIDENED_SCALARS, neighbours
 from ..model.strides import copy_strided, in_memory_order
 from .chunk_optimizer import ChunkOptimizer, MakeOptimizer
 from .step_options import StepOptions
@@ -79,18 +80,35 @@ def whole_step(wide: Sequence[nn.Parameter], options: StepOptions, make_optimize
 
 
 def narrow_steps(
-    parameter: nn.Parameter,
-    master: torch.Tensor,
+    parameters: Sequence[nn.Parameter],
+    masters: Sequence[torch.Tensor],
     options: StepOptions,
     make_optimizer: MakeOptimizer,
+    *,
+    is_elementwise: bool,
 ) -> list[DeviceStep]:
-    """The steps of a parameter narrower than its float32 ``master`` (Note: Widened gradients)."""
-    target = parameter.detach()
-    whole = ChunkOptimizer([master], [parameter], options, make_optimizer, targets=[target])
-    if parameter.numel() <= PIECE_SCALARS or not isinstance(whole.optimizer, ELEMENTWISE):
-        return [DeviceStep(whole, [parameter])]
+    """The steps of parameters of one chunk that are narrower than their float32 ``masters`` (Note: Widened gradients).
+
+    ``is_elementwise``: several may be stepped in one call.
+    """
     steps = []
-    flat_master, flat_target = in_memory_order(master), in_memory_order(target)
+    most = PIECE_SCALARS if is_elementwise else 0
+    for start, end in neighbours([parameter.numel() for parameter in parameters], most):
+        chosen, own = parameters[start:end], masters[start:end]
+        targets = [parameter.detach() for parameter in chosen]
+        together = ChunkOptimizer(own, chosen, options, make_optimizer, targets=targets)
+        if chosen[0].numel() > PIECE_SCALARS and isinstance(together.optimizer, ELEMENTWISE):
+            steps += _steps_in_pieces(chosen[0], own[0], options, make_optimizer)
+        else:
+            steps.append(DeviceStep(together, chosen))
+    return steps
+
+
+def _steps_in_pieces(
+    parameter: nn.Parameter, master: torch.Tensor, options: StepOptions, make_optimizer: MakeOptimizer
+) -> list[DeviceStep]:
+    steps = []
+    flat_master, flat_target = in_memory_order(master), in_memory_order(parameter.detach())
     for start in range(0, parameter.numel(), PIECE_SCALARS):
         stretch = slice(start, start + PIECE_SCALARS)
         weights, targets = [flat_master[stretch]], [flat_target[stretch]]

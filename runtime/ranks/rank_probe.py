@@ -28,6 +28,7 @@ from ..devices.device import TrainingDevice
 from ..devices.machine import host_memory_bytes, name_of_ranks
 from ..devices.probe import probe_hardware
 from ..devices.process_settings import leave_a_core_for_lanes
+from ..model.snapshot import random_states_kept
 from .agreement import agreed
 from .collective_probe import measure_collectives
 from .own_device import check_own_device, device_of_rank
@@ -36,6 +37,7 @@ from .world import World, exchanged, join_world
 _TIMEOUT_S: Final = 600.0
 
 
+@random_states_kept()
 def probe_ranks(
     num_ranks: int,
     *,
@@ -49,11 +51,11 @@ def probe_ranks(
     """Measure this machine for about ``seconds`` as ``num_ranks`` processes reach it, of which this is one.
 
     To be called on all of them, which torchrun has started or which have torch.distributed's default group; gives the
-    same on all.  Half of the time every rank measures its part of a CPU while the others do the same; of devices beside
-    a host one is measured, and the host.  Then all ranks measure their collectives.  Arguments are those of
-    ``probe_hardware``; ``leaves_a_core`` leaves each rank a core of its part for its lanes.  Raises, on all alike,
-    RanksError if ranks do not find each other, are on several hosts or have no device of their own, and FileError if
-    ``disk_folder`` cannot be written.
+    same on all, and leaves random states as they were.  Half of the time every rank measures its part of a CPU while
+    the others do the same; of devices beside a host one is measured, and the host.  Then all ranks measure their
+    collectives.  Arguments are those of ``probe_hardware``; ``leaves_a_core`` leaves each rank a core of its part for
+    its lanes.  Raises, on all alike, RanksError if ranks do not find each other, are on several hosts or have no device
+    of their own, and FileError if ``disk_folder`` cannot be written.
     """
     if num_ranks < 2:
         raise RanksError(f"{num_ranks} ranks do nothing together. Call probe_hardware, or name 2 ranks or more.")

@@ -258,21 +258,27 @@ def _device_adam(claim: Claim, left: set[Name]) -> Expected:
 
 
 def _widening(claim: Claim, stepped: set[ChunkId]) -> Phase | None:
-    """Device Adam's curve: what is stepped together first, then one parameter after another, widened if it is narrow.
+    """Device Adam's curve: what is stepped together first, then neighbours of one chunk, widened if they are narrow.
 
-    Gradients of the first go together.  Last come those of parts, run by run, which stay.
+    Gradients of those that are stepped in one call go together.  Last come those of parts, run by run, which stay.
     """
     optimizer = claim.plan.optimizer
-    chunks = (chunk for chunk in claim.layout.chunks if chunk.id in stepped)
-    places = (placed.index for chunk in chunks for placed in chunk.parameters)
-    found = [p for p in (claim.workload.parameters[place] for place in places) if p.trainable]
-    level = -sum(p.size_bytes for p in found if not goes_alone(p.dtype, optimizer))
+    found = [
+        [p for p in (claim.workload.parameters[placed.index] for placed in chunk.parameters) if p.trainable]
+        for chunk in claim.layout.chunks
+        if chunk.id in stepped
+    ]
+    level = -sum(p.size_bytes for chunk in found for p in chunk if not goes_alone(p.dtype, optimizer))
     highest = 0
-    for parameter in found:
-        if goes_alone(parameter.dtype, optimizer):
-            extra = extra_bytes((parameter.dtype, parameter.shape), optimizer, WIDENED_SCALARS)
-            highest = max(highest, level + extra)
-            level -= parameter.size_bytes
+    for chunk in found:
+        widened = scalars = dropped = 0
+        for parameter in (p for p in chunk if goes_alone(p.dtype, optimizer)):
+            if not optimizer.is_elementwise or scalars + parameter.num_elements > WIDENED_SCALARS:
+                level, widened, scalars, dropped = level - dropped, 0, 0, 0
+            widened += extra_bytes((parameter.dtype, parameter.shape), optimizer, WIDENED_SCALARS)
+            highest = max(highest, level + widened)
+            scalars, dropped = scalars + parameter.num_elements, dropped + parameter.size_bytes
+        level -= dropped
     for chunk_id in claim.scattered:
         num_parts = claim.held[chunk_id].num_parts
         runs = fullest_regions(claim.layout.chunks[chunk_id], claim.workload.parameters, num_parts)

@@ -21,6 +21,7 @@ from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.verify.verify import verify_schedule
 from tests.cli.conftest import Protwin
 from tests.cli.saved import decoder
+from tests.proof_size import some_quick
 
 GIB = 2**30
 
@@ -124,6 +125,7 @@ def test_search_needs_no_torch(protwin: Protwin, workload: Path, without_torch: 
     searched(protwin, "--model", workload, "--hardware", "rtx-3090", **without_torch)
 
 
+@pytest.mark.slow
 def test_the_same_question_gets_the_same_bytes(protwin: Protwin, workload: Path) -> None:
     ask = ("search", "--model", workload, "--hardware", "rtx-3090", "--device-budget", "700MiB")
     first, second = protwin(*ask), protwin(*ask, PYTHONHASHSEED="12345")
@@ -178,7 +180,7 @@ def test_a_smaller_device_is_a_smaller_budget(protwin_here: Protwin, workload: P
     assert changed.plan == asked.plan
 
 
-@pytest.mark.parametrize(
+@some_quick(
     ("option", "value", "field", "expected"),
     [
         ("--prefetch-depth", "2", "prefetch_depth", 2),
@@ -187,6 +189,7 @@ def test_a_smaller_device_is_a_smaller_budget(protwin_here: Protwin, workload: P
         ("--n-buffer", "4", "n_buffer", 4),
         ("--chunk-bytes", "16MiB", "chunk_bytes", 16 * 2**20),
     ],
+    quick=2,
 )
 def test_a_knob_can_be_held(
     protwin_here: Protwin, workload: Path, option: str, value: str, field: str, expected: Any

@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from protwin.runtime import CudaDevice, Training, carry_out, trace
-from protwin.shared.basics.errors import DeviceOutOfMemoryError
+from protwin.shared.basics.errors import DeviceOutOfMemoryError, PlanError
+from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ActivationMode, Plan
 from protwin.shared.schema.schedule import Memory
 from protwin.shared.schema.workload import Workload
+from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from tests.gpu.subject import CHECKPOINT, DEVICE, KEEP, SWAP, make_device, on_device
 from tests.runtime.models import VOCABULARY, adamw, llama, token_batches
 
@@ -141,13 +143,24 @@ def test_host_buffers_are_pinned_and_of_exact_size() -> None:
     assert device.pinned.size_bytes == 0
 
 
-def test_a_budget_that_is_too_small_is_told_and_nothing_stays() -> None:
+def test_a_budget_that_the_plan_may_exceed_is_refused_before_anything_moves() -> None:
+    model, device = build(), CudaDevice(budget_bytes=48 * 2**20)
+    before_bytes = level()
+    with pytest.raises(PlanError, match="device memory may reach"):
+        carry_out(model, plan_of((KEEP,)), traced(), optimizer=adamw, device=device)
+    assert level() == before_bytes
+    assert device.pinned.size_bytes == 0
+
+
+def test_memory_that_others_hold_runs_out_in_a_step_and_nothing_stays() -> None:
     plan = plan_of((KEEP,))
     batch, model = on_device(BATCH), build()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     before_bytes = level()
     fraction = torch.cuda.get_per_process_memory_fraction(DEVICE)
-    device = CudaDevice(budget_bytes=level() + 48 * 2**20)
+    peak_bytes = guaranteed_bytes(plan)
+    device = CudaDevice(budget_bytes=before_bytes + peak_bytes)
+    of_others = torch.empty(peak_bytes // 2, dtype=torch.uint8, device=DEVICE)
 
     def train() -> None:
         with carry_out(model, plan, traced(), optimizer=adamw, device=device) as training:
@@ -155,6 +168,7 @@ def test_a_budget_that_is_too_small_is_told_and_nothing_stays() -> None:
 
     with pytest.raises(torch.OutOfMemoryError):
         train()
+    del of_others
     assert torch.cuda.get_per_process_memory_fraction(DEVICE) == fraction
     assert level() - before_bytes <= 128 * 2**20
     assert device.pinned.size_bytes == 0
@@ -165,9 +179,15 @@ def test_a_budget_that_is_too_small_is_told_and_nothing_stays() -> None:
 
 def test_persistent_chunks_that_do_not_fit_are_named() -> None:
     everything = plan_of((KEEP,), n_persist=len(chunks()))
-    device = CudaDevice(budget_bytes=torch.cuda.memory_reserved() + 24 * 2**20)
+    device = CudaDevice(budget_bytes=level() + guaranteed_bytes(everything))
+    of_others = torch.empty(guaranteed_bytes(everything) - 24 * 2**20, dtype=torch.uint8, device=DEVICE)
     with pytest.raises(DeviceOutOfMemoryError, match=r"chunk \d+ needs 8"):
         carry_out(build(), everything, traced(), optimizer=partial(adamw), device=device)
+    del of_others
+
+
+def guaranteed_bytes(plan: Plan) -> int:
+    return guaranteed_device_peak(compile_schedule(plan, traced())).size_bytes
 
 
 def chunks() -> tuple[object, ...]:

@@ -26,6 +26,7 @@ from protwin.calibration.fitting.measurement_plans import bootstrap_plans
 from protwin.calibration.fitting.optimizer_costs import OptimizerCosts
 from protwin.calibration.validation.drawing import Draw, draw_plans
 from protwin.runtime import CpuDevice, MemoryLedger, parameters_on_meta
+from protwin.runtime.devices import probe
 from protwin.runtime.devices.machine import machine_name
 from protwin.runtime.model.adapters import add_lora, freeze
 from protwin.runtime.optimizers.chunk_optimizer import ChunkOptimizer
@@ -100,6 +101,7 @@ def in_short() -> Iterator[None]:
     nothing = (OptimizerCosts(), OptimizerCosts())
     with (
         patch.object(slowdowns, "_COPY_BYTES", 2**16),
+        patch.object(probe, "_COPIED_BYTES", 2**22),
         patch.object(slowdowns, "_ADAM_SCALARS", 2**12),
         patch.object(calibrating, "measure_slowdowns", one_round),
         patch.object(calibrating, "optimizer_costs", lambda *_, **__: nothing),

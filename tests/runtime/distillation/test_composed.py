@@ -44,7 +44,7 @@ def products(phase: Phase) -> int:
     return sum(op.flops * op.count for op in phase.operations if op.operation_class is OperationClass.MATMUL)
 
 
-@some_quick("name", RELATIVES, quick=2)
+@some_quick("name", RELATIVES, quick=1)
 def test_a_composed_distillation_is_what_a_trace_sees(name: str) -> None:
     dtype, student = RELATIVES[name]
     composed = composed_of(name, student, dtype)
@@ -92,7 +92,7 @@ def test_a_plan_of_either_goes_with_a_trace_and_no_other_students_does() -> None
         check_plan(plan.model_copy(update={"workload_id": traced.identity}), composed)
 
 
-@pytest.mark.parametrize(
+@some_quick(
     ("name", "student"),
     [
         ("llama-3.2-1b", Student(all=BlockOverrides(intermediate_size=64))),
@@ -101,6 +101,7 @@ def test_a_plan_of_either_goes_with_a_trace_and_no_other_students_does() -> None
         ("gpt2", Student()),
     ],
     ids=["narrower", "without an FFN", "learnt in part", "with dropout"],
+    quick=2,
 )
 def test_what_a_teachers_workload_does_not_tell_is_traced(name: str, student: Student) -> None:
     small = {"n_layer": 2, "vocab_size": 512} if name == "gpt2" else SMALL

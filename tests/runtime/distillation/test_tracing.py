@@ -61,7 +61,7 @@ def learnt_bytes(name: str) -> list[int]:
     return [sum(gradient.nbytes for gradient in learnt.gradients[0].values()) for learnt in expected(name, 1, 1).learnt]
 
 
-@some_quick("name", families(), quick=4)
+@some_quick("name", families(), quick=2)
 def test_the_workload_of_a_family(name: str) -> None:
     family = families()[name]
     workload = workload_of(name)

@@ -93,11 +93,14 @@ def test_axolotl_refuses_what_contradicts_a_plan(folder: Path, changes: dict[str
         validated(folder, **changes)
 
 
-def trained(kind: type, cfg: Any, output: Path, resume: str | None = None) -> tuple[Any, list[dict[str, Any]], Any]:
+def trained(
+    kind: type, cfg: Any, output: Path, resume: str | None = None, **changes: Any
+) -> tuple[Any, list[dict[str, Any]], Any]:
+    usual: dict[str, Any] = {"gradient_accumulation_steps": 2}
     arguments = axolotls("core.training_args").AxolotlTrainingArguments(
+        **usual | changes,
         output_dir=str(output),
         per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
         max_steps=10,
         learning_rate=1e-2,
         weight_decay=0.1,

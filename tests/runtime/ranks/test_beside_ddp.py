@@ -10,8 +10,6 @@ from __future__ import annotations
 from itertools import product
 from random import Random
 
-import pytest
-
 from protwin.shared.layout.layout import layout_of
 from protwin.shared.schema.plan import ParallelMode, Plan, ProjectionPlace
 from protwin.shared.schema.workload import Workload
@@ -63,7 +61,7 @@ def plan_for(workload: Workload, parallel: ParallelMode, seed: int, num_ranks: i
     )
 
 
-@some_quick(("name", "parallel"), product(NAMES, MODES), quick=6)
+@some_quick(("name", "parallel"), product(NAMES, MODES), quick=4)
 def test_two_ranks_give_the_bits_of_ddp(name: str, parallel: ParallelMode, two_ranks: Ranks) -> None:
     plan = plan_for(all_cases(NUM_BATCHES)[name].workload, parallel, NAMES.index(name) + MODES.index(parallel))
     for found in two_ranks.run(train, name, plan, NUM_BATCHES):
@@ -71,7 +69,7 @@ def test_two_ranks_give_the_bits_of_ddp(name: str, parallel: ParallelMode, two_r
         assert not found.different, plan
 
 
-@pytest.mark.parametrize("parallel", MODES)
+@some_quick("parallel", MODES, quick=1)
 def test_two_ranks_share_a_packed_base(parallel: ParallelMode, two_ranks: Ranks) -> None:
     """Parts of packed weights and of their states, on hosts or devices; adapters beside them are trained."""
     workload = all_cases(NUM_BATCHES)["packed"].workload
@@ -81,8 +79,7 @@ def test_two_ranks_share_a_packed_base(parallel: ParallelMode, two_ranks: Ranks)
         assert not found.different, plan
 
 
-@pytest.mark.parametrize("parallel", [ParallelMode.DDP, ParallelMode.REPLICATED])
-@pytest.mark.parametrize("place", ProjectionPlace)
+@some_quick(("parallel", "place"), product([ParallelMode.DDP, ParallelMode.REPLICATED], ProjectionPlace), quick=2)
 def test_two_ranks_project_the_means_of_their_gradients(
     parallel: ParallelMode, place: ProjectionPlace, two_ranks: Ranks
 ) -> None:
@@ -104,7 +101,7 @@ def sharded(plan: Plan, workload: Workload, shard_ranks: int | None = None) -> P
     return plan.model_copy(update={"n_shard": left, "shard_ranks": shard_ranks})
 
 
-@some_quick(("name", "seed"), product(PROJECTED, range(6)), quick=2)
+@some_quick(("name", "seed"), product(PROJECTED, range(6)), quick=1)
 def test_two_ranks_project_what_lies_in_parts(name: str, seed: int, two_ranks: Ranks) -> None:
     """An owner projects whole matrices of gradients and of what is stepped, to the bits of ddp."""
     workload = all_cases(NUM_BATCHES)[name].workload

@@ -74,6 +74,7 @@ def calibrated(rank: int, hardware: Hardware) -> tuple[Calibration, bool, bool]:
     return found, same, torch.distributed.is_initialized()
 
 
+@pytest.mark.slow
 def test_two_ranks_give_one_calibration_of_all_that_they_do_together(two_ranks: Ranks) -> None:
     (found, same, is_open), (other, same_there, _) = two_ranks.run(calibrated, HERE)
     assert found == other

@@ -66,7 +66,7 @@ def plan_of(name: str, parallel: ParallelMode, seed: int, num_ranks: int = 2, **
         ("gated", REPLICATED, SHARDED),
         ("llama, frozen prologue and blocks", SHARDED, SHARDED),
     ],
-    quick=4,
+    quick=3,
 )
 def test_ranks_go_on_as_ddp_that_nothing_interrupted(
     name: str, before: ParallelMode, after: ParallelMode, two_ranks: Ranks, tmp_path: Path

@@ -19,7 +19,7 @@ from protwin.shared.layout.layout import layout_of
 from protwin.shared.phases.subspaces import SubspaceAxis
 from protwin.shared.schema.plan import ParallelMode, Plan, TrainingMethod
 from protwin.shared.schema.workload import Workload
-from tests.proof_size import some_quick
+from tests.proof_size import share, some_quick
 from tests.runtime.accounts import BAR
 from tests.runtime.models import one_group, snapshot, uncached
 from tests.runtime.ranks.beside_ddp import all_cases, in_default_group
@@ -150,7 +150,7 @@ def test_ranks_with_one_batch_get_what_one_rank_gets(num_ranks: int, request: py
     ranks: Ranks = request.getfixturevalue({2: "two_ranks", 3: "three_ranks", 4: "four_ranks"}[num_ranks])
     allowed = TOLERANCE if num_ranks == 3 else 0.0
     assert max(ranks.run(gap_to_one_rank, num_ranks, None)) <= allowed
-    for form in FORMS:
+    for form in share(FORMS, 2):
         assert max(ranks.run(gap_to_one_rank, num_ranks, form)) > 100 * TOLERANCE
 
 

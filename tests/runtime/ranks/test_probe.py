@@ -42,6 +42,7 @@ def told_of_few_sizes(rank: int, folder: Path, *arguments: str) -> tuple[int, st
         return protwin_on(rank, folder, *arguments)
 
 
+@pytest.mark.slow
 def test_one_rank_tells_the_machine_of_both_which_can_be_searched(two_ranks: Ranks, tmp_path: Path) -> None:
     arguments = ("hardware", "probe", "--seconds=0.1", "--output=machine.toml")
     (code, told, errors), other = two_ranks.run(told_of_few_sizes, tmp_path, *arguments)

@@ -38,9 +38,10 @@ def of_ranks(workload: Workload, parallel: ParallelMode) -> Plan:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "has_adapters",
-    [pytest.param(False, id="all weights"), pytest.param(True, id="adapters", marks=pytest.mark.slow)],
+    [pytest.param(False, id="all weights"), pytest.param(True, id="adapters")],
 )
 def test_no_routing_takes_more_than_is_guaranteed_on_several_ranks(has_adapters: bool, two_ranks: Ranks) -> None:
     workload = workload_of("masks", has_adapters)

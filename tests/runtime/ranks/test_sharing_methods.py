@@ -64,7 +64,7 @@ def bar(found: Outcome, name: str) -> float:
 @some_quick(
     ("name", "parallel", "is_tiled"),
     product(CASES, PARALLELS, [False, True]),
-    quick=[(name, ParallelMode.SHARDED, True) for name in CASES],
+    quick=[(name, ParallelMode.SHARDED, True) for name in list(CASES)[::2]],
 )
 def test_training_is_that_of_one_rank(name: str, parallel: ParallelMode, is_tiled: bool, two_ranks: Ranks) -> None:
     plan = plan_of(name, parallel, is_tiled=is_tiled)

@@ -17,6 +17,7 @@ from protwin.runtime.osft.orthogonal_model import make_dense, orthogonal_maps
 from protwin.shared.basics.errors import WorkloadError
 from protwin.shared.layout.layout import layout_of
 from protwin.shared.schema.plan import ParallelMode, Plan, TrainingMethod
+from tests.proof_size import some_quick
 from tests.runtime.models import differences, snapshot
 from tests.runtime.ranks.beside_ddp import all_cases, in_default_group
 from tests.runtime.ranks.processes import Ranks
@@ -71,7 +72,7 @@ def filled(rank: int, name: str, plan: Plan, folder: str, in_round: int) -> tupl
     return different, len(orthogonal_maps(model)), saved.reader.num_made, kept[0]
 
 
-@pytest.mark.parametrize(
+@some_quick(
     ("name", "mode", "num_ranks", "chunk_bytes", "in_round"),
     [
         (NAME, "sharded", 3, 9_000, 4),
@@ -79,6 +80,7 @@ def filled(rank: int, name: str, plan: Plan, folder: str, in_round: int) -> tupl
         (NAME, "sharded", 2, 1, 1),
         (NAME, "replicated", 3, 3_000, 1),
     ],
+    quick=2,
 )
 def test_every_rank_decomposes_some_weights_and_gives_them_to_all(
     name: str,

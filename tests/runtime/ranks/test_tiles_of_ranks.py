@@ -59,7 +59,11 @@ def distance(found: Trained, wanted: Trained) -> float:
 
 @pytest.mark.parametrize(
     ("name", "micro_batches", "max_norm"),
-    [("mixtral", 2, 0.5), ("llama", 1, None), pytest.param("llama", 2, 0.5, marks=pytest.mark.slow)],
+    [
+        pytest.param("mixtral", 2, 0.5, marks=pytest.mark.slow),
+        ("llama", 1, None),
+        pytest.param("llama", 2, 0.5, marks=pytest.mark.slow),
+    ],
 )
 def test_tiles_train_as_the_whole_on_two_ranks(
     name: str, micro_batches: int, max_norm: float | None, two_ranks: Ranks

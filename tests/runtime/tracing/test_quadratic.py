@@ -149,9 +149,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["mistral", *(pytest.param(n, marks=pytest.mark.slow) for n in CONFIGURATIONS if n != "mistral")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_polynomials_give_what_a_trace_gives(name: str) -> None:
     configuration = CONFIGURATIONS[name]
     family = family_of_configuration(configuration, name=name)

@@ -85,7 +85,7 @@ def test_order_faults_are_rejected_exactly_when_some_timing_harms(case: PlannedW
             assert is_accepted(changed, case) == (harm is None), (fault, harm)
 
 
-@some_quick(("mode", "n_shard"), CASES, quick=2)
+@some_quick(("mode", "n_shard"), CASES, quick=1)
 def test_every_dropped_wait_of_a_collective_is_rejected_if_it_matters(mode: ParallelMode, n_shard: int) -> None:
     case = example(mode, n_shard)
     schedule = compiled(case)

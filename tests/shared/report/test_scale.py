@@ -14,6 +14,7 @@ from protwin.shared.report.memory import thinned
 from protwin.shared.report.timeline import lane_charts, telling_stretch_s
 from protwin.shared.schema.record import TaskTiming
 from protwin.shared.schema.schedule import Lane, TaskKind
+from tests.proof_size import some_quick
 from tests.shared.laid_out import LaidOut, laid_out
 from tests.shared.report_pages import (
     LOSSES,
@@ -50,7 +51,7 @@ def test_a_closer_look_tells_tasks_apart(example: LaidOut) -> None:
     assert "joint bar" in overview.caption[1]
 
 
-@pytest.mark.parametrize("num_tasks", [300, 470, 3000])
+@some_quick("num_tasks", [300, 470, 3000], quick=1)
 def test_thousands_of_tasks_stay_below_two_megabytes(example: LaidOut, num_tasks: int) -> None:
     predicted, measured = crowded(example.predicted, num_tasks), crowded(example.measured, num_tasks)
     html = html_report(

@@ -203,6 +203,7 @@ def test_a_method_replaces_a_rule() -> None:
         verify_schedule(schedule, case.plan, case.workload, case.layout, rules=rules)
 
 
+@pytest.mark.slow
 def test_every_rule_earns_its_place() -> None:
     """Some fault of this plan is rejected by this rule and no other; ``test_parallel``, ``test_disk`` have more."""
     case = example()

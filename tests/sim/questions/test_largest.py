@@ -136,6 +136,7 @@ def test_a_disk_adds_rows_with_what_the_host_cannot_hold(monkeypatch: pytest.Mon
     assert "nvme-pcie4-2tb" in as_text(largest_tables(answer), width=200)
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_too_small_is_what_the_next_model_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(largest, "model_names", lambda: ("gpt2", "gpt2-xl"))
     few = {"disk": "nvme-pcie4-2tb", "disk.capacity_bytes": "1GiB"}

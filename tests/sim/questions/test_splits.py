@@ -77,7 +77,7 @@ def request_for(
 
 
 @given(bypass_workloads(max_pairs=4, min_pairs=2, is_even=True), nodes(), st.sampled_from((0.0, 0.005)), st.data())
-@settings(max_examples=examples(60, 5), deadline=None)
+@settings(max_examples=examples(60, 3), deadline=None)
 def test_the_split_that_is_found_is_that_of_brute_force(
     workload: Workload, box: Hardware, tolerance_frac: float, data: st.DataObject
 ) -> None:

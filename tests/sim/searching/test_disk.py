@@ -153,6 +153,7 @@ def test_a_disk_without_room_is_no_help_and_no_disk_is_said() -> None:
         search(_request(host_bytes=10**6, disk=None, space=space))
 
 
+@pytest.mark.slow
 def test_a_disk_that_would_help_is_named_with_what_it_has_to_hold() -> None:
     device_bytes, host_bytes = 3000, 3 * CHUNK_HOST_BYTES
     asked = _request(host_bytes=host_bytes, device_budget_bytes=device_bytes, disk=None)

@@ -102,7 +102,7 @@ def tight(draw: st.DrawFn) -> tuple[Case, int, int]:
 
 
 @given(tight())
-@settings(max_examples=examples(60, 6))
+@settings(max_examples=examples(60, 4))
 def test_the_changes_named_are_the_smallest(drawn: tuple[Case, int, int]) -> None:
     found, device_bytes, host_bytes = drawn
     check_changes(found, smallest_changes(problem_of(found, device_bytes, host_bytes)), device_bytes, host_bytes)
@@ -230,7 +230,7 @@ def test_a_host_with_room_is_the_smallest(room_bytes: int, kind: DeviceKind) -> 
 
 
 @given(kind=st.sampled_from(list(DeviceKind)), share=st.floats(0.05, 0.95), data=st.data())
-@settings(max_examples=examples(100, 12))
+@settings(max_examples=examples(100, 7))
 def test_a_host_of_the_memory_named_is_enough(kind: DeviceKind, share: float, data: DataObject) -> None:
     """Where no budget of the host was given; a CPU's device budget is part of the same memory."""
     model = workload(num_blocks=4)

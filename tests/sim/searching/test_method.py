@@ -133,7 +133,7 @@ def test_its_plans_are_verified_replayed_and_bounded_like_any_other(found: Case)
 
 
 @given(brute_force.cases(METHOD), st.data())
-@settings(max_examples=examples(100, 10), deadline=None)
+@settings(max_examples=examples(100, 7), deadline=None)
 def test_a_search_of_its_plans_finds_what_brute_force_finds(case: brute_force.Case, data: st.DataObject) -> None:
     budget_bytes = data.draw(st.sampled_from(sorted(outcome.device_bytes for outcome in case.outcomes)))
     best_s = min(outcome.iteration_s for outcome in case.feasible(budget_bytes))

@@ -308,6 +308,7 @@ def bytes_after(words: str, message: str) -> int:
     return int(found[1])
 
 
+@pytest.mark.slow
 def test_the_smallest_change_of_each_memory_fits_and_a_byte_less_does_not() -> None:
     box = known_machine("a100-80gb-x8")
     enough = bytes_after("device budget to", fits(box, device_budget_bytes=2**20))

@@ -1,0 +1,39 @@
+"""Sections of ``docs/results.md`` about plain trainings on a GPU beside what its data sheet predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+_GIB = 2**30
+
+
+def sheets(content: Any) -> Iterator[str]:
+    """Measured and predicted seconds and peaks of every training, then the rate of a product that goes on."""
+    yield "| training | step | predicted | error | allocated, GiB | predicted | error |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    for step in content["steps"]:
+        guess = step["predicted"]
+        seconds = f"{1e3 * step['seconds']:.1f} ms | {1e3 * guess['seconds']:.1f} ms"
+        memory = f"{step['allocated_bytes'] / _GIB:.2f} | {guess['allocated_bytes'] / _GIB:.2f}"
+        errors = [guess[key] / step[key] - 1 for key in ("seconds", "allocated_bytes")]
+        yield f"| {step['name']} | {seconds} | {errors[0]:+.1%} | {memory} | {errors[1]:+.1%} |"
+    yield ""
+    for row in content["sustained"]:
+        rates, board = row["tflop_per_s"], row["board"]
+        later = [rate for when, rate in rates if when > rates[-1][0] / 2]
+        clocks = [sample[2] for sample in board[len(board) // 2 :]]
+        watts = [sample[1] for sample in board[len(board) // 2 :]]
+        yield (
+            f"- {row['what']}, over and over: {sum(later) / len(later):.0f} TFLOP/s after {rates[-1][0] / 2:.0f} s, "
+            f"at {sum(clocks) / len(clocks):.0f} MHz and {sum(watts) / len(watts):.0f} W."
+        )
+    fixed = next(row for row in content["kernels"] if row["what"].startswith("operation that does nothing"))
+    yield f"- An operation that does nothing takes the host {1e6 * fixed['seconds']:.1f} µs."
+    yield ""
+    yield "| kernel by itself | µs | TFLOP/s | TB/s |"
+    yield "| --- | ---: | ---: | ---: |"
+    for row in content["kernels"]:
+        if "seconds" in row and row is not fixed:
+            flops, moved = (f"{row[key]:.3g}" if key in row else "–" for key in ("tflop_per_s", "tb_per_s"))
+            yield f"| {row['what']} | {1e6 * row['seconds']:.0f} | {flops} | {moved} |"

@@ -1,0 +1,28 @@
+"""``protwin.train`` on two ranks trains as DistributedDataParallel does, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from protwin.shared.schema.plan import ParallelMode
+from tests.runtime.ranks.one_call import searched_and_resumed, ten_steps
+from tests.runtime.ranks.processes import Ranks
+
+
+@pytest.mark.parametrize(
+    ("mode", "limit"),
+    [
+        (ParallelMode.REPLICATED, 0.5),
+        pytest.param(ParallelMode.DDP, 0.5, marks=pytest.mark.slow),
+        pytest.param(ParallelMode.SHARDED, None, marks=pytest.mark.slow),
+    ],
+)
+def test_ten_steps_are_those_of_ddp(mode: ParallelMode, limit: float | None, two_ranks: Ranks) -> None:
+    two_ranks.run(ten_steps, str(mode), limit)
+
+
+@pytest.mark.slow
+def test_a_searched_plan_and_a_resume_under_another(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(searched_and_resumed, tmp_path / "saved", None)
