@@ -131,13 +131,18 @@ def main() -> None:
     run_bypass_demo(parser.parse_args().output, console if console.is_terminal else Console(highlight=False, width=120))
 
 
-def run_bypass_demo(folder: Path, console: Console, size: BypassDemo = STANDARD) -> dict[str, Any]:
-    """The whole demo; gives what ``comparison.json`` holds."""
+def run_bypass_demo(folder: Path, console: Console, size: BypassDemo = STANDARD, teacher: Any = None) -> dict[str, Any]:
+    """The whole demo; gives what ``comparison.json`` holds.
+
+    ``teacher``: a model of ``size.configuration``; None: one is taught.  The trained student's folder is in ``run``.
+    """
     started = time.perf_counter()
     leave_a_core_for_lanes()
-    data = _data(size)
-    with stage(console, f"{size.teacher_steps} steps: the teacher learns the Python language reference, byte by byte"):
-        teacher = _taught(size, data)
+    data = text_of(size)
+    if teacher is None:
+        told = f"{size.teacher_steps} steps: the teacher learns the Python language reference, byte by byte"
+        with stage(console, told):
+            teacher = taught(size, data)
     path = _saved(teacher, folder)
     subject = _Subject(size, data, TeacherFolder.opened(path), teacher)
     with stage(console, "make the student, trace both models"):
@@ -159,7 +164,7 @@ def run_bypass_demo(folder: Path, console: Console, size: BypassDemo = STANDARD)
     losses = dict(zip(LOSSES, (_loss(one, batches) for one in (teacher, untrained, load_student(model))), strict=True))
     history = BypassHistory.load(folder / "run" / HISTORY)
     comparison = {**losses, **predictions_held(found.prediction, measured), "device_budget_bytes": budget_bytes}
-    comparison |= {"weights_bytes": weights_bytes}
+    comparison |= {"weights_bytes": weights_bytes, "student": str(model)}
     calibration.save(folder / "calibration.json")
     write_atomically(folder / "hardware.toml", hardware_to_toml(hardware))
     workload.save(folder / "workload.json")
@@ -172,12 +177,13 @@ def run_bypass_demo(folder: Path, console: Console, size: BypassDemo = STANDARD)
     return comparison
 
 
-def _data(size: BypassDemo) -> BypassData:
+def text_of(size: BypassDemo) -> BypassData:
+    """The Python language reference, with a part held out."""
     tokens = np.frombuffer(python_reference(), dtype=np.uint8).astype(np.int32)
     return BypassData.held_out(tokens, 8 * size.batch_size * size.sequence_length)
 
 
-def _taught(size: BypassDemo, data: BypassData) -> Any:
+def taught(size: BypassDemo, data: BypassData) -> Any:
     """The teacher, trained plainly."""
     torch.manual_seed(_SEED)
     model = build_model(size.configuration, "demo-teacher", torch.float32, device="cpu")

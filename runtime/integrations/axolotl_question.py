@@ -13,11 +13,18 @@ from ...shared.catalogue.machines import load_hardware
 from ...shared.catalogue.models import known_model, load_model_configuration
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
+from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.workload import DType, Workload
 from ...shared.workloads.dtypes import computes_in
 from .axolotl_file import AskedStep
 from .axolotl_section import PlanSection
+
+_OPTIMIZERS: Final = {
+    "sgd": Optimizer.SGD,
+    "lion_32bit": Optimizer.LION,
+}
+"""What plans call the optimizers of a configuration, AdamW apart."""
 
 KNOBS: Final = {
     "chunk_bytes": 1,
@@ -220,8 +227,8 @@ def _step(step: AskedStep) -> Iterator[str]:
     yield f"--micro-batches={step.gradient_accumulation_steps or 1}"
     if step.limit is not None:
         yield f"--max-gradient-norm={step.limit:g}"
-    if step.optimizer == "sgd":
-        yield "--optimizer=sgd"
+    if step.optimizer in _OPTIMIZERS:
+        yield f"--optimizer={_OPTIMIZERS[step.optimizer]}"
 
 
 def _space(section: PlanSection, hardware: Hardware | None) -> Iterator[str]:

@@ -17,7 +17,12 @@ from ...shared.schema.plan import ParallelMode
 
 PLUGIN: Final = "protwin.runtime.integrations.axolotl.PlanPlugin"
 """What ``plugins`` of a configuration names."""
-OPTIMIZERS: Final = ("adamw_torch", "adamw_torch_fused", "sgd")
+OPTIMIZERS: Final = (
+    "adamw_torch",
+    "adamw_torch_fused",
+    "sgd",
+    "lion_32bit",
+)
 """``optimizer`` of a configuration that a plan is carried out with."""
 _ONE_RANK: Final = "the plan alone decides where parameters, gradients and optimizer state lie"
 

@@ -20,8 +20,17 @@ _KNOWN: Final[Mapping[type[torch.optim.Optimizer], Optimizer]] = {
     torch.optim.SGD: Optimizer.SGD,
     torch.optim.Adafactor: Optimizer.ADAFACTOR,
 }
-NAMES: Final = ("adamw_torch", "adamw_torch_fused", "sgd")
+NAMES: Final = (
+    "adamw_torch",
+    "adamw_torch_fused",
+    "sgd",
+    "lion_32bit",
+)
 """``optim`` of TrainingArguments that make one of these."""
+
+_MORE: Final = {
+    "adafactor": ": transformers has an Adafactor of its own, which keeps other state than torch's",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +47,8 @@ class MadeOptimizer:
 def made_optimizer(optimizer: torch.optim.Optimizer) -> MadeOptimizer:
     """How ``optimizer``, which has done no step yet, was made.  Raises PlanError if no plan knows its class."""
     kind = type(optimizer)
-    if kind not in _KNOWN:
+    name = _KNOWN.get(kind) or (Optimizer.LION if _is_lion(optimizer) else None)
+    if name is None:
         known = ", ".join(sorted(f"torch.optim.{one.__name__}" for one in _KNOWN))
         raise PlanError(
             f"the training makes the optimizer {kind.__module__}.{kind.__qualname__}, which no plan accounts for. "
@@ -50,9 +60,17 @@ def made_optimizer(optimizer: torch.optim.Optimizer) -> MadeOptimizer:
             f"from a checkpoint, or pass a new one."
         )
     taken = inspect.signature(kind.__init__).parameters
-    options = {name: value for name, value in optimizer.defaults.items() if name in taken}
+    options = {key: value for key, value in optimizer.defaults.items() if key in taken}
     groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
-    return MadeOptimizer(_KNOWN[kind], partial(kind, **options), groups)
+    return MadeOptimizer(name, partial(kind, **options), groups)
+
+
+def _is_lion(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is Lion of bitsandbytes with a float32 moment in ordinary memory, which a plan accounts for."""
+    kind, arguments = type(optimizer), getattr(optimizer, "args", None)
+    if kind.__name__ != "Lion" or kind.__module__.partition(".")[0] != "bitsandbytes":
+        return False
+    return getattr(arguments, "optim_bits", None) == 32 and not getattr(optimizer, "is_paged", False)
 
 
 def rebind(scheduler: Any, optimizer: torch.optim.Optimizer) -> list[tuple[Any, torch.optim.Optimizer]]:
@@ -80,6 +98,7 @@ def refuse_optim(name: str) -> None:
     """Raise PlanError if ``optim`` of TrainingArguments names an optimizer that no plan knows."""
     if name not in NAMES:
         raise PlanError(
-            f"optim is {name!r}, an optimizer that no plan accounts for under the Trainer. Choose one of "
-            f"{', '.join(NAMES)}, or pass optimizers=(torch.optim.Adafactor(...), None)."
+            f"optim is {name!r}, an optimizer that no plan accounts for under the Trainer"
+            f"{_MORE.get(name, '')}. Choose one of {', '.join(NAMES)}, or pass "
+            f"optimizers=(torch.optim.Adafactor(...), None)."
         )

@@ -128,6 +128,16 @@ def test_it_trains_as_the_trainer(variant: str, workload: Workload, tmp_path: Pa
     assert len(logs_of(plain)) > 3
 
 
+@pytest.mark.slow
+def test_lion_of_bitsandbytes(workload: Workload, tmp_path: Path) -> None:
+    """Its state, its bytes and its steps are the plan's; a plan for another optimizer is refused."""
+    case = Case(tmp_path, {"optim": "lion_32bit", "max_steps": 3, "eval_steps": 2})
+    plain = case.trained(llama())
+    check_same(plain, case.trained(llama(), **wishes_for(workload, optimizer=Optimizer.LION)))
+    with pytest.raises(PlanError, match="the plan accounts for the optimizer sgd"):
+        case.trained(llama(), **wishes_for(workload, optimizer=Optimizer.SGD))
+
+
 def test_without_a_limit_no_norm_is_taken(workload: Workload, tmp_path: Path) -> None:
     """CPU Adam waits for no gradient but its chunk's, so that there is no norm to log."""
     case = Case(tmp_path, {"max_grad_norm": 0.0, "max_steps": 3})
@@ -168,7 +178,8 @@ def test_a_trainer_of_ones_own(workload: Workload, tmp_path: Path) -> None:
         ({"activation_checkpointing": True}, r"activation_checkpointing is True, but the plan .*n_checkpoint"),
         ({"torch_compile": True}, "torch_compile is set, but a plan"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size is True, but a plan is for one batch size"),
-        ({"optim": "lion_32bit"}, "optim is 'lion_32bit', an optimizer that no plan accounts for"),
+        ({"optim": "adamw_8bit"}, "optim is 'adamw_8bit', an optimizer that no plan accounts for"),
+        ({"optim": "adafactor"}, "optim is 'adafactor'.*an Adafactor of its own"),
     ],
 )
 def test_arguments_that_contradict_the_plan(
