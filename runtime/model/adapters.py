@@ -10,17 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 
 from ...shared.basics.errors import WorkloadError
 from ...shared.basics.suggestions import did_you_mean
+from ...shared.factors.adapted_maps import check_rank, chosen_maps
 from ...shared.schema.training_options import LoraOptions
 from .blocks import find_blocks
-
-_MAX_RANK: Final = 2**16
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -156,28 +155,10 @@ def add_lora(
     """
     _check_numbers(rank, alpha, dropout)
     options = LoraOptions(rank=rank, alpha=alpha, use_rslora=use_rslora, dropout=dropout, use_dora=use_dora)
-    maps = {
-        f"{block.name}.{path}": (module, sizes)
-        for block in find_blocks(model)
-        for path, module in block.module.named_modules()
-        if (sizes := _sizes(module)) is not None
-    }
-    for target in targets:
-        if not any(_names_map(path, target) for path in maps):
-            names = dict.fromkeys(path.rpartition(".")[2] for path in maps)
-            raise WorkloadError(
-                f"no linear map of a block is called {target!r}, which LoRA is to adapt. {did_you_mean(target, names)}"
-            )
-    chosen = [path for path in maps if not targets or any(_names_map(path, target) for target in targets)]
-    if not chosen:
-        raise WorkloadError(f"the blocks of {type(model).__name__} have no linear maps that LoRA could adapt.")
+    maps = linear_maps(model)
+    sizes_of = {path: sizes for path, (_, sizes) in maps.items()}
+    chosen = chosen_maps(sizes_of, rank=rank, targets=targets, model_class=type(model).__name__)
     for path in chosen:
-        _, (num_in, num_out) = maps[path]
-        if rank > min(num_in, num_out):
-            raise WorkloadError(
-                f"the rank of LoRA is {rank} but {path} maps {num_in} to {num_out}. "
-                f"Lower it to {min(num_in, num_out)} at most."
-            )
         weight = maps[path][0].weight
         assert isinstance(weight, torch.Tensor)
         if use_dora and not weight.is_floating_point():
@@ -195,10 +176,19 @@ def add_lora(
     return chosen
 
 
+def linear_maps(model: nn.Module) -> dict[str, tuple[nn.Module, tuple[int, int]]]:
+    """The linear maps of a model's blocks, with their inputs and outputs, by path and in order."""
+    return {
+        f"{block.name}.{path}": (module, sizes)
+        for block in find_blocks(model)
+        for path, module in block.module.named_modules()
+        if (sizes := _sizes(module)) is not None
+    }
+
+
 def _check_numbers(rank: int, alpha: float | None, dropout: float) -> None:
     """Raise WorkloadError if one makes no sense."""
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= _MAX_RANK:
-        raise WorkloadError(f"the rank of LoRA is {rank!r}; it must be a whole number from 1 to {_MAX_RANK}.")
+    check_rank(rank)
     if alpha is not None and not 0 < alpha < math.inf:
         raise WorkloadError(f"alpha is {alpha!r}; it must be above 0 and finite. Leave it out for a scale of 1.")
     if not 0 <= dropout < 1:
@@ -228,10 +218,6 @@ def _sizes(module: nn.Module) -> tuple[int, int] | None:
         assert isinstance(weight, torch.Tensor)
         return weight.shape[0], weight.shape[1]
     return None
-
-
-def _names_map(path: str, target: str) -> bool:
-    return path == target or path.endswith(f".{target}")
 
 
 def _names_parameter(name: str, pattern: str) -> bool:

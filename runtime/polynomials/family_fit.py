@@ -51,12 +51,12 @@ def fit_piece(
     """
     assert most_terms is not None or len(fitted) == len(monomials), "as many shapes as monomials"
     shapes = [*fitted, *proofs]
-    sheets = [_Sheet.of(traced) for traced in (*fitted.values(), *proofs.values())]
+    sheets = [Sheet.of(traced) for traced in (*fitted.values(), *proofs.values())]
     for shape, sheet in zip(shapes, sheets, strict=True):
         if sheet.structure != sheets[0].structure:
             raise NotPolynomialError(
                 f"the model does not do the same at {list(shapes[0])} and at {list(shape)}: "
-                f"{_first_difference(sheets[0].structure, sheet.structure)}."
+                f"{first_difference(sheets[0].structure, sheet.structure)}."
             )
     solver: _Solver | _FewTerms = (
         _Solver(shapes, num_fitted=len(fitted), monomials=monomials)
@@ -68,7 +68,7 @@ def fit_piece(
         values = tuple(sheet.numbers[place] for sheet in sheets)
         numbers.append(solver.polynomial(values, sheets[0].labels[place]))
     denominator = lcm(*(c.denominator for row in solver.polynomials for c in row))
-    return _piece(
+    return piece_of_sheet(
         sheets[0],
         numbers,
         least=least,
@@ -83,11 +83,11 @@ def fit_piece(
 
 def do_the_same(first: TracedShape, second: TracedShape) -> bool:
     """Whether a model runs one program at both shapes, so that both may belong to one piece."""
-    return _Sheet.of(first).structure == _Sheet.of(second).structure
+    return Sheet.of(first).structure == Sheet.of(second).structure
 
 
 @dataclass
-class _Sheet:
+class Sheet:
     """All numbers of a trace in a fixed order, and everything of it that is no number."""
 
     numbers: list[int] = field(default_factory=list)
@@ -97,7 +97,7 @@ class _Sheet:
     """Names, classes and places of numbers."""
 
     @classmethod
-    def of(cls, traced: TracedShape) -> _Sheet:
+    def of(cls, traced: TracedShape) -> Sheet:
         """The sheet of one trace."""
         sheet = cls()
         for name, value in (
@@ -155,7 +155,7 @@ class _Sheet:
         )
 
 
-def _first_difference(first: Sequence[Any], second: Sequence[Any]) -> str:
+def first_difference(first: Sequence[Any], second: Sequence[Any]) -> str:
     """Where two structures part, in words."""
     section: Any = "its batch"
     for one, other in zip(first, second, strict=False):
@@ -266,7 +266,7 @@ def _inverse(matrix: Sequence[Sequence[Fraction]]) -> list[list[Fraction]]:
     return [row[size:] for row in rows]
 
 
-def _piece(sheet: _Sheet, numbers: Sequence[int], **rest: Any) -> FamilyPiece:
+def piece_of_sheet(sheet: Sheet, numbers: Sequence[int], **rest: Any) -> FamilyPiece:
     """The piece of a sheet whose numbers are the polynomials ``numbers``; equal calls and sections once."""
     calls: dict[FamilyCall, int] = {}
     sections: dict[FamilySection, int] = {}

@@ -3,21 +3,31 @@
 Writes the families of workloads beside the models' configurations, what they do in tiles, and what ranks do that share
 sequences, and says what became of each.  Needed when the tracer changes, or what it traces with.  With ``--tiles``, the
 families stay, and what they do in tiles and shared is traced: needed when tiles change.  With ``--sharings``, the last
-alone.
+alone; with ``--adapters`` what programs do with adapters, of the named models or all.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from ...shared.basics.errors import ProtwinError
 from ...shared.catalogue.models import model_configuration, model_names
-from ...shared.families.shipped import SHIPPED_DTYPES, shipped_family, shipped_path, shipped_tilings, write_family
+from ...shared.families.architectures import program_of
+from ...shared.families.shipped import (
+    SHIPPED_DTYPES,
+    shipped_family,
+    shipped_path,
+    shipped_tilings,
+    sized_path,
+    write_family,
+)
 from ...shared.schema.workload import DType
+from .adapters import sized_family, target_sets, why_not
 from .families import family_of_configuration, tilings_of_family
 from .freshness import digest_of, fingerprint
 from .sharings import sharings_of_family
@@ -71,6 +81,64 @@ def regenerate_sharings(names: Sequence[str], folder: Path) -> None:
         _say(path, begin_s, "; ".join(reasons))
 
 
+def regenerate_adapters(names: Sequence[str], folder: Path) -> None:
+    """Write what the programs of the models ``names`` do with adapters into ``folder``, each set of maps in a file.
+
+    Every model of the catalogue is compared with what its program does with all maps adapted; so are two of them, the
+    first and the last, with every other set.
+    """
+    members: dict[str, list[str]] = {}
+    for name in model_names():
+        program = program_of(model_configuration(name).config)
+        if program is not None:
+            members.setdefault(program, []).append(name)
+    for program, of_program in members.items():
+        if not set(of_program) & set(names):
+            continue
+        # A program that others run too is fitted to a model of its own architecture.
+        described = {name: model_configuration(name).config for name in of_program}
+        first = next((n for n, c in described.items() if program.startswith(str(c["model_type"]))), of_program[0])
+        sets = target_sets(described[first], first)
+        for dtype in SHIPPED_DTYPES:
+            proven = list(of_program)
+            for targets in sets:
+                proven = _write_sized(described, first, dtype, targets, proven, folder, is_first=targets == sets[0])
+
+
+def _write_sized(
+    described: Mapping[str, Mapping[str, Any]],
+    first: str,
+    dtype: DType,
+    targets: Sequence[str],
+    models: Sequence[str],
+    folder: Path,
+    *,
+    is_first: bool,
+) -> list[str]:
+    """Write one file; gives those of ``models`` that it holds for."""
+    begin_s = time.perf_counter()
+    program = program_of(described[first])
+    assert program is not None
+    path = folder / sized_path(program, targets, dtype)
+    path.unlink(missing_ok=True)
+    try:
+        sized = sized_family(described[first], dtype=dtype, targets=targets, name=first)
+    except ProtwinError as error:
+        _say(path, begin_s, str(error))
+        return list(models)
+    reasons: dict[str, str] = {}
+    for name in models if is_first else dict.fromkeys((*models[:1], *models[-1:])):
+        family = shipped_family(name, dtype)
+        reason = "it has no family" if family is None else why_not(sized, family, described[name])
+        if reason is not None:
+            reasons[name] = reason
+    left = [] if reasons and not is_first else [name for name in models if name not in reasons]
+    if left:
+        write_family(sized.model_copy(update={"models": tuple(left)}), path)
+    _say(path, begin_s, "; ".join([", ".join(left), *(f"not {name}: {reason}" for name, reason in reasons.items())]))
+    return left if is_first else list(models)
+
+
 _SHARED: Final = DType.BFLOAT16
 """What ranks share sequences in; in other types they are traced."""
 
@@ -89,8 +157,13 @@ def main() -> None:
 
     data = Path(next(iter(protwin.shared.__path__))) / "catalogue" / "data"
     names = [name for name in sys.argv[1:] if not name.startswith("--")] or model_names()
-    steps = (("workloads", regenerate), ("tilings", regenerate_tilings), ("sharings", regenerate_sharings))
-    first = 2 if "--sharings" in sys.argv else 1 if "--tiles" in sys.argv else 0
+    steps = (
+        ("workloads", regenerate),
+        ("tilings", regenerate_tilings),
+        ("sharings", regenerate_sharings),
+        ("adapters", regenerate_adapters),
+    )
+    first = 3 if "--adapters" in sys.argv else 2 if "--sharings" in sys.argv else 1 if "--tiles" in sys.argv else 0
     for folder, write in steps[first:]:
         (data / folder).mkdir(exist_ok=True)
         write(names, data / folder)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from pydantic import NonNegativeInt
@@ -66,11 +66,16 @@ class ModelStructure(FrozenModel):
 
     def hash_with(self, parameters: Sequence[_Tensor], factorised: Collection[str] = ()) -> str:
         """The model's hash with these parameters, and with the maps at the paths ``factorised`` in factors."""
-        modules = [[path, FACTORISED_CLASS if path in factorised else found] for path, found in self.modules()]
-        place = {path: number for number, (path, _) in enumerate(modules)}
+        modules = ((path, FACTORISED_CLASS if path in factorised else found) for path, found in self.modules())
+        return self.hash_of(modules, parameters)
+
+    def hash_of(self, modules: Iterable[tuple[str, str]], parameters: Sequence[_Tensor]) -> str:
+        """The hash of a model with these modules (path, class) in order, these parameters, and the same buffers."""
+        listed = [[path, found] for path, found in modules]
+        place = {path: number for number, (path, _) in enumerate(listed)}
         ordered = sorted(parameters, key=lambda parameter: place[parameter.name.rpartition(".")[0]])
         return structure_hash(
-            modules,
+            listed,
             [[p.name, list(p.shape), f"torch.{p.dtype}", p.trainable] for p in ordered],
             [[name, list(shape), dtype] for name, shape, dtype in self.buffers],
         )

@@ -1,1 +1,1 @@
-"""Families of workloads: figures as polynomials of the batch's shape, of tiles and of ranks that share it."""
+"""Families of workloads: figures as polynomials of the batch's shape, of tiles, of ranks and of models' sizes."""

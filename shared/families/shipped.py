@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -15,6 +16,7 @@ from .family import WorkloadFamily
 
 if TYPE_CHECKING:
     from .sharings import FamilySharings
+    from .sized import SizedFamily
     from .tilings import FamilyTilings
 
 SHIPPED_DTYPES: Final = (DType.BFLOAT16, DType.FLOAT32)
@@ -48,12 +50,38 @@ def shipped_sharings(name: str, dtype: DType) -> FamilySharings | None:
     return FamilySharings.from_mapping(_content(path), origin=f"sharings of {name}") if path.is_file() else None
 
 
+def shipped_sized(program: str, targets: Sequence[str], dtype: DType) -> SizedFamily | None:
+    """What models of one program do with adapters beside ``targets`` (paths in a block); None if it is not known."""
+    path = data_folder("adapters") / sized_path(program, targets, dtype)
+    found = _read_sized(path, program) if path.is_file() else None
+    return found if found is not None and found.targets == tuple(targets) else None
+
+
+def sized_families(program: str, dtype: DType) -> list[SizedFamily]:
+    """What models of one program do with adapters beside every set of maps that is known."""
+    entries = sorted(data_folder("adapters").iterdir(), key=lambda entry: entry.name)
+    own = [e for e in entries if e.name.startswith(f"{program}.") and e.name.endswith(f".{dtype}{_SUFFIX}")]
+    return [_read_sized(entry, program) for entry in own]
+
+
+def _read_sized(path: Traversable, program: str) -> SizedFamily:
+    from .sized import SizedFamily
+
+    return SizedFamily.from_mapping(_content(path), origin=f"adapters of {program}")
+
+
+def sized_path(program: str, targets: Sequence[str], dtype: DType) -> str:
+    """The name of the file of a program with adapters."""
+    ends = "-".join(target.rpartition(".")[2] for target in targets)
+    return f"{program}.{ends}.{dtype}{_SUFFIX}"
+
+
 def shipped_path(name: str, dtype: DType) -> str:
     """The name of a shipped family's file."""
     return f"{name}.{dtype}{_SUFFIX}"
 
 
-def write_family(family: WorkloadFamily | FamilyTilings | FamilySharings, path: Path) -> None:
+def write_family(family: WorkloadFamily | FamilyTilings | FamilySharings | SizedFamily, path: Path) -> None:
     """Write a family, its tilings or its sharings, as the catalogue holds it; equal ones give equal bytes."""
     import gzip  # the command line reads families, and never writes one
 

@@ -1,8 +1,8 @@
 """From what a user calls a model to its workload: a saved workload, a configuration, or a name of the catalogue.
 
-Full training of a model of the catalogue is answered from the family of workloads that comes with the package.  The
-trace of anything else needs torch and lives in another folder, which names it in the entry-point group
-``protwin.tracers``; it is imported only when nothing cheaper answers.
+Full training of a model of the catalogue is answered from the family of workloads that comes with the package, and so
+is training with low-rank adapters beside the usual maps.  The trace of anything else needs torch and lives in another
+folder, which names it in the entry-point group ``protwin.tracers``; it is imported only when nothing cheaper answers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .check import check_magnitude, has_fused_dropout
 from .dtypes import choose_dtype
 
 if TYPE_CHECKING:
-    from ..families.family import WorkloadFamily
+    from ..families.family import Change, WorkloadFamily
 
 Warn = Callable[[str], None]
 _USUAL_LENGTH: Final = 2048
@@ -312,10 +312,11 @@ def _traced(request: TraceRequest, cache: Path | None, warn: Warn) -> Workload:
 def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload | None:
     """The answer of the family that comes with the package; None if it has none, so that the model is traced.
 
-    It has none of tiles or shared sequences in float16, with factors or in packed rows that are shared, of tiles or
-    packed rows with factors, of training with LoRA, frozen parts or autocast, of shapes beyond those proven, of some
-    named maps in factors (``factorised.py``), of dropout in attention on a CPU, where that runs otherwise, and of
-    students that differ from their teacher (``catalogue_pairs.py``).
+    It has none of tiles or shared sequences in float16, with factors, with adapters or in packed rows that are shared,
+    of tiles or packed rows with factors, of adapters beside other maps than those known (``adapted.py``), of frozen
+    parts or autocast, of shapes beyond those proven, of some named maps in factors (``factorised.py``), of dropout in
+    attention on a CPU, where that runs otherwise, and of students that differ from their teacher
+    (``catalogue_pairs.py``).
     """
     from ..families.family import OutsideFamilyError
 
@@ -324,12 +325,12 @@ def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload |
 
         if not needs_no_trace(request.student, request.configuration, name=request.name):
             return None
-    osft, options = request.options.osft, request.options.model_copy(update={"osft": None})
-    family = resolve_family(described.name, dtype=request.dtype) if options.is_full else None
-    is_tiled = bool(request.mlp_tiles or request.loss_tiles)
-    is_packed, is_shared = request.packing is not None, bool(request.sequence_ranks)
-    is_other = osft is not None and (is_tiled or is_packed or is_shared)
-    if family is None or is_other or (is_shared and (is_packed or request.student is not None)):
+    if _is_beyond_families(request):
+        return None
+    osft = request.options.osft
+    family, change = _family_and_change(described, request)
+    is_tiled, is_shared = bool(request.mlp_tiles or request.loss_tiles), bool(request.sequence_ranks)
+    if family is None:
         return None
     try:
         if is_tiled:
@@ -339,7 +340,10 @@ def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload |
             found = tiled
         elif osft is None:
             found = family.at(
-                batch_size=request.batch_size, sequence_length=request.sequence_length, packing=request.packing
+                batch_size=request.batch_size,
+                sequence_length=request.sequence_length,
+                packing=request.packing,
+                change=change,
             )
         else:
             from .factorised import factorised_workload
@@ -362,6 +366,34 @@ def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload |
         return distillation_of_shipped(found, request.student, request.configuration, name=request.name)
     except OutsideFamilyError:
         return None
+
+
+def _family_and_change(
+    described: ModelConfiguration, request: TraceRequest
+) -> tuple[WorkloadFamily | None, Change | None]:
+    """The shipped family, with adapters if so, and what packed weights change of what it sees; no family if unknown."""
+    family, lora = resolve_family(described.name, dtype=request.dtype), request.options.lora
+    if family is None or lora is None:
+        return family, None
+    from .adapted import adapted_family
+
+    adapted = adapted_family(family, lora, request.configuration, request.options.quantized)
+    return (None, None) if adapted is None else (adapted.family, adapted.change)
+
+
+def _is_beyond_families(request: TraceRequest) -> bool:
+    """Whether what is asked for goes together in no family."""
+    osft, lora, quantized = request.options.osft, request.options.lora, request.options.quantized
+    rest = request.options.model_copy(update={"osft": None, "lora": None, "quantized": None})
+    is_tiled, is_packed = bool(request.mlp_tiles or request.loss_tiles), request.packing is not None
+    is_shared, is_learnt = bool(request.sequence_ranks), request.student is not None
+    return (
+        not rest.is_full
+        or (osft is not None and (lora is not None or is_tiled or is_packed or is_shared))
+        or (lora is not None and (is_tiled or is_shared or is_learnt))
+        or (quantized is not None and lora is None)
+        or (is_shared and (is_packed or is_learnt))
+    )
 
 
 def _in_tiles(family: WorkloadFamily, name: str, request: TraceRequest) -> Workload | None:

@@ -198,7 +198,7 @@ def test_images_have_no_sequence(ask: Ask, tracer: Tracer) -> None:
     [
         {"sequence_length": 1},
         {"options": TrainingOptions(frozen=("transformer.wte",))},
-        {"options": TrainingOptions(lora=LoraOptions(rank=4))},
+        {"options": TrainingOptions(lora=LoraOptions(rank=4, targets=("c_fc",)))},
     ],
 )
 def test_what_is_not_shipped_is_traced_without_a_warning(
