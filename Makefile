@@ -68,12 +68,18 @@ docs: $(DOCS_STAMP) ## Write the generated pages and build the site (out/site/in
 	$(BIN)/python docs/command_reference.py
 	$(BIN)/python docs/python_reference.py
 	$(BIN)/python docs/combinations_page.py
+	$(BIN)/python docs/families_page.py
 	$(BIN)/python docs/results_page.py
 	$(BIN)/python docs/iteration_picture.py
 	$(BIN)/python -m mkdocs build --strict
 
 .PHONY: bench
 bench: bench-fidelity bench-search bench-commands bench-overhead bench-peers bench-predictors bench-forgetting ## Run all benchmarks
+
+.PHONY: families
+families: $(STAMP) ## Which model families train by a plan: a sweep of tiny ones, and docs/families.md anew
+	$(BIN)/python -m benchmarks.families $(ARGS)
+	$(BIN)/python docs/families_page.py
 
 .PHONY: bench-fidelity
 bench-fidelity: $(STAMP) ## Predicted against measured time and memory, over plans and models not fitted to

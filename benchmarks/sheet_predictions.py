@@ -1,19 +1,49 @@
-"""What data sheets predict of the trainings that ``gpu_sheets.py`` measured: adds the figures to its file."""
+"""What data sheets predict of the trainings that ``gpu_sheets.py`` measured, whole and by kind of kernel.
+
+Adds the figures to its file.  Kernels are those of one step under the profiler, told apart by their names.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
+from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from protwin.calibration.published.measured_runs import MeasuredRun
 from protwin.calibration.published.run_predictions import hardware_of, plan_of, workload_of
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.schema.schedule import TaskKind
+from protwin.shared.schema.workload import OperationClass
+from protwin.sim.costs.task_costs import CostModel, operation_s
 from protwin.sim.engine.simulator import simulate
 
+_PRODUCTS: Final = re.compile("nvjet|gemm|cutlass(?!.*fmha)|cublas", re.IGNORECASE)
+_ATTENTION: Final = re.compile("sdpa|fmha|flash", re.IGNORECASE)
+_KIND_OF_CLASS: Final = {OperationClass.MATMUL: "products", OperationClass.ATTENTION: "attention"}
+_OPTIMIZER: Final = re.compile("Optimizer|multi_tensor_apply")
 
-def predicted(step: dict[str, Any], machine: str) -> dict[str, float]:
+
+def _kind(kernel: str) -> str:
+    """The kind of a kernel that the profiler names."""
+    for kind, pattern in (("attention", _ATTENTION), ("products", _PRODUCTS), ("optimizer", _OPTIMIZER)):
+        if pattern.search(kernel):
+            return kind
+    return "others"
+
+
+def by_kind(step: dict[str, Any]) -> dict[str, float]:
+    """Measured seconds of the kernels of one step."""
+    found: dict[str, float] = defaultdict(float)
+    for name, _, microseconds in step["kernels"]:
+        found[_kind(name)] += microseconds / 1e6
+    return dict(found)
+
+
+def predicted(step: dict[str, Any], machine: str) -> dict[str, Any]:
     """Seconds and bytes of one measured training, from the data sheet of ``machine`` alone."""
     run = MeasuredRun.model_validate(
         {
@@ -33,10 +63,20 @@ def predicted(step: dict[str, Any], machine: str) -> dict[str, float]:
             "measured": {"iteration_s": step["seconds"]},
         }
     )
-    workload = workload_of(run)
-    record = simulate(plan_of(run, workload), workload, hardware_of(run))
+    workload, hardware = workload_of(run), hardware_of(run)
+    plan = plan_of(run, workload)
+    record = simulate(plan, workload, hardware)
     assert record.device_reserved is not None
+    kinds: dict[str, float] = defaultdict(float)
+    costs = CostModel.of(workload, hardware).stepping(plan.optimizer)
+    for task in compile_schedule(plan, workload).tasks:
+        if task.kind is TaskKind.DEVICE_ADAM:
+            kinds["optimizer"] += costs.task_s(task)
+        for operation in task.phase.operations if task.phase is not None else ():
+            kind = _KIND_OF_CLASS.get(operation.operation_class, "others")
+            kinds[kind] += operation_s(operation, hardware.device)
     return {
+        "kinds": dict(kinds),
         "seconds": record.iteration_s,
         "allocated_bytes": record.guaranteed_peak_device_bytes,
         "reserved_bytes": record.device_reserved.expected_bytes,
@@ -52,7 +92,13 @@ def main() -> int:
     content = json.loads(options.file.read_text(encoding="utf-8"))
     for step in content["steps"]:
         found = step["predicted"] = predicted(step, options.machine)
-        errors = (f"{key} {found[key] / step[key] - 1:+.1%}" for key in found)
+        step["kinds"] = by_kind(step)
+        errors = [
+            f"{key} {found[key] / step[key] - 1:+.1%}" for key in ("seconds", "allocated_bytes", "reserved_bytes")
+        ]
+        errors += [
+            f"{kind} {1e3 * found['kinds'].get(kind, 0):.1f} of {1e3 * s:.1f} ms" for kind, s in step["kinds"].items()
+        ]
         print(f"{step['name']}: {step['seconds']:.4f} s; {', '.join(errors)}")
     content["predicted_on"] = options.machine
     options.file.write_text(json.dumps(content) + "\n", encoding="utf-8")

@@ -9,7 +9,7 @@ _GIB = 2**30
 
 
 def sheets(content: Any) -> Iterator[str]:
-    """Measured and predicted seconds and peaks of every training, then the rate of a product that goes on."""
+    """Measured and predicted seconds and peaks of every training, whole and by kind of kernel; then kernels alone."""
     yield "| training | step | predicted | error | allocated, GiB | predicted | error |"
     yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
     for step in content["steps"]:
@@ -18,6 +18,13 @@ def sheets(content: Any) -> Iterator[str]:
         memory = f"{step['allocated_bytes'] / _GIB:.2f} | {guess['allocated_bytes'] / _GIB:.2f}"
         errors = [guess[key] / step[key] - 1 for key in ("seconds", "allocated_bytes")]
         yield f"| {step['name']} | {seconds} | {errors[0]:+.1%} | {memory} | {errors[1]:+.1%} |"
+    yield ""
+    kinds = ("products", "attention", "others", "optimizer")
+    yield f"| predicted of measured ms of kernels | {' | '.join(kinds)} |"
+    yield f"| --- |{' ---: |' * len(kinds)}"
+    for step in content["steps"]:
+        pairs = ((step["predicted"]["kinds"].get(kind, 0.0), step["kinds"].get(kind, 0.0)) for kind in kinds)
+        yield f"| {step['name']} | {' | '.join(f'{1e3 * a:.1f} of {1e3 * b:.1f}' for a, b in pairs)} |"
     yield ""
     for row in content["sustained"]:
         rates, board = row["tflop_per_s"], row["board"]

@@ -19,6 +19,7 @@ from ..data.byte_text import byte_batches, head_batches
 from ..data.sources import Batch, DataSource
 from ..model.batches import BatchRefusedError, batch_shapes, loss_of
 from ..model.heads import Head, Labels, reads_more_than_text
+from ..timing.within_budget import meta_twin
 from ..tracing.configurations import check_limits
 from ..tracing.fake import fake_batch, fake_model, plain_batches
 from ..tracing.fake_kernels import FakeGroupedProducts
@@ -128,9 +129,11 @@ def _accepted(model: Any, batches: list[Inputs]) -> Inputs:
     """The first that the model does not refuse: the way round of a spectrogram, or a list of tiles."""
     for batch in batches if len(batches) > 1 else ():
         mode = FakeTensorMode()
+        # Copied before: a mode of fake tensors takes no weights, which are not copied either.
+        twin = fake_model(meta_twin(model), mode)
         try:
             with values_known(mode), FakeGroupedProducts(), plain_batches():
-                loss_of(fake_model(model, mode), fake_batch(batch, mode, with_values=True), None)
+                loss_of(twin, fake_batch(batch, mode, with_values=True), None)
         except BatchRefusedError:
             continue
         return batch

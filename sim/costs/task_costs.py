@@ -403,12 +403,18 @@ def roofline_s(phase: Phase, device: Device) -> float:
     (``sim/costs/kernels.py``); and it costs one launch, see [Note: Launches].
     Raises HardwareError if the device states no peak for an element type that matrix products use.
     """
-    executing_s = sum(operation.count * _execution_s(operation, device) for operation in phase.operations)
-    num_launches = sum(operation.count for operation in phase.operations)
+    working_s = sum(operation_s(operation, device) for operation in phase.operations)
     if device.kind is DeviceKind.CPU:
-        return executing_s + num_launches * device.launch_overhead_s
-    fixed_s = min(KERNEL_FIXED_S, device.launch_overhead_s)
-    return max(executing_s + num_launches * fixed_s, num_launches * DISPATCHES_PER_LAUNCH * device.launch_overhead_s)
+        return working_s
+    num_launches = sum(operation.count for operation in phase.operations)
+    return max(working_s, num_launches * DISPATCHES_PER_LAUNCH * device.launch_overhead_s)
+
+
+def operation_s(operation: Operation, device: Device) -> float:
+    """What all of an operation's kernels keep ``device`` busy, with what each takes besides its work."""
+    is_cpu = device.kind is DeviceKind.CPU
+    besides_s = device.launch_overhead_s if is_cpu else min(KERNEL_FIXED_S, device.launch_overhead_s)
+    return operation.count * (_execution_s(operation, device) + besides_s)
 
 
 def _execution_s(operation: Operation, device: Device) -> float:

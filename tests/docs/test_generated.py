@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.families import KINDS
 from protwin.shared.cli.root import root_command
 from tests.docs.documents import DOCUMENTS, ROOT
 
@@ -40,6 +41,18 @@ def test_combinations_are_fresh_and_name_tests_that_are_there() -> None:
     assert script("combinations_page")["page"]() == page, "run make docs"
     for path in re.findall(r"`(tests/[\w./]+)`", page):
         assert (ROOT / path).is_file(), path
+
+
+def test_the_page_of_families_is_what_the_kept_sweep_found() -> None:
+    """Every family that is swept has a row, none failed or differs, and refusals have their reasons."""
+    made, found = script("families_page"), kept("families")
+    assert made["page"](found) == (DOCS / "families.md").read_text(), "run make docs"
+    rows = {(row["kind"], row["family"]): row for row in found["rows"]}
+    assert rows.keys() == {(kind, family) for kind, families in KINDS.items() for family in families}
+    for row in rows.values():
+        assert row["verdict"] in ("equal", "refused"), row
+        assert row["verdict"] == "refused" or row["gathers"] > row["blocks"] > 0, row
+        assert (row["verdict"] == "refused") == ("reason" in row), row
 
 
 def test_every_option_of_a_command_is_on_its_page() -> None:
