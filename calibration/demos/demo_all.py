@@ -107,7 +107,8 @@ def run_whole_demo(folder: Path, console: Console, size: WholeDemo = STANDARD) -
     told = f"LoRA on {NUM_RANKS} processes, sequences of {size.long.sequence_length:,} bytes in tiles, by two plans"
     with stage(console, told):
         long = _long_part(folder, size.long)
-    teacher = type(base).from_pretrained(folder / "merged", dtype=torch.float32).eval()
+    with no_progress_bar():
+        teacher = type(base).from_pretrained(folder / "merged", dtype=torch.float32).eval()
     leave_a_core_for_lanes()
     console.print("[bold]the merged model is a teacher[/bold]")
     bypass = run_bypass_demo(folder / "distillation", console, size.bypass, teacher)

@@ -51,7 +51,7 @@ class LongSize:
     num_tiles: int = 4
     """Of MLPs and of the loss."""
     lora_rank: int = 8
-    steps: int = 14
+    steps: int = 12
     """Half of them by each plan."""
     budget_fracs: tuple[float, float] = (0.3, 0.5)
     """Of what plain training needs, on every rank: of the first plan, and of the second one."""

@@ -133,9 +133,9 @@ class _PrimeSolver:
         self._shapes = shapes
         self._known: dict[tuple[int, ...], Polynomial | None] = {}
         for row in rows:
-            product = self._product(row)
-            if product is not None:
-                self._known[row] = product
+            found = self._simple(row)
+            if found is not None:
+                self._known[row] = found
         products = {exponents for polynomial in self._known.values() if polynomial for exponents in polynomial}
         self._products = sorted(products | {(0,) * len(shapes[0])})
         self._values = [self._values_of(exponents) for exponents in self._products]
@@ -144,11 +144,12 @@ class _PrimeSolver:
     def polynomial(self, row: tuple[int, ...]) -> Polynomial | None:
         """The only sum of fewest products that gives ``row``; None if there is none, or a second."""
         if row not in self._known:
-            product = self._product(row)
-            self._known[row] = self._sum(row) if product is None else product
+            found = self._simple(row)
+            self._known[row] = self._sum(row) if found is None else found
         return self._known[row]
 
-    def _product(self, row: tuple[int, ...]) -> Polynomial | None:
+    def _simple(self, row: tuple[int, ...]) -> Polynomial | None:
+        """A product of sizes, or one with a factor more that is a size and a number added up."""
         if not any(row):
             return {}
         if not all(row):
@@ -156,8 +157,16 @@ class _PrimeSolver:
         exponents = tuple(
             map(min, *(_powers(abs(value), shape) for value, shape in zip(row, self._shapes, strict=True)))
         )
-        found = {Fraction(value, whole) for value, whole in zip(row, self._values_of(exponents), strict=True)}
-        return {exponents: found.pop()} if len(found) == 1 else None
+        rest = [Fraction(value, whole) for value, whole in zip(row, self._values_of(exponents), strict=True)]
+        if len(set(rest)) == 1:
+            return {exponents: rest[0]}
+        found = [
+            {e: c for e, c in ((_raised(exponents, place), slope), (exponents, number)) if c}
+            for place, values in enumerate(zip(*self._shapes, strict=True))
+            if (line := _line_through(values, rest)) is not None
+            for slope, number in (line,)
+        ]
+        return found[0] if len(found) == 1 else None
 
     def _values_of(self, exponents: tuple[int, ...]) -> list[int]:
         return [prod(v**e for v, e in zip(shape, exponents, strict=True)) for shape in self._shapes]
@@ -198,6 +207,21 @@ class _PrimeSolver:
             for values, figure in zip(whole, row, strict=True)
         )
         return {self._products[p]: c for p, c in zip(chosen, coefficients, strict=True)} if is_met else None
+
+
+def _raised(exponents: tuple[int, ...], place: int) -> tuple[int, ...]:
+    """``exponents`` with one more of the variable at ``place``."""
+    return tuple(exponent + (n == place) for n, exponent in enumerate(exponents))
+
+
+def _line_through(values: Sequence[int], figures: Sequence[Fraction]) -> tuple[Fraction, Fraction] | None:
+    """Slope and value at nought of the line through all ``figures``; None if there is none."""
+    other = next((n for n, value in enumerate(values) if value != values[0]), None)
+    if other is None:
+        return None
+    slope = (figures[other] - figures[0]) / (values[other] - values[0])
+    number = figures[0] - slope * values[0]
+    return (slope, number) if all(slope * v + number == f for v, f in zip(values, figures, strict=True)) else None
 
 
 def _powers(value: int, primes: Values) -> tuple[int, ...]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,3 +78,41 @@ def test_peft_lora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     for peak, budget in re.findall(r"peak ([\d.]+) MiB of ([\d.]+) MiB", printed):
         assert float(peak) <= float(budget)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("probed_once")
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT's own, of transformers
+def test_the_notebook_of_peft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its cells, one after the other, as "run all" does."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "__main__"}
+    for number, cell in enumerate(cells_of("peft_lora.ipynb")):
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)
+    printed = capsys.readouterr().out
+    first, last = re.search(r"\nloss ([\d.]+) -> ([\d.]+)\n", printed).groups()  # type: ignore[union-attr]
+    merged, beside = re.search(r"merged: loss ([\d.]+), .* ([\d.]+)\n", printed).groups()  # type: ignore[union-attr]
+    assert float(last) < float(first)
+    assert float(merged) == pytest.approx(float(beside), abs=2e-4)
+    assert list(tmp_path.iterdir()) == []
+
+
+def cells_of(notebook: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((ROOT / "examples" / notebook).read_text(encoding="utf-8"))["cells"]
+    return found
+
+
+def test_notebooks_are_kept_without_outputs() -> None:
+    for notebook in (ROOT / "examples").glob("*.ipynb"):
+        code = [cell for cell in cells_of(notebook.name) if cell["cell_type"] == "code"]
+        assert code
+        assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code), notebook
+
+
+def test_every_example_runs_in_a_test() -> None:
+    """Those of axolotl in ``test_axolotl_section`` and ``test_explain_config``."""
+    run = {"accelerate_loop.py", "peft_lora.ipynb", "peft_lora.py", "train.py", "train_ranks.py", "trainer.py"}
+    assert {path.name for path in (ROOT / "examples").iterdir() if path.is_file()} == run

@@ -108,6 +108,9 @@ def unimported(program: str) -> set[str]:
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT's own, of transformers
+@pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers", "ignore:.*isinstance.treespec, LeafSpec"
+)  # Lightning's
 @pytest.mark.slow
 @pytest.mark.usefixtures("probed_once")
 @pytest.mark.parametrize(
