@@ -15,10 +15,11 @@ from tests.runtime.ranks.processes import Ranks
     ("mode", "limit"),
     [
         (ParallelMode.REPLICATED, 0.5),
-        pytest.param(ParallelMode.DDP, 0.5, marks=pytest.mark.slow),
-        pytest.param(ParallelMode.SHARDED, None, marks=pytest.mark.slow),
+        (ParallelMode.DDP, 0.5),
+        (ParallelMode.SHARDED, None),
     ],
 )
+@pytest.mark.slow
 def test_ten_steps_are_those_of_ddp(mode: ParallelMode, limit: float | None, two_ranks: Ranks) -> None:
     two_ranks.run(ten_steps, str(mode), limit)
 

@@ -34,6 +34,7 @@ def refused(rank: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_all_ranks_get_the_plan_of_the_first(two_ranks: Ranks) -> None:
     first, second = two_ranks.run(plan_of, 2)
     assert first == second
