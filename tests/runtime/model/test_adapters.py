@@ -16,7 +16,7 @@ from protwin.shared.layout.layout import build_layout
 from protwin.shared.optimizers.state import state_bytes, stepped_of
 from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.plan import Plan
-from protwin.shared.schema.training_options import TrainingOptions
+from protwin.shared.schema.training_options import LoraOptions, TrainingOptions
 from protwin.shared.schema.workload import DType, Workload
 from tests.runtime.models import adamw, gpt2, llama, snapshot, token_batches, uncached
 
@@ -44,7 +44,7 @@ def test_the_adapted_map_is_the_formula() -> None:
     torch.manual_seed(0)
     base = torch.nn.Linear(6, 5)
     weight, bias = base.weight.detach().clone(), base.bias.detach().clone()
-    adapted = LowRankLinear(base, (6, 5), rank=3, alpha=12.0)
+    adapted = LowRankLinear(base, (6, 5), options=LoraOptions(rank=3, alpha=12.0))
     x = torch.randn(4, 6)
     assert torch.equal(adapted(x), torch.nn.functional.linear(x, weight, bias))
     with torch.no_grad():
