@@ -26,6 +26,8 @@ _OPTIMIZERS: Final = {
 }
 """What plans call the optimizers of a configuration, AdamW apart."""
 
+_LORA: Final = ("lora", "qlora")
+
 KNOBS: Final = {
     "chunk_bytes": 1,
     "n_persist": 0,
@@ -174,21 +176,28 @@ def _obstacles(step: AskedStep, model: str | None) -> Iterator[str]:
             f"base_model: {step.base_model} is neither a model of the catalogue (protwin models) nor a folder here. "
             f"Name a folder with its config.json, or run this where it lies."
         )
-    if step.load_in_4bit or step.load_in_8bit or step.adapter == "qlora":
-        yield "the base is quantised, which no option of search says."
-    elif step.adapter not in (None, "lora"):
+    if step.adapter not in (None, *_LORA):
         yield f"adapter: {step.adapter} is one that no option of search says."
+    if step.adapter is None and _packed(step) is not None:
+        yield "the base is quantised, so that nothing is trained without an adapter. Write adapter: qlora."
+    if step.peft_use_dora and _packed(step) is not None:
+        yield "peft_use_dora reads whole weights, which a quantised base has none of. Leave one of the two out."
     if step.unfrozen_parameters:
         yield "unfrozen_parameters trains a part of the model, which --freeze would have to say the other way round."
-    if step.adapter == "lora":
+    if step.adapter in _LORA:
         if step.lora_r is None:
-            yield "adapter: lora has no rank. Write lora_r: 16."
-        if step.peft_use_dora:
-            yield "peft_use_dora trains magnitudes too, which no option of search says."
+            yield f"adapter: {step.adapter} has no rank. Write lora_r: 16."
         if step.lora_modules_to_save:
             yield "lora_modules_to_save trains layers whole beside the adapter, which no option of search says."
         if not step.lora_target_linear and _targets(step) is None:
             yield "lora_target_modules is no list of plain names. Write such a list, or lora_target_linear: true."
+
+
+def _packed(step: AskedStep) -> str | None:
+    """How axolotl packs the base unless it is told otherwise, as ``--quantize`` has it; None if it does not."""
+    if step.load_in_4bit or step.adapter == "qlora":
+        return "nf4"
+    return "int8" if step.load_in_8bit else None
 
 
 def _targets(step: AskedStep) -> list[str] | None:
@@ -206,10 +215,19 @@ def _shape(step: AskedStep, hardware: Hardware | None) -> Iterator[str]:
     dtype = _dtype(step, hardware)
     if dtype is not None:
         yield f"--dtype={dtype}"
-    if step.adapter == "lora":
+    if step.adapter in _LORA:
         yield f"--lora-rank={step.lora_r}"
         if not step.lora_target_linear:
             yield f"--lora-targets={','.join(_targets(step) or ())}"
+        if step.lora_dropout:
+            yield f"--lora-dropout={step.lora_dropout:g}"
+        if step.peft_use_dora:
+            yield "--use-dora"
+    packed = _packed(step)
+    if packed is not None:
+        yield f"--quantize={packed}"
+        if packed == "nf4":
+            yield "--double-quantize"
 
 
 def _dtype(step: AskedStep, hardware: Hardware | None) -> DType | None:
@@ -254,12 +272,12 @@ def _notes(section: PlanSection, step: AskedStep, files: NamedFiles) -> Iterator
         yield "samples are packed, but attention is counted over whole rows; --packed-lengths says how they lie."
     if _dtype(step, files.hardware) is DType.BFLOAT16:
         yield "training computes under autocast. --autocast bfloat16 asks for that, and traces the model (needs torch)."
-        if step.adapter == "lora" and step.peft_autocast_adapter_dtype is not False:
+        if step.adapter in _LORA and step.peft_autocast_adapter_dtype is not False:
             yield "PEFT keeps adapters in float32 (peft_autocast_adapter_dtype), which are counted in bfloat16."
     if _dtype(step, files.hardware) is None:
         yield "bf16: auto is decided on the machine that trains."
-    if step.lora_dropout:
-        yield f"lora_dropout: {step.lora_dropout:g} keeps masks, which are not counted."
+    if _packed(step) == "nf4":
+        yield "the base is packed as nf4 with double quantization; bnb_config_kwargs may say otherwise."
     if step.batch_size is not None:
         yield "batch_size is not asked about. Write gradient_accumulation_steps."
     for key in ("host_budget", "blocks", "keep_last_step"):

@@ -175,10 +175,13 @@ def test_a_file_that_is_none_is_one_message(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"adapter": "qlora", "lora_r": 8, "lora_target_linear": True}, "quantised"),
+        ({"load_in_8bit": True}, "quantised"),
         ({"adapter": "lora", "lora_target_linear": True}, "lora_r: 16"),
         ({"adapter": "lora", "lora_r": 8, "lora_target_modules": ".*_proj"}, "no list of plain names"),
-        ({"adapter": "lora", "lora_r": 8, "lora_target_linear": True, "peft_use_dora": True}, "peft_use_dora"),
+        (
+            {"adapter": "qlora", "lora_r": 8, "lora_target_linear": True, "peft_use_dora": True},
+            "peft_use_dora reads whole weights",
+        ),
         ({"base_model": "mine/unheard-of"}, "mine/unheard-of is neither a model of the catalogue"),
     ],
     ids=str,
@@ -188,6 +191,21 @@ def test_what_no_command_can_ask_is_said(told: Any, changes: dict[str, Any], sai
     assert result.returncode == 0, result.stderr
     assert commands(result.stdout) == []
     assert said in result.stdout
+
+
+def test_a_packed_base_and_what_lora_has_beside_its_rank_are_asked_about(told: Any) -> None:
+    lora = {"lora_r": 8, "lora_target_linear": True}
+    asked = {
+        "qlora": told(adapter="qlora", load_in_4bit=True, **lora),
+        "int8": told(adapter="lora", load_in_8bit=True, lora_dropout=0.1, **lora),
+        "dora": told(adapter="lora", peft_use_dora=True, **lora),
+    }
+    said = {name: set(commands(result.stdout)[-1]) for name, result in asked.items()}
+    assert {"--quantize=nf4", "--double-quantize", "--lora-rank=8"} < said["qlora"]
+    assert {"--quantize=int8", "--lora-dropout=0.1"} < said["int8"]
+    assert "--double-quantize" not in said["int8"]
+    assert "--use-dora" in said["dora"]
+    assert not [option for option in said["dora"] if option.startswith("--quantize")]
 
 
 def test_a_machine_that_is_not_named_is_probed_first(told: Any) -> None:
