@@ -7,7 +7,8 @@ of the time ([Note: Round trips] in ``sim/bounds/round_trips.py``) of all plans 
 plan is looked at.
 
 *Swaps.*  Every residency of the search, with the numbers of swapped blocks that a search with swaps would try.  The
-families with the lowest bounds are opened as far as their memory.
+families with the lowest bounds are opened as far as their memory.  Plans that swap and have the host step what the
+device keeps are of the next sort.
 
 *Chunks that the host steps.*  Take one offloaded chunk to the device, to be stepped on the host.  Its gradients leave,
 CPU Adam steps it and its parameters come once per step as before; it has no more host memory and needs more of the
@@ -75,8 +76,8 @@ def _bounds_s(request: SearchRequest, problem: SearchProblem, limit_s: float) ->
         found[LeftOutSort.HOST_STEPPED] = np.inf
     elif request.space.n_buffer is None and not problem.has_disk and _steps_all(problem):
         # A plan that keeps chunks may do with fewer buffers than are allowed; what lies on a disk depends on the rest.
-        # With swaps they are among the plans that swap, unless these are searched.
-        kinds = (PlanKind.OFFLOADED,) if is_swapping else (PlanKind.OFFLOADED, PlanKind.SWAPPED)
+        # Those that swap too are counted here: families that were opened are bounded by what their offloaded chunks do.
+        kinds = (PlanKind.OFFLOADED, PlanKind.SWAPPED)
         found[LeftOutSort.HOST_STEPPED] = min(Candidates(larger, kind).next_bound_s for kind in kinds)
     return found
 

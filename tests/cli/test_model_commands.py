@@ -69,7 +69,9 @@ def test_attention_that_grows_with_the_square_is_told_once(protwin_here: Protwin
 
 
 def test_training_that_is_not_shipped_is_traced(protwin: Protwin, without_torch: dict[str, str]) -> None:
-    result = protwin("search", *SMALL, "--sequence-length", "64", "--lora-rank", "4", **without_torch)
+    result = protwin(
+        "search", *SMALL, "--sequence-length", "64", "--lora-rank", "4", "--lora-dropout", "0.1", **without_torch
+    )
     assert "torch was imported" in result.stderr
 
 

@@ -42,9 +42,9 @@ def _request(found: Case, budget_bytes: int) -> SearchRequest:
 
 
 def _sort_of(outcome: Outcome) -> LeftOutSort | None:
-    if outcome.plan.n_swap:
-        return LeftOutSort.SWAPS
-    return LeftOutSort.HOST_STEPPED if outcome.plan.n_host_stepped else None
+    if outcome.plan.n_host_stepped:
+        return LeftOutSort.HOST_STEPPED
+    return LeftOutSort.SWAPS if outcome.plan.n_swap else None
 
 
 @given(cases(), st.floats(0, 1))
