@@ -12,6 +12,7 @@ import hypothesis
 import pytest
 
 from tests.proof_size import examples
+from tests.quick_cases import mark_slow_cases
 
 hypothesis.settings.register_profile(
     "repeatable",
@@ -44,14 +45,18 @@ def _import_if_possible(module: str) -> None:
             raise
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what is marked ``gpu`` where there is none; torch is asked only if such a test was collected.
+
+    Cases that not every run tries are marked before pytest leaves out what is slow.
 
     [Note: The same examples each time]
     Hypothesis draws numbers that stand in the sources of imported modules too.  What was imported when a test begins
     depends on the tests before it, and these on how fast others ran.  So a run of many tests imports everything first,
     less what needs a tool that is not installed.
     """
+    mark_slow_cases(items)
     if len(items) >= _MANY_TESTS:
         root = Path(__file__).parents[1]
         for folder in ("shared", "sim", "runtime", "calibration"):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 
 import pytest
 
 from tests.proof_size import some_quick
+from tests.quick_cases import CASES, mark_slow_cases
 
 
 def quick_of(mark: pytest.MarkDecorator) -> list[tuple[object, ...]]:
@@ -32,3 +34,39 @@ def test_cases_may_be_named() -> None:
 def test_a_choice_that_is_none_is_refused(quick: object) -> None:
     with pytest.raises(AssertionError):
         some_quick("name", ["a", "b"], quick=quick)  # type: ignore[arg-type]
+
+
+def test_every_test_of_which_few_cases_are_quick_exists() -> None:
+    root = Path(__file__).parents[1]
+    for name in CASES:
+        path, _, function = name.partition("::")
+        assert f"def {function}(" in (root / path).read_text(encoding="utf-8"), name
+
+
+class Item:
+    def __init__(self, nodeid: str, *marks: str) -> None:
+        self.nodeid = nodeid
+        self.marks = set(marks)
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if name in self.marks else None
+
+    def add_marker(self, mark: pytest.MarkDecorator) -> None:
+        self.marks.add(mark.name)
+
+
+def test_as_many_cases_as_the_table_says_stay_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of seven, of which one is slow already, three stay; of one that the table has none of, none."""
+    monkeypatch.setitem(CASES, "a.py::test_some", 3)
+    monkeypatch.setitem(CASES, "a.py::test_none", 0)
+    items = [Item(f"a.py::test_some[{case}]", *(["slow"] if case == 2 else [])) for case in range(7)]
+    items += [Item("a.py::test_none"), Item("a.py::test_other"), Item("a.py::test_other[1]")]
+    mark_slow_cases(items)  # type: ignore[arg-type]
+    quick = [item.nodeid for item in items if "slow" not in item.marks]
+    assert quick == [
+        "a.py::test_some[0]",
+        "a.py::test_some[4]",
+        "a.py::test_some[5]",
+        "a.py::test_other",
+        "a.py::test_other[1]",
+    ]
