@@ -108,3 +108,12 @@ def test_parts_of_a_rank_are_widened_when_the_persistent_gradients_have_gone(
         patched.setattr(widening, "WIDENED_SCALARS", piece)
         found = ChunkFacts.of(layout, parameters, step).widened_bytes(integers(persistent), integers(shards))
     assert found == with_parts_by_hand(layout, parameters, n_persist, n_shard, num_ranks, piece)
+
+
+@given(st.lists(st.integers(0, 9), max_size=9), st.integers(0, 12))
+def test_neighbours_are_as_many_as_a_call_may_have_and_none_is_lost(counts: list[int], most: int) -> None:
+    found = list(widening.neighbours(counts, most))
+    assert [place for start, end in found for place in range(start, end)] == list(range(len(counts)))
+    for start, end in found:
+        assert end == start + 1 or sum(counts[start:end]) <= most
+        assert end == len(counts) or sum(counts[start : end + 1]) > most, "one more would have done"
