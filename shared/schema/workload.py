@@ -47,6 +47,7 @@ from ..phases.shared_inputs import SharedInput as SharedInput
 from ..phases.subspaces import Subspace as Subspace
 from ..phases.subspaces import SubspaceAxis as SubspaceAxis
 from ..phases.subspaces import why_no_subspaces
+from ..phases.tiling import LossHead as LossHead
 from ..phases.tiling import LossTiling as LossTiling
 from ..phases.tiling import why_no_loss_tiles, why_no_mlp_tiles, why_no_tilings
 from .plan import Plan, TrainingMethod
@@ -142,6 +143,8 @@ class Workload(Document):
     quadratic: QuadraticMemory | None = None
     """Tensors of attention that grow with the square of the sequence; None where there are none, or nobody knows.  A
     file has the field where it is set."""
+    loss_head: LossHead = LossHead.EAGER
+    """How the loss is made of hidden states where a plan has it whole.  A file has the field where it is not eager."""
     row_lookups: RowLookups | None = None
     """Embeddings whose rows the prologue may look up on the host; None where there are none, or nobody knows."""
     resident_bytes: Bytes = 0
@@ -212,6 +215,10 @@ class Workload(Document):
         counts = [tiling.loss_tiles for tiling in self.loss_tilings]
         if counts != sorted(set(counts)):
             raise ValueError(f"loss_tilings: {counts} tiles; each number stands once, and they ascend")
+        if self.loss_head is LossHead.CHUNKED:
+            raise ValueError("loss_head: chunked is Plan.loss_tiles; a workload's is eager or fused")
+        if self.loss_head is not LossHead.EAGER and self.distillation is not None:
+            raise ValueError("loss_head: bypass distillation has no loss after the last block")
         if counts and self.distillation is not None:
             raise ValueError("loss_tilings: bypass distillation has no loss after the last block")
         return self
@@ -232,6 +239,8 @@ class Workload(Document):
         fields: dict[str, Any] = handler(self)
         if not self.tilings:
             fields.pop("tilings", None)
+        if self.loss_head is LossHead.EAGER:
+            fields.pop("loss_head", None)
         if self.distillation is None:
             fields.pop("distillation", None)
         if not self.subspaces:
