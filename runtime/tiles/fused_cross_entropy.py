@@ -56,6 +56,7 @@ class _Fused(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, reduction: str, smoothing: float
     ) -> torch.Tensor:
+        loss: torch.Tensor
         loss, sums, total = _cross_entropy(logits, labels, _scratch(logits), ignore_index, reduction, smoothing)
         ctx.save_for_backward(logits, labels, sums, total)
         ctx.how = ignore_index, reduction, smoothing

@@ -9,6 +9,7 @@ are.  Any other use of a stand-in widens them after all, so that nothing is sile
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -153,6 +154,8 @@ class _WatchedLogits(TorchFunctionMode):
         self.vocabularies: set[int] = set()
         self.storages: set[int] = set()
         """Of logits whose cross-entropy was fused."""
+        self._used: dict[int, tuple[str, weakref.ref[torch.UntypedStorage]]] = {}
+        """Storages that another function has had, with its name."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -163,7 +166,26 @@ class _WatchedLogits(TorchFunctionMode):
             return self._loss(function, args, named)
         if _widens(function, args, named) and self._are_logits(args[0]):
             return WidenedLogits(args[0])
-        return function(*args, **named)
+        result = function(*args, **named)
+        self._note_use(function, (*args, *named.values()), result)
+        return result
+
+    def _note_use(self, function: Any, given: tuple[Any, ...], result: Any) -> None:
+        """Remember what other functions may have saved for their backward.
+
+        Raises ScheduleError if it is logits whose cross-entropy is fused: their place is taken when that runs.
+        """
+        if not isinstance(result, torch.Tensor) or not result.requires_grad:
+            return
+        name, own = str(getattr(function, "__name__", function)), result.untyped_storage()._cdata
+        for storage in (value.untyped_storage() for value in given if isinstance(value, torch.Tensor)):
+            key = storage._cdata
+            if key == own:
+                continue
+            if key in self.storages:
+                raise _refused_use(name)
+            # Others may have the address of one that is gone.
+            self._used[key] = name, weakref.ref(storage)
 
     def _are_logits(self, tensor: torch.Tensor) -> bool:
         return tensor.dim() > 1 and tensor.shape[-1] in self.vocabularies and tensor.requires_grad
@@ -177,8 +199,19 @@ class _WatchedLogits(TorchFunctionMode):
         if not is_known or not self._are_logits(logits):
             result: torch.Tensor = function(*_whole(args), **_whole(named))
             return result
-        self.storages.add(logits.untyped_storage()._cdata)
+        storage = logits.untyped_storage()._cdata
+        name, reference = self._used.get(storage, ("", None))
+        if storage in self.storages or (reference is not None and reference() is not None):
+            raise _refused_use(name or "cross_entropy")
+        self.storages.add(storage)
         return fused_cross_entropy(logits, labels, **bound)
+
+
+def _refused_use(what: str) -> ScheduleError:
+    return ScheduleError(
+        f"loss fused: the model's loss uses {what} of the logits too, whose place their gradient takes. Train it with "
+        f"loss eager."
+    )
 
 
 class WidenedLogits:

@@ -263,7 +263,7 @@ class Workload(Document):
 
     @cached_property
     def identity(self) -> str:
-        """Hash of what a plan depends on: model, batch shapes, parameters and who uses them; not of any timing."""
+        """Hash of what a plan depends on: model, batch shapes, parameters and who uses them, loss; not of timings."""
         return self._identity_of(self.model_hash)
 
     @cached_property
@@ -288,6 +288,8 @@ class Workload(Document):
             facts.append([self.distillation.keys_to_learn, self.distillation.loss])
         if self.subspaces:
             facts.append(["subspaces", [[of.frozen, of.trained, of.axis] for of in self.subspaces]])
+        if self.loss_head is not LossHead.EAGER:
+            facts.append(["loss_head", self.loss_head])
         if self.stage is not None:
             facts.append(["stage", self.stage.first_pair, self.stage.of_pairs])
         return hashlib.sha256(json.dumps(facts, separators=(",", ":")).encode()).hexdigest()[:16]
@@ -472,7 +474,7 @@ def check_plan(plan: Plan, workload: Workload) -> None:
         raise PlanError(
             f"the plan belongs to workload {plan.workload_id}, not to {workload.identity} "
             f"({workload.model_name}, {shapes}, {workload.compute_dtype}). Search a plan for this one, or name the "
-            f"element type that the plan was made for (--dtype)."
+            f"element type (--dtype) or the loss (--loss) that the plan was made for."
         )
     if (reason := why_not_shared(plan.sequence_ranks, plan.num_ranks)) is not None:
         raise PlanError(f"{reason}.")
