@@ -182,6 +182,9 @@ class Offer:
                 "num_devices": self.num_devices,
                 "price_usd_per_hour": price,
                 "run": run,
+                "usd_per_step": None
+                if price is None or found.iteration_s is None
+                else price / _SECONDS_PER_HOUR * found.iteration_s,
                 "usd_per_million_tokens": None
                 if price is None or rate is None
                 else price / _SECONDS_PER_HOUR / rate * 10**6,
