@@ -16,7 +16,7 @@ from ...shared.schema.hardware import Hardware
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.training_options import LoraOptions, QuantizationOptions, TrainingOptions
 from ...shared.schema.workload import DType, Workload
-from ...shared.workloads.dtypes import computes_in
+from ...shared.workloads.dtypes import choose_dtype, computes_in
 from ...shared.workloads.source import resolve_workload, untraced_workload
 
 _DTYPES: Final = {
@@ -77,6 +77,8 @@ def settle(reading: Reading, said: Said, machine: Hardware | None, *, file: str)
     """
     notes: list[str] = []
     run = _merged(reading.run, said, notes)
+    if said.model is None:
+        run = _found_by_name(run, notes)
     _check_known(run, said, machine, file)
     assert machine is not None
     assert run.model is not None
@@ -189,11 +191,21 @@ def _merged(run: AskedRun, said: Said, notes: list[str]) -> AskedRun:
         changed["global_batch_size"] = None
         notes.append(f"steps of {run.global_batch_size:,} samples, as the file has them, are no longer asked about.")
     if said.dtype is not None:
-        changed["precision"] = {
-            DType.BFLOAT16: Precision.MIXED_BFLOAT16,
-            DType.FLOAT16: Precision.MIXED_FLOAT16,
-        }.get(DType(said.dtype), Precision.FLOAT32)
+        halves = {DType.BFLOAT16: Precision.MIXED_BFLOAT16, DType.FLOAT16: Precision.MIXED_FLOAT16}
+        changed["precision"] = halves.get(choose_dtype(None, said.dtype, None).dtype, Precision.FLOAT32)
     return run.model_copy(update=changed)
+
+
+def _found_by_name(run: AskedRun, notes: list[str]) -> AskedRun:
+    """The run with a model of the catalogue where the file names a copy of one, of another owner."""
+    name = run.model
+    if name is None or "/" not in name or is_reachable(name):
+        return run
+    known = known_model(name.rpartition("/")[2])
+    if known is None:
+        return run
+    notes.append(f"{name} is taken as {known}, by its name (--model config.json for another one).")
+    return run.model_copy(update={"model": known})
 
 
 def _check_known(run: AskedRun, said: Said, machine: Hardware | None, file: str) -> None:

@@ -235,6 +235,7 @@ def test_the_answer_is_that_of_the_simulator_and_of_the_search() -> None:
     assert shlex.split(told.command)[:4] == ["protwin", "search", "--model=qwen2.5-0.5b", "--hardware=rtx-3090"]
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_fit_lacks_what_the_account_says() -> None:
     told = told_of(model="llama-3-8b", sequence_length=2048)
     (lack,) = told.lacking
@@ -256,6 +257,7 @@ def test_where_no_plan_fits_the_run_is_predicted_all_the_same() -> None:
     assert told.speedup is None
 
 
+@pytest.mark.slow
 def test_adapters_are_told_of_without_a_trace() -> None:
     told = told_of(lora=LoraOptions(rank=16), model="llama-3.2-1b", sequence_length=1024)
     assert told.configured.question.lora_rank == 16
