@@ -28,6 +28,7 @@ from ...shared.cli.options import (
     LoraDropout,
     LoraRank,
     LoraTargets,
+    LossName,
     ModelName,
     NoCacheFlag,
     OptimizerName,
@@ -50,7 +51,7 @@ from ...shared.cli.options import (
 )
 from ...shared.cli.output import save, tell
 from ...shared.cli.report_options import ReportPath, write_report
-from ...shared.cli.trained_as import images_of, quantized_of
+from ...shared.cli.trained_as import check_loss_of_plan, images_of, quantized_of
 from ...shared.compile.compile import compile_schedule
 from ...shared.pipelines.pipeline import Pipeline, load_plan_or_pipeline
 from ...shared.schema.calibration import Calibration
@@ -125,6 +126,7 @@ def simulate_command(
     image_size: ImageSize = None,
     images: ImageCount = None,
     autocast: AutocastName = None,
+    loss: LossName = None,
     changes: HardwareChanges = None,
     device_budget_bytes: DeviceBudget = None,
     calibration: CalibrationPath = None,
@@ -178,6 +180,7 @@ def simulate_command(
         frozen=frozen,
         images=images_of(image_size, images),
         autocast=autocast,
+        loss=loss,
         device=machine.device,
         has_cache=not no_cache,
         method=method,
@@ -195,6 +198,7 @@ def simulate_command(
         asked = Asked(device_budget_bytes, output, as_json=as_json)
         simulate_stages(loaded, choice.workload(), machine, factors, asked)
         return
+    check_loss_of_plan(loss, loaded)
     chosen = with_ranks(load_plan(plan, optimizer), machine, num_ranks, parallel, n_shard, shard_ranks)
     workload = choice.workload()
     with progress_bar("simulating") as on_progress:
