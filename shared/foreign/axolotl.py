@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..phases.quantization import Quantization, QuantizedType
+from ..phases.tiling import LossHead
 from ..schema.training_options import LoraOptions, QuantizationOptions
-from .asked_run import Checkpointing, Head, Precision, Reading, Split
+from .asked_run import Checkpointing, Precision, Reading, Split
 from .axolotl_keys import AXOLOTL_KEYS
 from .deepspeed import read_deepspeed
 from .fsdp import fsdp_options, read_fsdp
@@ -159,10 +160,14 @@ def _memory(walk: Walk) -> dict[str, Any]:
         walk.leaves_out("activation_offloading", "saved activations go to the host: less memory, longer steps")
     for key in ("chunked_cross_entropy", "cut_cross_entropy", "liger_fused_linear_cross_entropy"):
         if walk.flag(key):
-            found["head"] = Head.CHUNKED
+            found["loss_head"] = LossHead.CHUNKED
             walk.means(key, _TILED)
+    for key in ("liger_cross_entropy", "flash_attn_cross_entropy"):
+        if walk.flag(key) and "loss_head" not in found:
+            found["loss_head"] = LossHead.FUSED
+            walk.means(key, "the gradient of the logits takes their place")
     tiles = walk.number("chunked_cross_entropy_num_chunks", _LOSS_TILES)
-    if found.get("head") is not None and tiles is not None:
+    if found.get("loss_head") is LossHead.CHUNKED and tiles is not None:
         found["loss_tiles"] = tiles
     if walk.flag("tiled_mlp"):
         found["mlp_tiles"] = walk.number("tiled_mlp_num_shards", _MLP_TILES)

@@ -14,7 +14,6 @@ LIGER: Final = (
     "liger_layer_norm",
     "liger_swiglu",
     "liger_glu_activation",
-    "liger_cross_entropy",
 )
 _READ: Final = [
     "base_model",
@@ -45,6 +44,8 @@ _READ: Final = [
     "chunked_cross_entropy_num_chunks",
     "cut_cross_entropy",
     "liger_fused_linear_cross_entropy",
+    "liger_cross_entropy",
+    "flash_attn_cross_entropy",
     "tiled_mlp",
     "tiled_mlp_num_shards",
     "deepspeed",
@@ -67,7 +68,6 @@ _LEFT_OUT: Final = {
     "lora_embedding_kernel": LeftOut(_FUSED),
     "flash_attn_fuse_mlp": LeftOut(_FUSED),
     "flash_attn_rms_norm": LeftOut(_FUSED),
-    "flash_attn_cross_entropy": LeftOut("a fused loss holds less than the answer's"),
     "use_kernels": LeftOut(_FUSED),
     "fused_attn_kernel": LeftOut(_FUSED),
     "flex_attention": LeftOut("attention is FlexAttention's, which takes other time than the answer's"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from .asked_run import Checkpointing, Head, KeyNote, Place, Precision, Reading, Split
+from ..phases.tiling import LossHead
+from .asked_run import Checkpointing, KeyNote, Place, Precision, Reading, Split
 from .keys import Walk, one_of, said, shown
 from .optimizers import optimizer_of
 from .torchtitan_keys import DEGREES, TORCHTITAN_KEYS
@@ -58,7 +59,7 @@ def read_torchtitan(content: Mapping[str, Any]) -> Reading:
     if found["optimizer"] is not None:
         walk.means("optimizer.name", f"stepped by {found['optimizer'].words}", usually="AdamW")
     if walk.flag("liger_kernel.enable_fused_linear_cross_entropy"):
-        found["head"] = Head.CHUNKED
+        found["loss_head"] = LossHead.CHUNKED
         walk.means("liger_kernel.enable_fused_linear_cross_entropy", "logits are made in tiles, and never exist whole")
     _converters(walk)
     return walk.reading(said(found))

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from .asked_run import AskedRun, Checkpointing, Head, Precision, Reading, Split
+from ..phases.tiling import LossHead
+from .asked_run import AskedRun, Checkpointing, Precision, Reading, Split
 from .deepspeed import read_deepspeed
 from .fsdp import fsdp_options, read_fsdp
 from .keys import Walk, said
@@ -117,10 +118,13 @@ def _memory(walk: Walk, *, is_sft: bool) -> dict[str, Any]:
         )
         if _liger(walk, "fused_linear_cross_entropy", usually=True):
             walk.means("use_liger_kernel", tiled)
-            found["head"] = Head.CHUNKED
+            found["loss_head"] = LossHead.CHUNKED
+        elif _liger(walk, "cross_entropy", usually=False):
+            walk.means("liger_kernel_config", "the gradient of the logits takes their place")
+            found["loss_head"] = LossHead.FUSED
     if (walk.text("loss_type") or "nll").startswith("chunked"):
         walk.means("loss_type", tiled)
-        found["head"] = Head.CHUNKED
+        found["loss_head"] = LossHead.CHUNKED
     return found
 
 

@@ -112,6 +112,8 @@ def _searched(
         for name, number in (("mlp_tiles", settled.mlp_tiles), ("loss_tiles", settled.loss_tiles))
         if number > 1
     }
+    if settled.options.loss_head is not None:
+        tiles["loss_tiles"] = (1,)
     request = SearchRequest(
         workload=workload,
         hardware=settled.machine,
@@ -169,6 +171,8 @@ def command_line(settled: Settled, asked: Asked) -> str:
         words.append(f"--quantize={quantized.how.type}")
         words += ["--double-quantize"] if quantized.how.double else []
     words += [f"--mlp-tiles={settled.mlp_tiles}"] if settled.mlp_tiles > 1 else []
+    if settled.options.loss_head is not None:
+        words.append(f"--loss={settled.options.loss_head}")
     words += [f"--loss-tiles={settled.loss_tiles}"] if settled.loss_tiles > 1 else []
     if settled.num_ranks > 1:
         words.append(f"--ranks={settled.num_ranks}")

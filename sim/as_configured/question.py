@@ -10,8 +10,9 @@ from typing import Any, Final
 
 from ...shared.basics.errors import PlanError
 from ...shared.catalogue.models import known_model
-from ...shared.foreign.asked_run import AskedRun, Head, Precision, Reading, Split
+from ...shared.foreign.asked_run import AskedRun, Precision, Reading, Split
 from ...shared.foreign.keys import words_of
+from ...shared.phases.tiling import LossHead
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.training_options import LoraOptions, QuantizationOptions, TrainingOptions
@@ -114,8 +115,10 @@ def settle(reading: Reading, said: Said, machine: Hardware | None, *, file: str)
         packed_lengths=said.packed_lengths,
         notes=tuple(notes),
         differences=tuple(differences),
-        options=TrainingOptions(lora=lora, quantized=run.quantized),
-        loss_tiles=run.loss_tiles if run.head is Head.CHUNKED else 1,
+        options=TrainingOptions(
+            lora=lora, quantized=run.quantized, loss_head=LossHead.FUSED if run.loss_head is LossHead.FUSED else None
+        ),
+        loss_tiles=run.loss_tiles if run.loss_head is LossHead.CHUNKED else 1,
         mlp_tiles=run.mlp_tiles,
     )
 
@@ -130,10 +133,15 @@ def workload_of(settled: Settled, *, cache: Path | None, warn: Callable[[str], N
 
     Raises ProtwinError if the model has none of this shape.
     """
-    is_tiled = settled.mlp_tiles > 1 or settled.loss_tiles > 1
-    if is_tiled and not _has_torch() and _untraced(settled) is None:
-        why = "head, loss and MLPs run whole in the answer: a trace in tiles needs torch, which is not installed."
-        settled = replace(settled, mlp_tiles=1, loss_tiles=1, differences=(*settled.differences, why))
+    is_special = settled.mlp_tiles > 1 or settled.loss_tiles > 1 or settled.options.is_fused
+    if is_special and not _has_torch() and _untraced(settled) is None:
+        why = (
+            "head, loss and MLPs run whole in the answer, and the loss is eager: a trace of it as it is needs torch, "
+            "which is not installed."
+        )
+        options = settled.options.model_copy(update={"loss_head": None})
+        differences = (*settled.differences, why)
+        settled = replace(settled, mlp_tiles=1, loss_tiles=1, options=options, differences=differences)
     found = resolve_workload(
         settled.model,
         batch_size=settled.batch_size,

@@ -14,7 +14,7 @@ import pytest
 import tomli_w
 
 from protwin.shared.basics.errors import FileError, PlanError
-from protwin.shared.foreign.asked_run import AskedRun, Checkpointing, Head, Place, Precision, Split, Tool
+from protwin.shared.foreign.asked_run import AskedRun, Checkpointing, Place, Precision, Split, Tool
 from protwin.shared.foreign.axolotl import read_axolotl
 from protwin.shared.foreign.axolotl_keys import AXOLOTL_KEYS
 from protwin.shared.foreign.deepspeed import read_deepspeed
@@ -26,6 +26,7 @@ from protwin.shared.foreign.torchtitan import read_torchtitan
 from protwin.shared.foreign.torchtitan_keys import TORCHTITAN_KEYS
 from protwin.shared.foreign.training_arguments import read_training_arguments
 from protwin.shared.foreign.training_arguments_keys import TRAINING_ARGUMENTS_KEYS
+from protwin.shared.phases.tiling import LossHead
 from protwin.shared.schema.optimizer import Optimizer
 from tests.shared.foreign.recorded_keys import AXOLOTL, DEEPSPEED, TORCHTITAN
 from tests.shared.foreign.writers import (
@@ -187,9 +188,12 @@ def test_the_trainer_of_trl_recomputes_and_has_a_length_unless_it_is_told_otherw
 
 
 def test_fused_losses_make_no_logits() -> None:
-    assert read_training_arguments({"use_liger_kernel": True}).run.head is Head.CHUNKED
-    kernels = {"fused_linear_cross_entropy": False}
-    assert read_training_arguments({"use_liger_kernel": True, "liger_kernel_config": kernels}).run.head is None
+    assert read_training_arguments({"use_liger_kernel": True}).run.loss_head is LossHead.CHUNKED
+    kernels = {"fused_linear_cross_entropy": False, "cross_entropy": True}
+    fused = {"use_liger_kernel": True, "liger_kernel_config": kernels}
+    assert read_training_arguments(fused).run.loss_head is LossHead.FUSED
+    fused["liger_kernel_config"] = kernels | {"cross_entropy": False}
+    assert read_training_arguments(fused).run.loss_head is None
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------

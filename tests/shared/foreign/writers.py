@@ -6,8 +6,9 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from protwin.shared.foreign.asked_run import AskedRun, Checkpointing, Head, Place, Precision, Split
+from protwin.shared.foreign.asked_run import AskedRun, Checkpointing, Place, Precision, Split
 from protwin.shared.phases.quantization import Quantization, QuantizedType
+from protwin.shared.phases.tiling import LossHead
 from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.training_options import LoraOptions, QuantizationOptions
 
@@ -229,14 +230,14 @@ def axolotl_run(rng: random.Random) -> AskedRun:
         "optimizer": rng.choice([Optimizer.ADAMW, Optimizer.LION, Optimizer.ADAMW_8BIT]),
         "max_gradient_norm": rng.choice([1.0, 0.0, 0.3]),
         "checkpointing": rng.choice([Checkpointing.NONE, Checkpointing.FULL]),
-        "head": rng.choice([None, Head.CHUNKED]),
+        "loss_head": rng.choice([None, LossHead.FUSED, LossHead.CHUNKED]),
         "split": split,
         "parameters_on": None if split is Split.NOTHING or place is Place.DEVICE else place,
         "optimizer_on": None if split is Split.NOTHING or place is Place.DEVICE else place,
     }
     if fields["checkpointing"] is Checkpointing.FULL:
         fields["offloads_inputs"] = rng.choice([True, None])
-    if fields["head"] is not None:
+    if fields["loss_head"] is LossHead.CHUNKED:
         fields["loss_tiles"] = rng.choice([8, 4])
     if is_adapted:
         fields["lora"] = LoraOptions(
@@ -272,7 +273,9 @@ def axolotl(run: AskedRun, rng: random.Random) -> dict[str, Any]:
         content["batch_size"] = (run.micro_batches or 1) * (run.batch_size or 1)
     if run.offloads_inputs:
         content |= rng.choice([{"gradient_checkpointing": "offload"}, {"activation_offloading": True}])
-    if run.head is Head.CHUNKED:
+    if run.loss_head is LossHead.FUSED:
+        content[rng.choice(["liger_cross_entropy", "flash_attn_cross_entropy"])] = True
+    if run.loss_head is LossHead.CHUNKED:
         content["chunked_cross_entropy_num_chunks"] = run.loss_tiles
         content[rng.choice(["chunked_cross_entropy", "cut_cross_entropy", "liger_fused_linear_cross_entropy"])] = True
     if run.lora is not None:
