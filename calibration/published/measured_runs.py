@@ -11,8 +11,9 @@ from typing import Any, Final, Self
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from ...shared.basics.documents import FrozenModel
+from ...shared.methods.runtime_profile import Runtime
 from ...shared.phases.quantization import Quantization
-from ...shared.schema.hardware import MemorySize
+from ...shared.schema.hardware import AttentionKernel, MemorySize
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.plan import ParallelMode
 from ...shared.schema.workload import DType
@@ -121,6 +122,12 @@ class MeasuredRun(FrozenModel):
     """Share of the blocks that are checkpointed."""
     offloaded: bool = False
     """Whether parameters, gradients and optimizer lie on the host."""
+    runtime: Runtime = Runtime.OURS
+    """Who carried it out, where its copies are known."""
+    reduce_dtype: DType | None = None
+    """What gradients were reduced in; None: their own type."""
+    attention_kernel: AttentionKernel | None = None
+    """What computed attention; None: what PyTorch takes today."""
     measured: Measured
     approximations: tuple[str, ...] = ()
     """Where the prediction is of something else than the run."""

@@ -18,6 +18,7 @@ from ...shared.basics.interval import Interval
 from ...shared.catalogue.machines import machine, override_hardware
 from ...shared.catalogue.parts import network_part
 from ...shared.layout.layout import layout_of
+from ...shared.methods.runtime_profile import RuntimeProfile
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.record import Record
@@ -75,7 +76,8 @@ def predict_runs(on_step: OnStep = lambda done, total: None) -> tuple[PredictedR
 def predict_run(run: MeasuredRun) -> PredictedRun:
     """One step of ``run``."""
     workload = workload_of(run)
-    return figures_of(run, simulate(plan_of(run, workload), workload, hardware_of(run)))
+    profile = RuntimeProfile(run.runtime, run.reduce_dtype)
+    return figures_of(run, simulate(plan_of(run, workload), workload, hardware_of(run), runtime=profile))
 
 
 def figures_of(run: MeasuredRun, record: Record) -> PredictedRun:
@@ -143,6 +145,8 @@ def hardware_of(run: MeasuredRun) -> Hardware:
     hardware = machine(run.machine)
     if run.changes:
         hardware = override_hardware(hardware, run.changes)
+    if run.attention_kernel is not None:
+        hardware = override_hardware(hardware, {"device.attention_kernel": run.attention_kernel})
     num_nodes = -(-run.num_ranks // hardware.devices_per_node)
     if num_nodes == 1:
         return hardware

@@ -29,6 +29,7 @@ from ...shared.cli.options import (
     JsonFlag,
     LoraRank,
     LoraTargets,
+    LossName,
     ModelName,
     OptimizerName,
     OsftTargets,
@@ -49,7 +50,7 @@ from ...shared.cli.options import (
 )
 from ...shared.cli.output import save, tell
 from ...shared.cli.report_options import ReportPath, write_report
-from ...shared.cli.trained_as import options_of, osft_of, quantized_of
+from ...shared.cli.trained_as import loss_tiles_of, options_of, osft_of, quantized_of
 from ...shared.schema.advice import Advice
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
@@ -147,6 +148,7 @@ def advise_command(
     osft_targets: OsftTargets = None,
     frozen: FrozenParts = None,
     autocast: AutocastName = None,
+    loss: LossName = None,
     changes: HardwareChanges = None,
     device_budget_bytes: DeviceBudget = None,
     margin: Margin = None,
@@ -194,7 +196,7 @@ def advise_command(
         global_batch,
         max_gradient_norm,
         _fingerprint(model),
-        options=options_of(lora_rank, lora_targets, frozen, autocast, osft, quantized),
+        options=options_of(lora_rank, lora_targets, frozen, autocast, osft, quantized, loss=loss),
         device_budget_bytes=device_budget_bytes,
         margin_frac=DEFAULT_MARGIN_FRAC if margin is None else margin / 100,
         calibrations=_calibrations(calibrations or (), machines),
@@ -203,7 +205,7 @@ def advise_command(
         host_gradients=host_gradients or HostGradients.PARAMETERS,
         student=student_of(model, student, method),
         goal=Goal.LONGEST_SEQUENCE if longest else Goal.FASTEST,
-        tiles=AskedTiles.named(mlp_tiles, loss_tiles),
+        tiles=AskedTiles.named(mlp_tiles, loss_tiles_of(loss, loss_tiles)),
     )
     numbers = sorted(set(ranks or ()))
     for number in numbers:

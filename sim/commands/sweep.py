@@ -25,6 +25,7 @@ from ...shared.cli.options import (
     JsonFlag,
     LoraRank,
     LoraTargets,
+    LossName,
     ModelName,
     NoCacheFlag,
     OptimizerName,
@@ -40,11 +41,12 @@ from ...shared.cli.options import (
 from ...shared.cli.output import save, tell
 from ...shared.cli.ranges import Numbers, numbers_option
 from ...shared.cli.report_options import ReportPath, write_report
-from ...shared.cli.trained_as import quantized_of
+from ...shared.cli.trained_as import loss_tiles_of, quantized_of
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.optimizer import HostGradients, Optimizer
 from ...shared.sweeps.sweep import Sweep, crossovers
 from ...shared.workloads.source import is_saved_workload
+from ..questions.in_tiles import AskedTiles
 from ..questions.sweep import SweepRequest
 from ..questions.sweep import sweep as sweep_points
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
@@ -114,6 +116,7 @@ def sweep_command(
     quantization_blocksize: QuantizationBlock = None,
     frozen: FrozenParts = None,
     autocast: AutocastName = None,
+    loss: LossName = None,
     changes: HardwareChanges = None,
     device_budget_bytes: DeviceBudget = None,
     margin: Margin = None,
@@ -160,8 +163,10 @@ def sweep_command(
         quantized=quantized_of(quantized_to, double=double_quantize, blocksize=quantization_blocksize),
         frozen=frozen,
         autocast=autocast,
+        loss=loss,
         device=machine.device,
         has_cache=not no_cache,
+        tiles=AskedTiles.named(None, loss_tiles_of(loss, None)),
     )
     with progress_bar("searching points") as on_progress:
         asked = SweepRequest(
@@ -174,6 +179,7 @@ def sweep_command(
                 calibration=Calibration.load(calibration) if calibration is not None else None,
                 device_budget_bytes=device_budget_bytes,
                 margin_frac=DEFAULT_MARGIN_FRAC if margin is None else margin / 100,
+                space=choice.tiles.space,
                 step=Step(
                     micro_batches=micro_batches or 1,
                     max_gradient_norm=max_gradient_norm,

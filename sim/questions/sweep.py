@@ -144,7 +144,8 @@ def _searched(asked: SweepRequest, request: SearchRequest, shape: Shape) -> tupl
 
 def _unlimited(request: SearchRequest, chunk_bytes: int | None) -> SearchResult:
     """The best plan on a device, and a host, of unlimited memory; see [Note: Unlimited memory]."""
-    allowed = {"n_checkpoint": (0,), "n_swap": (0,), "mlp_tiles": (1,), "loss_tiles": (1,)}
+    tiles = {"mlp_tiles": request.space.mlp_tiles or (1,), "loss_tiles": request.space.loss_tiles or (1,)}
+    allowed: dict[str, tuple[int, ...]] = {"n_checkpoint": (0,), "n_swap": (0,), **tiles}
     if chunk_bytes is not None:
         allowed["chunk_bytes"] = (chunk_bytes,)
     return search_batches(
