@@ -126,10 +126,10 @@ standard error, no document), 130 after Ctrl-C.
 prints an object with the lists `hosts`, `links`, `disks`, `nodes` and `networks`, of [Host](#host),
 [LinkPair](#linkpair), [Disk](#disk), [Node](#node) and [Network](#network). `protwin explain-config
 --json` prints of a file with a section `protwin` an object with the keys in `section`, and the lists of texts
-`commands`, `obstacles` and `notes`. `--timeline` writes the Trace
-Event Format of Chrome, for Perfetto: microseconds, one process per record, one thread per lane; a task's arguments
-are its `task`, `kind`, `chunk` or `section` and `duration_s`, and where the schedule is at hand also `moved_bytes`,
-`allocated_bytes`, `freed_bytes`, `waits_for` and `waits_for_previous_iteration`.
+`commands`, `obstacles` and `notes`; with `--hardware` also the document [explanation](#explanation). `--timeline`
+writes the Trace Event Format of Chrome, for Perfetto: microseconds, one process per record, one thread per lane; a
+task's arguments are its `task`, `kind`, `chunk` or `section` and `duration_s`, and where the schedule is at hand also
+`moved_bytes`, `allocated_bytes`, `freed_bytes`, `waits_for` and `waits_for_previous_iteration`.
 """
 
 

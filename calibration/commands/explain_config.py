@@ -18,6 +18,7 @@ from ...runtime.integrations.axolotl_section import PlanSection, contradictions,
 from ...shared.basics.errors import PlanError
 from ...shared.basics.gc_pause import gc_paused
 from ...shared.basics.progress import progress_bar
+from ...shared.basics.units import as_bytes
 from ...shared.cli.options import (
     BatchSize,
     CalibrationPath,
@@ -48,8 +49,8 @@ from ...shared.tables.table import Table
 from ...sim.commands.options import MicroBatches, NumRanks, machine_of
 
 if TYPE_CHECKING:
-    from ...shared.foreign.explanation import Explanation
     from ...sim.as_configured.explain import Asked
+    from ...sim.as_configured.explanation import Explanation
     from ...sim.as_configured.question import Said
 
 __all__ = ["explain_config"]
@@ -116,12 +117,17 @@ def explain_config_command(
     The prediction is of a plan that does the same; what the file does not say, options do.  Every key is told: what it
     means, or that the answer leaves it out.  The exit code is 2, with one message, where a key contradicts and cannot
     be left out.  Of an axolotl file with a section protwin it says what the section means, and by which command its
-    plan can be asked about.
+    plan can be asked about; with --hardware the rest of the file is answered too.
     """
     content = read_content(file)
+    section: dict[str, Any] | None = None
     if "protwin" in content or is_listed(content):
-        _explain_section(file, content, as_json=as_json)
-        return
+        section = _explain_section(file, content, as_json=as_json)
+        if hardware is None:
+            _tell(section, None, as_json=as_json)
+            return
+        device_budget_bytes = device_budget_bytes or _budget_bytes(content)
+        content = {name: value for name, value in content.items() if name != "protwin"}
     from ...sim.as_configured.explain import Asked
     from ...sim.as_configured.question import Said
 
@@ -151,14 +157,32 @@ def explain_config_command(
         calibration_path=None if calibration is None else str(calibration),
         cache=None if no_cache else cache_folder(),
     )
-    told = _explained(reading, said, asked)
-    if as_json:
-        write_data(told.to_json())
-    else:
-        from ...shared.foreign.tables import explanation_tables
+    _tell(section, _explained(reading, said, asked), as_json=as_json)
 
+
+def _tell(section: dict[str, Any] | None, told: Explanation | None, *, as_json: bool) -> None:
+    """What an axolotl file's section means, if it has one, and the answer about the rest."""
+    if as_json:
+        if section is not None:
+            beside = {} if told is None else {"explanation": json.loads(told.to_json())}
+            write_data(json.dumps(section | beside, indent=1, ensure_ascii=False) + "\n")
+        elif told is not None:
+            write_data(told.to_json())
+    elif told is not None:
+        from ...sim.as_configured.tables import explanation_tables
+
+        if section is not None:
+            say("\nThe rest of the file, as axolotl trains by it without the plugin:\n")
         show(explanation_tables(told))
         say(f"\nAsk for such a plan:\n\n  {told.command}")
+    else:
+        say("- with --hardware NAME, what the file asks for without the plugin is predicted, beside a plan.")
+
+
+def _budget_bytes(configuration: dict[str, Any]) -> int | None:
+    """The budget of the section, if it has one."""
+    budget = section_of(configuration).budget
+    return None if budget is None else as_bytes(budget)
 
 
 def _explained(reading: Any, said: Said, asked: Asked) -> Explanation:
@@ -168,8 +192,8 @@ def _explained(reading: Any, said: Said, asked: Asked) -> Explanation:
         return explain(reading, said, asked, warn, on_progress)
 
 
-def _explain_section(file: Path, configuration: dict[str, Any], *, as_json: bool) -> None:
-    """What the section protwin of an axolotl file means."""
+def _explain_section(file: Path, configuration: dict[str, Any], *, as_json: bool) -> dict[str, Any]:
+    """What the section protwin of an axolotl file means, said or, as what ``--json`` prints of it, given back."""
     check_plugin(configuration, file)
     try:
         section = section_of(configuration)
@@ -187,11 +211,9 @@ def _explain_section(file: Path, configuration: dict[str, Any], *, as_json: bool
         question = question_of(section, step, files)
     except PlanError as error:
         raise PlanError(f"{file}: {error}") from error
-    if as_json:
-        asked = {"section": section.model_dump(mode="json"), **asdict(question)}
-        write_data(json.dumps(asked, indent=1, ensure_ascii=False) + "\n")
-    else:
+    if not as_json:
         _say(question)
+    return {"section": section.model_dump(mode="json"), **asdict(question)}
 
 
 def _section_table(section: PlanSection, file: Path) -> Table:

@@ -7,6 +7,7 @@ from enum import StrEnum
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from ..basics.documents import FrozenModel
+from ..phases.tiling import LossHead
 from ..schema.optimizer import Optimizer
 from ..schema.training_options import LoraOptions, QuantizationOptions
 
@@ -80,15 +81,6 @@ class Place(StrEnum):
     DISK = "disk"
 
 
-class Head(StrEnum):
-    """How the loss is computed from the last hidden states."""
-
-    EAGER = "eager"
-    """Logits exist whole."""
-    CHUNKED = "chunked"
-    """Tile by tile of tokens, so that logits never exist whole."""
-
-
 class AskedRun(FrozenModel):
     """A training that a file asks for.  None: the file does not say.
 
@@ -116,9 +108,10 @@ class AskedRun(FrozenModel):
     """The n of ``EVERY_NTH``."""
     offloads_inputs: bool = False
     """Whether the inputs of recomputed blocks go to the host."""
-    head: Head | None = None
+    loss_head: LossHead | None = None
+    """How the loss is made of hidden states."""
     loss_tiles: PositiveInt = 8
-    """Tiles of tokens of a chunked head."""
+    """Tiles of tokens of a chunked loss."""
     mlp_tiles: PositiveInt = 1
     """Tiles of tokens that MLPs run in."""
     lora: LoraOptions | None = None

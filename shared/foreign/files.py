@@ -11,12 +11,30 @@ from typing import Any, Final
 from ..basics.documents import read_text
 from ..basics.errors import FileError, PlanError, ProtwinError
 from .asked_run import Reading, Tool
+from .axolotl import read_axolotl
 from .deepspeed import read_deepspeed
+from .torchtitan import read_torchtitan
 from .training_arguments import NESTED, read_training_arguments
 
 _MOST_VALUES: Final = 100_000
 """Values of one file, with all that its anchors repeat: a few lines of anchors may stand for billions."""
 _MARKS: Final[Mapping[Tool, frozenset[str]]] = {
+    Tool.AXOLOTL: frozenset(
+        {
+            "base_model",
+            "micro_batch_size",
+            "sequence_len",
+            "datasets",
+            "adapter",
+            "sample_packing",
+            "dataset_prepared_path",
+            "val_set_size",
+            "lora_r",
+        }
+    ),
+    Tool.TORCHTITAN: frozenset(
+        {"job", "training", "parallelism", "activation_checkpoint", "model", "metrics", "lr_scheduler", "experimental"}
+    ),
     Tool.DEEPSPEED: frozenset(
         {
             "zero_optimization",
@@ -124,6 +142,8 @@ def _all_words() -> str:
 
 
 _READERS: Final[Mapping[Tool, Callable[[Mapping[str, Any], Path], Reading]]] = {
+    Tool.AXOLOTL: lambda content, folder: read_axolotl(content, folder=folder),
+    Tool.TORCHTITAN: lambda content, folder: read_torchtitan(content),
     Tool.DEEPSPEED: lambda content, folder: read_deepspeed(content),
     Tool.TRAINING_ARGUMENTS: lambda content, folder: read_training_arguments(content, folder=folder),
 }

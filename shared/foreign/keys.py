@@ -156,8 +156,8 @@ class Walk:
     def means(self, key: str, about: str, *, usually: Any = None) -> None:
         """Note what a key means that the file has, or the value that the tool has where the file is silent, if any."""
         found = self.value(key)
-        if found == AUTO:
-            about = "filled in by whoever calls the tool"
+        if found == AUTO and self.table.tool is Tool.DEEPSPEED:
+            about = "filled in by whoever calls DeepSpeed"
         if found is not None:
             self.understood.append(KeyNote(key=self.prefix + key, value=shown(found), about=about))
         elif usually is not None and self.value(key, usually) is usually:

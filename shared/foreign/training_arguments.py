@@ -6,17 +6,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from ..basics.documents import read_text
-from ..basics.errors import FileError
-from .asked_run import AskedRun, Checkpointing, Head, Precision, Reading, Split
+from ..phases.tiling import LossHead
+from .asked_run import AskedRun, Checkpointing, Precision, Reading, Split
 from .deepspeed import read_deepspeed
 from .fsdp import fsdp_options, read_fsdp
-from .keys import Walk, said, shown
+from .keys import Walk, said
+from .named_files import section
 from .optimizers import optimizer_of
 from .training_arguments_keys import TRAINING_ARGUMENTS_KEYS
 
@@ -60,13 +59,13 @@ def read_training_arguments(content: Mapping[str, Any], *, folder: Path | None =
         walk.means("optim", f"stepped by {found['optimizer'].words}", usually=_OPTIMIZER)
     others: list[Reading] = []
     if (options := fsdp_options(walk, "fsdp")) is not None:
-        config = _section(walk, "fsdp_config", folder)
+        config = section(walk, "fsdp_config", folder)
         walk.means("fsdp", "ranks have parameters in parts (FSDP)")
         others.append(read_fsdp(options, config))
     if walk.value("deepspeed"):
         if others:
             walk.contradict("fsdp and deepspeed are both asked for. Leave one of the two out.")
-        others.append(read_deepspeed(_section(walk, "deepspeed", folder), prefix="deepspeed.", by_transformers=True))
+        others.append(read_deepspeed(section(walk, "deepspeed", folder), prefix="deepspeed.", by_transformers=True))
     run = said(found | {"precision": _precision(walk, others, is_sft=is_sft)})
     for other in others:
         _agree(walk, run, other)
@@ -77,29 +76,6 @@ def read_training_arguments(content: Mapping[str, Any], *, folder: Path | None =
 
 def _not_none(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def _section(walk: Walk, key: str, folder: Path | None) -> Mapping[str, Any]:
-    """The section at ``key``, of the file itself or of one that it names.  Raises FileError."""
-    given = walk.value(key)
-    if given is None:
-        return {}
-    if isinstance(given, Mapping):
-        return given
-    if not isinstance(given, str):
-        walk.refuse(key, "a section, or the path of its JSON file")
-        return {}
-    path = (folder or Path()) / given
-    if not path.is_file():
-        raise FileError(f"{key} is {shown(given)}, and there is no file {path}. Put it there, or its content in place.")
-    try:
-        found = json.loads(read_text(path))
-    except ValueError as error:
-        raise FileError(f"{path}, which {key} names, is no JSON: {error}.") from error
-    if not isinstance(found, Mapping):
-        raise FileError(f"{path}, which {key} names, holds a {type(found).__name__}, where a section belongs.")
-    walk.means(key, "read of that file")
-    return found
 
 
 def _precision(walk: Walk, others: list[Reading], *, is_sft: bool) -> Precision:
@@ -142,10 +118,13 @@ def _memory(walk: Walk, *, is_sft: bool) -> dict[str, Any]:
         )
         if _liger(walk, "fused_linear_cross_entropy", usually=True):
             walk.means("use_liger_kernel", tiled)
-            found["head"] = Head.CHUNKED
+            found["loss_head"] = LossHead.CHUNKED
+        elif _liger(walk, "cross_entropy", usually=False):
+            walk.means("liger_kernel_config", "the gradient of the logits takes their place")
+            found["loss_head"] = LossHead.FUSED
     if (walk.text("loss_type") or "nll").startswith("chunked"):
         walk.means("loss_type", tiled)
-        found["head"] = Head.CHUNKED
+        found["loss_head"] = LossHead.CHUNKED
     return found
 
 

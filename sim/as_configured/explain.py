@@ -11,13 +11,13 @@ from ...shared.basics.errors import InfeasibleError
 from ...shared.basics.progress import OnProgress, no_progress
 from ...shared.catalogue.rank_share import machine_of_rank
 from ...shared.foreign.asked_run import Reading, Tool
-from ...shared.foreign.explanation import Explanation, OtherReading
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
 from ...shared.schema.search_result import Lack, SearchResult
 from ...shared.schema.workload import Workload
+from ...shared.tables.memory import allocator_warning
 from ..engine.simulator import simulate
 from ..memory.host import default_host_budget_bytes
 from ..memory.libraries import rank_device_bytes
@@ -25,6 +25,7 @@ from ..searching.request import SearchRequest, Step
 from ..searching.search import search_batches
 from ..space.space import SearchSpace
 from .configured_plan import configured_plan
+from .explanation import Explanation, OtherReading
 from .question import Said, Settled, settle, workload_of
 
 _RUNTIMES = {
@@ -76,6 +77,7 @@ def explain(
     ]
     runtime = _RUNTIMES[reading.tool]
     found, why = _searched(settled, workload, configured.plan, asked, on_progress) if asked.searches else (None, None)
+    lacking = _lacking(record, settled.machine, asked)
     return Explanation(
         file=asked.file,
         reading=reading,
@@ -87,7 +89,8 @@ def explain(
             *configured.differences,
         ),
         configured=record,
-        lacking=_lacking(record, settled.machine, asked),
+        lacking=lacking,
+        segments=None if lacking else allocator_warning(record),
         other_readings=tuple(others),
         found=found,
         infeasible=why,
@@ -109,6 +112,8 @@ def _searched(
         for name, number in (("mlp_tiles", settled.mlp_tiles), ("loss_tiles", settled.loss_tiles))
         if number > 1
     }
+    if settled.options.loss_head is not None:
+        tiles["loss_tiles"] = (1,)
     request = SearchRequest(
         workload=workload,
         hardware=settled.machine,
@@ -136,10 +141,7 @@ def _lacking(record: Record, machine: Hardware, asked: Asked) -> tuple[Lack, ...
     budget_bytes = asked.device_budget_bytes or room_bytes
     own = machine if plan.num_ranks == 1 else machine_of_rank(machine, plan.num_ranks)
     short = [("device memory", record.guaranteed_peak_device_bytes - budget_bytes)]
-    reserved, host = record.device_reserved, record.host_memory
-    if reserved is not None and short[0][1] <= 0 and asked.device_budget_bytes is None:
-        over = 0 if reserved.fits or reserved.needs_expandable else reserved.expected_bytes - reserved.limit_bytes
-        short.append(("device memory for the allocator's segments", over))
+    host = record.host_memory
     if host is not None:
         short.append(("host memory", host.planned_bytes - default_host_budget_bytes(own, budget_bytes)))
     return tuple(Lack(memory=memory, size_bytes=size) for memory, size in short if size > 0)
@@ -169,6 +171,8 @@ def command_line(settled: Settled, asked: Asked) -> str:
         words.append(f"--quantize={quantized.how.type}")
         words += ["--double-quantize"] if quantized.how.double else []
     words += [f"--mlp-tiles={settled.mlp_tiles}"] if settled.mlp_tiles > 1 else []
+    if settled.options.loss_head is not None:
+        words.append(f"--loss={settled.options.loss_head}")
     words += [f"--loss-tiles={settled.loss_tiles}"] if settled.loss_tiles > 1 else []
     if settled.num_ranks > 1:
         words.append(f"--ranks={settled.num_ranks}")

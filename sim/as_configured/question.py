@@ -10,13 +10,14 @@ from typing import Any, Final
 
 from ...shared.basics.errors import PlanError
 from ...shared.catalogue.models import known_model
-from ...shared.foreign.asked_run import AskedRun, Head, Precision, Reading, Split
+from ...shared.foreign.asked_run import AskedRun, Precision, Reading, Split
 from ...shared.foreign.keys import words_of
+from ...shared.phases.tiling import LossHead
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.training_options import LoraOptions, QuantizationOptions, TrainingOptions
 from ...shared.schema.workload import DType, Workload
-from ...shared.workloads.dtypes import computes_in
+from ...shared.workloads.dtypes import choose_dtype, computes_in
 from ...shared.workloads.source import resolve_workload, untraced_workload
 
 _DTYPES: Final = {
@@ -77,6 +78,8 @@ def settle(reading: Reading, said: Said, machine: Hardware | None, *, file: str)
     """
     notes: list[str] = []
     run = _merged(reading.run, said, notes)
+    if said.model is None:
+        run = _found_by_name(run, notes)
     _check_known(run, said, machine, file)
     assert machine is not None
     assert run.model is not None
@@ -112,8 +115,10 @@ def settle(reading: Reading, said: Said, machine: Hardware | None, *, file: str)
         packed_lengths=said.packed_lengths,
         notes=tuple(notes),
         differences=tuple(differences),
-        options=TrainingOptions(lora=lora, quantized=run.quantized),
-        loss_tiles=run.loss_tiles if run.head is Head.CHUNKED else 1,
+        options=TrainingOptions(
+            lora=lora, quantized=run.quantized, loss_head=LossHead.FUSED if run.loss_head is LossHead.FUSED else None
+        ),
+        loss_tiles=run.loss_tiles if run.loss_head is LossHead.CHUNKED else 1,
         mlp_tiles=run.mlp_tiles,
     )
 
@@ -128,10 +133,15 @@ def workload_of(settled: Settled, *, cache: Path | None, warn: Callable[[str], N
 
     Raises ProtwinError if the model has none of this shape.
     """
-    is_tiled = settled.mlp_tiles > 1 or settled.loss_tiles > 1
-    if is_tiled and not _has_torch() and _untraced(settled) is None:
-        why = "head, loss and MLPs run whole in the answer: a trace in tiles needs torch, which is not installed."
-        settled = replace(settled, mlp_tiles=1, loss_tiles=1, differences=(*settled.differences, why))
+    is_special = settled.mlp_tiles > 1 or settled.loss_tiles > 1 or settled.options.is_fused
+    if is_special and not _has_torch() and _untraced(settled) is None:
+        why = (
+            "head, loss and MLPs run whole in the answer, and the loss is eager: a trace of it as it is needs torch, "
+            "which is not installed."
+        )
+        options = settled.options.model_copy(update={"loss_head": None})
+        differences = (*settled.differences, why)
+        settled = replace(settled, mlp_tiles=1, loss_tiles=1, options=options, differences=differences)
     found = resolve_workload(
         settled.model,
         batch_size=settled.batch_size,
@@ -189,11 +199,21 @@ def _merged(run: AskedRun, said: Said, notes: list[str]) -> AskedRun:
         changed["global_batch_size"] = None
         notes.append(f"steps of {run.global_batch_size:,} samples, as the file has them, are no longer asked about.")
     if said.dtype is not None:
-        changed["precision"] = {
-            DType.BFLOAT16: Precision.MIXED_BFLOAT16,
-            DType.FLOAT16: Precision.MIXED_FLOAT16,
-        }.get(DType(said.dtype), Precision.FLOAT32)
+        halves = {DType.BFLOAT16: Precision.MIXED_BFLOAT16, DType.FLOAT16: Precision.MIXED_FLOAT16}
+        changed["precision"] = halves.get(choose_dtype(None, said.dtype, None).dtype, Precision.FLOAT32)
     return run.model_copy(update=changed)
+
+
+def _found_by_name(run: AskedRun, notes: list[str]) -> AskedRun:
+    """The run with a model of the catalogue where the file names a copy of one, of another owner."""
+    name = run.model
+    if name is None or "/" not in name or is_reachable(name):
+        return run
+    known = known_model(name.rpartition("/")[2])
+    if known is None:
+        return run
+    notes.append(f"{name} is taken as {known}, by its name (--model config.json for another one).")
+    return run.model_copy(update={"model": known})
 
 
 def _check_known(run: AskedRun, said: Said, machine: Hardware | None, file: str) -> None:

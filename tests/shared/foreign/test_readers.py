@@ -5,23 +5,40 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import tomllib
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from protwin.shared.basics.errors import FileError, PlanError
-from protwin.shared.foreign.asked_run import AskedRun, Checkpointing, Head, Place, Precision, Split, Tool
+from protwin.shared.foreign.asked_run import AskedRun, Checkpointing, Place, Precision, Split, Tool
+from protwin.shared.foreign.axolotl import read_axolotl
+from protwin.shared.foreign.axolotl_keys import AXOLOTL_KEYS
 from protwin.shared.foreign.deepspeed import read_deepspeed
 from protwin.shared.foreign.deepspeed_keys import DEEPSPEED_KEYS
 from protwin.shared.foreign.files import read_content, read_run
 from protwin.shared.foreign.fsdp import FSDP_KEYS
 from protwin.shared.foreign.keys import KeyTable
+from protwin.shared.foreign.torchtitan import read_torchtitan
+from protwin.shared.foreign.torchtitan_keys import TORCHTITAN_KEYS
 from protwin.shared.foreign.training_arguments import read_training_arguments
 from protwin.shared.foreign.training_arguments_keys import TRAINING_ARGUMENTS_KEYS
+from protwin.shared.phases.tiling import LossHead
 from protwin.shared.schema.optimizer import Optimizer
-from tests.shared.foreign.writers import deepspeed, deepspeed_run, training_arguments, training_run
+from tests.shared.foreign.recorded_keys import AXOLOTL, DEEPSPEED, TORCHTITAN
+from tests.shared.foreign.writers import (
+    axolotl,
+    axolotl_run,
+    deepspeed,
+    deepspeed_run,
+    torchtitan,
+    torchtitan_run,
+    training_arguments,
+    training_run,
+)
 
 HERE = Path("file.json")
 
@@ -59,6 +76,35 @@ def test_training_arguments_as_transformers_writes_them_are_read_back(seed: int,
     assert reading.unknown == ()
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_a_file_of_torchtitan_is_read_back_in_both_layouts(seed: int) -> None:
+    run = torchtitan_run(random.Random(seed))
+    for is_old in (True, False):
+        written = tomllib.loads(tomli_w.dumps(torchtitan(run, is_old=is_old)))
+        reading = read_run(written, HERE)
+        assert (reading.tool, reading.run) == (Tool.TORCHTITAN, run)
+        assert (reading.left_out, reading.unknown) == ((), ())
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_an_axolotl_configuration_is_read_back(seed: int) -> None:
+    rng = random.Random(seed)
+    run = axolotl_run(rng)
+    reading = read_run(axolotl(run, rng), HERE)
+    assert (reading.tool, reading.run) == (Tool.AXOLOTL, run)
+    assert (reading.left_out, reading.unknown) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("table", "keys"),
+    [(DEEPSPEED_KEYS, DEEPSPEED), (TORCHTITAN_KEYS, TORCHTITAN), (AXOLOTL_KEYS, AXOLOTL)],
+    ids=("deepspeed", "torchtitan", "axolotl"),
+)
+def test_every_key_that_was_recorded_of_a_tool_is_in_one_of_the_tables(table: KeyTable, keys: list[str]) -> None:
+    missing = [key for key in keys if not table.knows(key)]
+    assert missing == [], f"not in the table of {table.tool}: {missing}"
+
+
 @pytest.mark.parametrize(("package", "name"), [("transformers", "TrainingArguments"), ("trl", "SFTConfig")])
 def test_every_field_of_the_installed_tool_is_in_one_of_the_tables(package: str, name: str) -> None:
     """A newer version may have more: these are to be added to ``training_arguments_keys.py``."""
@@ -67,7 +113,9 @@ def test_every_field_of_the_installed_tool_is_in_one_of_the_tables(package: str,
     assert missing == [], f"not in shared/foreign/training_arguments_keys.py: {missing}"
 
 
-@pytest.mark.parametrize("table", [DEEPSPEED_KEYS, TRAINING_ARGUMENTS_KEYS, FSDP_KEYS], ids=range(3))
+@pytest.mark.parametrize(
+    "table", [DEEPSPEED_KEYS, TRAINING_ARGUMENTS_KEYS, FSDP_KEYS, TORCHTITAN_KEYS, AXOLOTL_KEYS], ids=range(5)
+)
 def test_a_key_is_in_one_part_of_its_table_and_has_a_reason(table: KeyTable) -> None:
     parts = [table.read, set(table.left_out), set(table.contradicts), table.without_effect]
     assert sum(map(len, parts)) == len(frozenset().union(*parts))
@@ -140,9 +188,12 @@ def test_the_trainer_of_trl_recomputes_and_has_a_length_unless_it_is_told_otherw
 
 
 def test_fused_losses_make_no_logits() -> None:
-    assert read_training_arguments({"use_liger_kernel": True}).run.head is Head.CHUNKED
-    kernels = {"fused_linear_cross_entropy": False}
-    assert read_training_arguments({"use_liger_kernel": True, "liger_kernel_config": kernels}).run.head is None
+    assert read_training_arguments({"use_liger_kernel": True}).run.loss_head is LossHead.CHUNKED
+    kernels = {"fused_linear_cross_entropy": False, "cross_entropy": True}
+    fused = {"use_liger_kernel": True, "liger_kernel_config": kernels}
+    assert read_training_arguments(fused).run.loss_head is LossHead.FUSED
+    fused["liger_kernel_config"] = kernels | {"cross_entropy": False}
+    assert read_training_arguments(fused).run.loss_head is None
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
@@ -196,6 +247,72 @@ def test_what_training_arguments_cannot_ask_for_is_one_message(content: dict[str
     with pytest.raises(PlanError) as caught:
         read_training_arguments(content)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"parallelism": {"tensor_parallel_degree": 8}}, "parallelism.tensor_parallel_degree is 8: no plan splits"),
+        ({"experimental": {"pipeline_parallel_degree": 4}}, "experimental.pipeline_parallel_degree is 4"),
+        ({"parallelism": {"context_parallel_degree": 2}}, "parallelism.context_parallel_degree is 2"),
+        ({"activation_checkpoint": {"mode": "most"}}, "none, full, selective"),
+        ({"activation_checkpoint": {"selective_ac_option": "0"}}, '"op", or a whole number from 1'),
+        ({"training": {"seq_len": "long"}}, "training.seq_len is"),
+        ({"training": {"dtype": "float8"}}, "float32, bfloat16"),
+        ({"optimizer": {"name": "Muon"}}, 'optimizer.name is "Muon"'),
+        (
+            {
+                "training": {"enable_cpu_offload": True},
+                "parallelism": {"data_parallel_shard_degree": 1, "data_parallel_replicate_degree": 2},
+            },
+            "FSDP alone offloads",
+        ),
+        ({"fault_tolerance": {"enable": True}}, "fault_tolerance.enable is true"),
+    ],
+    ids=str,
+)
+def test_what_a_file_of_torchtitan_cannot_ask_for_is_one_message(content: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        read_torchtitan(content)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"rl": "dpo"}, 'rl is "dpo": it trains by another Trainer'),
+        ({"load_in_4bit": True}, "nothing is trained without an adapter"),
+        ({"adapter": "lora"}, "adapter is lora, and has no rank"),
+        ({"adapter": "prompt", "lora_r": 4}, "Choose from lora, qlora"),
+        ({"adapter": "lora", "lora_r": 4, "lora_target_modules": "layers.*q"}, "no list of plain names"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
+        ({"optimizer": "muon"}, 'optimizer is "muon"'),
+        ({"bf16": True, "fp16": True}, "bf16 and fp16 are both asked for"),
+        ({"batch_size": 5, "micro_batch_size": 2}, "batch_size is 5, which micro_batch_size 2 does not divide"),
+        ({"deepspeed": {"zero_optimization": {"stage": 1}}, "fsdp": ["full_shard"]}, "both asked for"),
+        ({"unfrozen_parameters": ["^lm_head"]}, "a part of the model alone is trained"),
+    ],
+    ids=str,
+)
+def test_what_an_axolotl_configuration_cannot_ask_for_is_one_message(content: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        read_axolotl({"base_model": "gpt2"} | content)
+    assert words in str(caught.value)
+
+
+def test_what_compilers_and_fused_kernels_spare_is_named() -> None:
+    content = {"base_model": "gpt2", "torch_compile": True, "liger_rms_norm": True, "lora_mlp_kernel": False}
+    assert [note.key for note in read_axolotl(content).left_out] == ["torch_compile", "liger_rms_norm"]
+    reading = read_torchtitan({"compile": {"enable": True}, "model": {"converters": ["float8"]}})
+    named = {note.key for note in reading.left_out}
+    assert named == {"compile.enable", "model.converters", "training.mixed_precision_reduce"}
+
+
+def test_a_flavor_of_attention_and_a_model_that_is_none_of_the_catalogue() -> None:
+    reading = read_torchtitan({"model": {"name": "llama3", "flavor": "8B_flex"}})
+    assert reading.run.model == "llama-3.1-8b"
+    assert "model.flavor" in {note.key for note in reading.left_out}
+    assert read_torchtitan({"model": {"name": "llama4", "flavor": "17bx16e"}}).run.model == "llama4/17bx16e"
 
 
 def test_everything_that_contradicts_is_told_at_once() -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from protwin.shared.basics.errors import PlanError
 from protwin.shared.catalogue.machines import machine
-from protwin.shared.foreign.asked_run import AskedRun, Checkpointing, Head, Place, Precision, Reading, Split, Tool
+from protwin.shared.foreign.asked_run import AskedRun, Checkpointing, Place, Precision, Reading, Split, Tool
+from protwin.shared.phases.tiling import LossHead
 from protwin.shared.schema.optimizer import HostGradients, Optimizer
 from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.schedule import TaskKind
@@ -155,12 +156,15 @@ def test_recomputation_is_whole_by_blocks_or_lies_between_two_ends() -> None:
 
 
 def test_a_chunked_head_makes_no_logits() -> None:
-    plain, chunked = (planned(head=head, batch_size=4) for head in (Head.EAGER, Head.CHUNKED))
+    plain, chunked = (planned(loss_head=head, batch_size=4) for head in (LossHead.EAGER, LossHead.CHUNKED))
     assert (plain[0].plan.loss_tiles, chunked[0].plan.loss_tiles) == (1, 8)
     peaks = [
         simulate(one.plan, workload, s.machine).guaranteed_peak_device_bytes for one, workload, s in (plain, chunked)
     ]
     assert peaks[1] < peaks[0]
+    fused, workload, settled = planned(loss_head=LossHead.FUSED, batch_size=4)
+    assert workload.loss_head is LossHead.FUSED
+    assert simulate(fused.plan, workload, settled.machine).guaranteed_peak_device_bytes < peaks[0]
 
 
 # -- what nobody says ---------------------------------------------------------------------------------------------
@@ -235,6 +239,7 @@ def test_the_answer_is_that_of_the_simulator_and_of_the_search() -> None:
     assert shlex.split(told.command)[:4] == ["protwin", "search", "--model=qwen2.5-0.5b", "--hardware=rtx-3090"]
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_fit_lacks_what_the_account_says() -> None:
     told = told_of(model="llama-3-8b", sequence_length=2048)
     (lack,) = told.lacking
@@ -256,6 +261,7 @@ def test_where_no_plan_fits_the_run_is_predicted_all_the_same() -> None:
     assert told.speedup is None
 
 
+@pytest.mark.slow
 def test_adapters_are_told_of_without_a_trace() -> None:
     told = told_of(lora=LoraOptions(rank=16), model="llama-3.2-1b", sequence_length=1024)
     assert told.configured.question.lora_rank == 16

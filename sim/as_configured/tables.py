@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from ..basics.units import format_bytes, format_number, format_seconds
-from ..schema.record import Record
-from ..schema.search_result import Lack
-from ..tables.answer import baseline_table, recommendation
-from ..tables.labels import num_blocks
-from ..tables.question import question_table
-from ..tables.record import iteration_table, lane_table, memory_table, plan_table
-from ..tables.table import Heading, Parts, Table
-from .asked_run import KeyNote, Reading
+from ...shared.basics.units import format_bytes, format_number, format_seconds
+from ...shared.foreign.asked_run import KeyNote, Reading
+from ...shared.schema.record import Record
+from ...shared.schema.search_result import Lack
+from ...shared.tables.answer import baseline_table, recommendation
+from ...shared.tables.labels import num_blocks
+from ...shared.tables.question import question_table
+from ...shared.tables.record import iteration_table, lane_table, memory_table, plan_table
+from ...shared.tables.table import Heading, Parts, Table
 from .explanation import Explanation
 
 _UNKNOWN: Final = "not known here: whether it changes time or memory nobody says"
@@ -80,6 +80,8 @@ def _notes(told: Explanation) -> Iterator[str]:
 
 def fit_sentence(told: Explanation) -> str:
     """Whether the run fits, or by how much it does not."""
+    if told.segments is not None:
+        return f"The run fits by what it allocates, but {told.segments}"
     if not told.lacking:
         return "The run fits."
     return f"The run does not fit: {lack_words(told.lacking)}. Times are as if the memory were there."

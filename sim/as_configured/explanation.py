@@ -6,10 +6,10 @@ from typing import ClassVar
 
 from pydantic import PositiveInt
 
-from ..basics.documents import Document, FrozenModel
-from ..schema.record import Record
-from ..schema.search_result import Lack, SearchResult
-from .asked_run import Reading
+from ...shared.basics.documents import Document, FrozenModel
+from ...shared.foreign.asked_run import Reading
+from ...shared.schema.record import Record
+from ...shared.schema.search_result import Lack, SearchResult
 
 
 class OtherReading(FrozenModel):
@@ -36,6 +36,8 @@ class Explanation(Document):
     """The run as a plan here, predicted."""
     lacking: tuple[Lack, ...] = ()
     """By how much it does not fit."""
+    segments: str | None = None
+    """Where the allocator's segments may not fit although what is allocated does: what happens, and what to do."""
     other_readings: tuple[OtherReading, ...] = ()
     """Where the file leaves open what a plan needs: the ends of what it may be."""
     found: SearchResult | None = None
