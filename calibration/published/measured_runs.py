@@ -13,6 +13,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 from ...shared.basics.documents import FrozenModel
 from ...shared.methods.runtime_profile import Runtime
 from ...shared.phases.quantization import Quantization
+from ...shared.phases.tiling import LossHead
 from ...shared.schema.hardware import AttentionKernel, MemorySize
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.plan import ParallelMode
@@ -110,6 +111,10 @@ class MeasuredRun(FrozenModel):
     """How the maps of blocks are packed; None: they are not."""
     trained_whole: tuple[str, ...] = ()
     """Paths of parts that are trained whole beside adapters, as copies of frozen ones (PEFT's ``modules_to_save``)."""
+    loss: LossHead = LossHead.EAGER
+    """How hidden states become a loss."""
+    loss_tiles: PositiveInt = 1
+    """Chunks of tokens that head and loss run in."""
     optimizer: Optimizer = Optimizer.ADAMW
     machine: str
     """Name of the catalogue."""
@@ -140,6 +145,8 @@ class MeasuredRun(FrozenModel):
     def _is_measured(self) -> Self:
         if self.trained_whole and self.lora_rank is None:
             raise ValueError(f"{self.id} has trained_whole without lora_rank")
+        if (self.loss is LossHead.CHUNKED) != (self.loss_tiles > 1):
+            raise ValueError(f"{self.id} has loss {self.loss} in {self.loss_tiles} tiles")
         if self.measured.speed is None and self.measured.memory is None:
             raise ValueError(f"{self.id} has neither a speed nor a memory")
         return self

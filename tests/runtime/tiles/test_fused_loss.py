@@ -59,6 +59,7 @@ def shifting(**more: Any) -> nn.Module:
 
 def t5() -> nn.Module:
     config = transformers.T5Config(vocab_size=1000, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2)
+    config.decoder_start_token_id = 0
     return transformers.T5ForConditionalGeneration(config)
 
 
@@ -76,17 +77,18 @@ def test_a_model_as_it_is_has_the_loss_and_gradients_of_an_eager_one(
     loss = whole["loss"].detach()
     (whole["loss"] * 3).backward()
     wanted = gradients(model)
+    with torch.no_grad():
+        logits = model(**given)["logits"]
     with loss_as(model, LossHead.FUSED):
         found = model(**given)
         (found["loss"] * 3).backward()
         # Of a model that copies what it hands to its loss, they are still there.
         assert found.get("logits") is None or (build is shifting and torch.equal(found["logits"], whole["logits"]))
         with torch.no_grad():
-            assert torch.equal(model(**given)["logits"], whole["logits"]), "without gradients there are logits as ever"
-    # A loss that is not widened is rounded to the logits' type when it is eager.
-    torch.testing.assert_close(
-        found["loss"].float(), loss.float(), rtol=1e-6 if dtype is torch.float32 else 8e-3, atol=0
-    )
+            assert torch.equal(model(**given)["logits"], logits), "without gradients there are logits as ever"
+    # Logits that are not widened have a loss of the same 16 bit where it is eager, its sum rounded along the way.
+    rtol = 1e-6 if loss.dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(found["loss"], loss.float(), rtol=rtol, atol=0)
     fused = gradients(model)
     assert fused.keys() == wanted.keys()
     largest = max(float(gradient.norm()) for gradient in wanted.values())
