@@ -48,6 +48,7 @@ _WHENCE: Final = {
     "split_search": "`protwin search --json` prints it of a distillation on several ranks.",
     "record": "`protwin simulate --json` and `protwin run --json` print it, `--output` writes it; `compare` reads two.",
     "search_result": "`protwin search --json` prints it.",
+    "sweep": "`protwin sweep --json` prints it, `--output` writes it.",
     "explanation": "`protwin explain-config --json` prints it.",
     "advice": "`protwin advise --json` prints it, `--output` writes it.",
     "largest_models": "`protwin largest --json` prints it, `--output` writes it.",

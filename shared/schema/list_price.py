@@ -36,6 +36,7 @@ class ListPrice(FrozenModel):
     """Of one whole machine, with all of its devices; without tax."""
     kind: PriceKind
     provider: str
+    """Who lists it."""
     offer: str
     """What the provider calls it."""
     stated: date

@@ -36,7 +36,7 @@ if {begin!r}:
     import protwin.sim.questions.advise
     import tests.sim.slow_search
 
-    protwin.sim.questions.advise._begin = getattr(tests.sim.slow_search, {begin!r})
+    protwin.sim.questions.advise.end_with_parent = getattr(tests.sim.slow_search, {begin!r})
 main()
 """
 Start = Callable[..., "subprocess.Popen[str]"]

@@ -305,7 +305,7 @@ def test_what_compilers_and_fused_kernels_spare_is_named() -> None:
     assert [note.key for note in read_axolotl(content).left_out] == ["torch_compile", "liger_rms_norm"]
     reading = read_torchtitan({"compile": {"enable": True}, "model": {"converters": ["float8"]}})
     named = {note.key for note in reading.left_out}
-    assert named == {"compile.enable", "model.converters", "training.mixed_precision_reduce"}
+    assert named == {"compile.enable", "model.converters"}
 
 
 def test_a_flavor_of_attention_and_a_model_that_is_none_of_the_catalogue() -> None:

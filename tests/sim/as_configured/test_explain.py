@@ -11,12 +11,13 @@ import pytest
 from protwin.shared.basics.errors import PlanError
 from protwin.shared.catalogue.machines import machine
 from protwin.shared.foreign.asked_run import AskedRun, Checkpointing, Place, Precision, Reading, Split, Tool
+from protwin.shared.methods.runtime_profile import Runtime, RuntimeProfile
 from protwin.shared.phases.tiling import LossHead
 from protwin.shared.schema.optimizer import HostGradients, Optimizer
 from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.schedule import TaskKind
 from protwin.shared.schema.training_options import LoraOptions
-from protwin.shared.schema.workload import Workload
+from protwin.shared.schema.workload import DType, Workload
 from protwin.shared.workloads.source import load_workload
 from protwin.sim.as_configured.configured_plan import ConfiguredPlan, configured_plan
 from protwin.sim.as_configured.explain import Asked, explain
@@ -62,10 +63,15 @@ def test_systems_with_a_baseline_are_planned_as_it_is() -> None:
     cases: list[tuple[str, dict[str, Any], Tool]] = [
         ("DDP", {"split": Split.NOTHING}, Tool.TRAINING_ARGUMENTS),
         ("DDP, checkpointed", {"checkpointing": Checkpointing.FULL}, Tool.TRAINING_ARGUMENTS),
-        ("FSDP2", {"split": Split.PARAMETERS}, Tool.TORCHTITAN),
+        ("FSDP2", {"split": Split.PARAMETERS, "runtime": Runtime.FSDP2}, Tool.TORCHTITAN),
         (
             "FSDP2, offloaded",
-            {"split": Split.PARAMETERS, "parameters_on": Place.HOST, "optimizer_on": Place.HOST},
+            {
+                "split": Split.PARAMETERS,
+                "parameters_on": Place.HOST,
+                "optimizer_on": Place.HOST,
+                "runtime": Runtime.FSDP2,
+            },
             Tool.TORCHTITAN,
         ),
         (
@@ -76,6 +82,7 @@ def test_systems_with_a_baseline_are_planned_as_it_is() -> None:
                 "optimizer_on": Place.HOST,
                 "live_parameters": 10**9,
                 "prefetched_parameters": 5 * 10**7,
+                "runtime": Runtime.DEEPSPEED_ZERO3,
             },
             Tool.TORCHTITAN,
         ),
@@ -95,7 +102,9 @@ def test_systems_with_a_baseline_are_planned_as_it_is() -> None:
     for name, changes, tool in cases:
         system = known[name]
         is_checkpointed = changes.get("checkpointing") is Checkpointing.FULL
-        assert planned(tool, **changes)[0].plan == system_plan(system, problem, like, is_checkpointed=is_checkpointed)
+        found = planned(tool, **changes)[0]
+        assert found.plan == system_plan(system, problem, like, is_checkpointed=is_checkpointed)
+        assert found.runtime.runtime is system.runtime
 
 
 def test_zero_2_gathers_once_per_step_and_holds_less_than_ddp() -> None:
@@ -113,6 +122,18 @@ def test_zero_2_gathers_once_per_step_and_holds_less_than_ddp() -> None:
     assert 0 < two < three
     assert any("ZeRO-1 keeps gradients whole" in one for one in found[Split.OPTIMIZER][0].differences)
     assert not any("ZeRO-1" in one for one in found[Split.GRADIENTS][0].differences)
+
+
+def test_what_others_copy_around_collectives_counts_in_the_run() -> None:
+    told = told_of(on="a100-80gb-x8", split=Split.PARAMETERS, runtime=Runtime.FSDP2, reduce_dtype="float32")
+    found, workload, settled = planned(split=Split.PARAMETERS, runtime=Runtime.FSDP2, reduce_dtype="float32")
+    profile = RuntimeProfile(Runtime.FSDP2, DType.FLOAT32)
+    assert found.runtime == profile
+    own, plain = (simulate(found.plan, workload, settled.machine, runtime=one) for one in (profile, RuntimeProfile()))
+    assert told.configured.iteration_s == own.iteration_s > plain.iteration_s
+    (row,) = [one for one in told.found.baselines if one.name == "the run of the file"]
+    assert row.iteration_s == own.iteration_s
+    assert "copies that fsdp2 makes" in told.differences[0]
 
 
 def test_one_rank_keeps_offloads_or_has_its_host_step() -> None:
