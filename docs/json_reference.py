@@ -48,6 +48,8 @@ _WHENCE: Final = {
     "split_search": "`protwin search --json` prints it of a distillation on several ranks.",
     "record": "`protwin simulate --json` and `protwin run --json` print it, `--output` writes it; `compare` reads two.",
     "search_result": "`protwin search --json` prints it.",
+    "sweep": "`protwin sweep --json` prints it, `--output` writes it.",
+    "explanation": "`protwin explain-config --json` prints it.",
     "advice": "`protwin advise --json` prints it, `--output` writes it.",
     "largest_models": "`protwin largest --json` prints it, `--output` writes it.",
     "advice_state": "`protwin advise --state` keeps it, to go on from.",
@@ -123,11 +125,11 @@ standard error, no document), 130 after Ctrl-C.
 `num_devices`, `device`, `host`, `link`, `node`, `network` (`null` where there is none). `protwin hardware parts --json`
 prints an object with the lists `hosts`, `links`, `disks`, `nodes` and `networks`, of [Host](#host),
 [LinkPair](#linkpair), [Disk](#disk), [Node](#node) and [Network](#network). `protwin explain-config
---json` prints an object with the section's keys in `section`, and the lists of texts `commands`, `obstacles`
-and `notes`. `--timeline` writes the Trace
-Event Format of Chrome, for Perfetto: microseconds, one process per record, one thread per lane; a task's arguments
-are its `task`, `kind`, `chunk` or `section` and `duration_s`, and where the schedule is at hand also `moved_bytes`,
-`allocated_bytes`, `freed_bytes`, `waits_for` and `waits_for_previous_iteration`.
+--json` prints of a file with a section `protwin` an object with the keys in `section`, and the lists of texts
+`commands`, `obstacles` and `notes`; with `--hardware` also the document [explanation](#explanation). `--timeline`
+writes the Trace Event Format of Chrome, for Perfetto: microseconds, one process per record, one thread per lane; a
+task's arguments are its `task`, `kind`, `chunk` or `section` and `duration_s`, and where the schedule is at hand also
+`moved_bytes`, `allocated_bytes`, `freed_bytes`, `waits_for` and `waits_for_previous_iteration`.
 """
 
 

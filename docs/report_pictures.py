@@ -1,7 +1,7 @@
-"""Takes the two pictures of reports in the documents: ``python docs/report_pictures.py``, after ``make demo``.
+"""Takes the pictures of reports in the documents: ``python docs/report_pictures.py``, after ``make demo``.
 
-The first is the top of the demo's report (``out/demo/report.html``), the second the top of a search's.  It needs
-Chromium, and a machine that did nothing else while the demo ran: the picture shows its noise.
+They are the tops of the demo's report (``out/demo/report.html``), of a search's and of a sweep's.  It needs Chromium,
+and a machine that did nothing else while the demo ran: the picture shows its noise.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Final
 ROOT: Final = Path(__file__).parents[1]
 DEMO: Final = ROOT / "out" / "demo" / "report.html"
 QUESTION: Final = ["--model", "llama-3-8b", "--hardware", "rtx-3090", "--batch-size", "1", "--sequence-length", "2048"]
+SWEEP: Final = ["--sequence-length", "2048:131072", "--batch-size", "1:16"]
 WIDTH_PX: Final = 1100
 BROWSERS: Final = ("chromium", "chromium-browser", "google-chrome")
 
@@ -29,7 +30,7 @@ def take(page: Path, picture: Path, *, height_px: int, browser: str) -> None:
 
 
 def main() -> int:
-    """Take both; gives the exit code."""
+    """Take them; gives the exit code."""
     browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if browser is None or not DEMO.exists():
         missing = "no Chromium on the path: install it" if browser is None else f"no {DEMO}: run make demo"
@@ -41,6 +42,9 @@ def main() -> int:
         protwin = Path(sys.executable).with_name("protwin")
         subprocess.run((protwin, "search", *QUESTION, "--report", page), check=True, capture_output=True)
         take(page, ROOT / "docs" / "search.png", height_px=1300, browser=browser)
+        asked = ("--model", "llama-3-8b", "--hardware", "h100-80gb", *SWEEP)
+        subprocess.run((protwin, "sweep", *asked, "--report", page), check=True, capture_output=True)
+        take(page, ROOT / "docs" / "sweep.png", height_px=1680, browser=browser)
     return 0
 
 

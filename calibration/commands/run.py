@@ -64,6 +64,7 @@ from ...shared.cli.options import (
     LoraDropout,
     LoraRank,
     LoraTargets,
+    LossName,
     MethodName,
     OptimizerName,
     OsftTargets,
@@ -84,7 +85,7 @@ from ...shared.cli.options import (
 from ...shared.cli.output import is_standard_output, tell
 from ...shared.cli.output import save as save_document
 from ...shared.cli.streams import say
-from ...shared.cli.trained_as import images_of, options_of, osft_of, quantized_of
+from ...shared.cli.trained_as import check_loss_of_plan, images_of, options_of, osft_of, quantized_of
 from ...shared.compile.compile import compile_schedule
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
@@ -131,6 +132,7 @@ def run_command(
     osft_targets: OsftTargets = None,
     osft_cache: FactorFolder = None,
     frozen: FrozenParts = None,
+    loss: LossName = None,
     image_size: ImageSize = None,
     images: ImageCount = None,
     data: DataPaths = None,
@@ -202,7 +204,9 @@ def run_command(
         lora_dropout=lora_dropout,
         use_dora=use_dora,
         images=images_of(image_size, images),
+        loss=loss,
     )
+    check_loss_of_plan(loss, chosen, given)
 
     prefer_expandable_segments(os.environ)
     if starts:

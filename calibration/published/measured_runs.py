@@ -11,8 +11,10 @@ from typing import Any, Final, Self
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from ...shared.basics.documents import FrozenModel
+from ...shared.methods.runtime_profile import Runtime
 from ...shared.phases.quantization import Quantization
-from ...shared.schema.hardware import MemorySize
+from ...shared.phases.tiling import LossHead
+from ...shared.schema.hardware import AttentionKernel, MemorySize
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.plan import ParallelMode
 from ...shared.schema.workload import DType
@@ -109,6 +111,10 @@ class MeasuredRun(FrozenModel):
     """How the maps of blocks are packed; None: they are not."""
     trained_whole: tuple[str, ...] = ()
     """Paths of parts that are trained whole beside adapters, as copies of frozen ones (PEFT's ``modules_to_save``)."""
+    loss: LossHead = LossHead.EAGER
+    """How hidden states become a loss."""
+    loss_tiles: PositiveInt = 1
+    """Chunks of tokens that head and loss run in."""
     optimizer: Optimizer = Optimizer.ADAMW
     machine: str
     """Name of the catalogue."""
@@ -121,6 +127,14 @@ class MeasuredRun(FrozenModel):
     """Share of the blocks that are checkpointed."""
     offloaded: bool = False
     """Whether parameters, gradients and optimizer lie on the host."""
+    runtime: Runtime = Runtime.OURS
+    """Who carried it out, where its copies are known."""
+    reduce_dtype: DType | None = None
+    """What gradients were reduced in; None: their own type."""
+    loops_over_tensors: bool = False
+    """Whether AdamW was a loop over tensors."""
+    attention_kernel: AttentionKernel | None = None
+    """What computed attention; None: what PyTorch takes today."""
     measured: Measured
     approximations: tuple[str, ...] = ()
     """Where the prediction is of something else than the run."""
@@ -133,6 +147,8 @@ class MeasuredRun(FrozenModel):
     def _is_measured(self) -> Self:
         if self.trained_whole and self.lora_rank is None:
             raise ValueError(f"{self.id} has trained_whole without lora_rank")
+        if (self.loss is LossHead.CHUNKED) != (self.loss_tiles > 1):
+            raise ValueError(f"{self.id} has loss {self.loss} in {self.loss_tiles} tiles")
         if self.measured.speed is None and self.measured.memory is None:
             raise ValueError(f"{self.id} has neither a speed nor a memory")
         return self

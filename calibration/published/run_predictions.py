@@ -18,6 +18,8 @@ from ...shared.basics.interval import Interval
 from ...shared.catalogue.machines import machine, override_hardware
 from ...shared.catalogue.parts import network_part
 from ...shared.layout.layout import layout_of
+from ...shared.methods.runtime_profile import RuntimeProfile
+from ...shared.phases.tiling import LossHead
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.record import Record
@@ -75,7 +77,8 @@ def predict_runs(on_step: OnStep = lambda done, total: None) -> tuple[PredictedR
 def predict_run(run: MeasuredRun) -> PredictedRun:
     """One step of ``run``."""
     workload = workload_of(run)
-    return figures_of(run, simulate(plan_of(run, workload), workload, hardware_of(run)))
+    profile = RuntimeProfile(run.runtime, run.reduce_dtype, run.loops_over_tensors)
+    return figures_of(run, simulate(plan_of(run, workload), workload, hardware_of(run), runtime=profile))
 
 
 def figures_of(run: MeasuredRun, record: Record) -> PredictedRun:
@@ -117,16 +120,35 @@ def workload_of(run: MeasuredRun) -> Workload:
         batch_size=run.batch_size,
         sequence_length=run.sequence_length,
         dtype=run.dtype,
-        options=TrainingOptions(lora=lora, quantized=packed, autocast=run.autocast),
+        options=TrainingOptions(
+            lora=lora,
+            quantized=packed,
+            autocast=run.autocast,
+            loss_head=LossHead.FUSED if run.loss is LossHead.FUSED else None,
+        ),
+        loss_tiles=() if run.loss_tiles == 1 else (run.loss_tiles,),
     )
 
 
 @lru_cache(maxsize=4)  # runs that differ in their plan alone stand together
-def _workload(model: str, *, batch_size: int, sequence_length: int, dtype: DType, options: TrainingOptions) -> Workload:
+def _workload(
+    model: str,
+    *,
+    batch_size: int,
+    sequence_length: int,
+    dtype: DType,
+    options: TrainingOptions,
+    loss_tiles: tuple[int, ...],
+) -> Workload:
     configuration = configuration_of(model)
     if configuration is None:
         return load_workload(
-            model, batch_size=batch_size, sequence_length=sequence_length, dtype=dtype, options=options
+            model,
+            batch_size=batch_size,
+            sequence_length=sequence_length,
+            dtype=dtype,
+            options=options,
+            loss_tiles=loss_tiles,
         )
     return workload_of_configuration(
         {_POSITIONS: sequence_length} | configuration,
@@ -135,6 +157,7 @@ def _workload(model: str, *, batch_size: int, sequence_length: int, dtype: DType
         sequence_length=sequence_length,
         dtype=dtype,
         options=options,
+        loss_tiles=loss_tiles,
     )
 
 
@@ -143,6 +166,8 @@ def hardware_of(run: MeasuredRun) -> Hardware:
     hardware = machine(run.machine)
     if run.changes:
         hardware = override_hardware(hardware, run.changes)
+    if run.attention_kernel is not None:
+        hardware = override_hardware(hardware, {"device.attention_kernel": run.attention_kernel})
     num_nodes = -(-run.num_ranks // hardware.devices_per_node)
     if num_nodes == 1:
         return hardware
@@ -168,6 +193,7 @@ def plan_of(run: MeasuredRun, workload: Workload) -> Plan:
         n_buffer=0 if is_resident else 2 * layout.min_buffers(0),
         n_checkpoint=round(workload.num_blocks * run.checkpointed_frac),
         micro_batches=run.micro_batches,
+        loss_tiles=run.loss_tiles,
         parallel=run.parallel,
         num_ranks=run.num_ranks,
     )

@@ -14,6 +14,7 @@ from ...shared.catalogue.machines import machine, override_hardware
 from ...shared.catalogue.parts import network_part
 from ...shared.families.shipped import shipped_family
 from ...shared.layout.layout import layout_of
+from ...shared.methods.runtime_profile import Runtime, RuntimeProfile
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.workload import DType, Workload
@@ -21,6 +22,7 @@ from ...sim.engine.simulator import simulate
 from .machines import Range, slowed
 from .runs import PUBLISHED_RUNS, Prediction, Quantity, ShardedRun
 
+_FSDP2: Final = RuntimeProfile(Runtime.FSDP2, DType.FLOAT32)
 _POWER_FRAC: Final = 500 / 700
 """Power limit of the H100 boards over that of their data sheet."""
 _CLOCK_FRAC: Final = _POWER_FRAC ** (1 / 3)
@@ -45,9 +47,10 @@ def sharded_predictions() -> list[Prediction]:
         assert family is not None
         workload = family.at(batch_size=run.batch_size, sequence_length=run.sequence_length)
         readings = _readings(run)
+        plans = [fsdp_plan(workload, run.num_ranks, reading.checkpointed_frac) for reading in readings]
         times_s = [
-            simulate(fsdp_plan(workload, run.num_ranks, r.checkpointed_frac), workload, r.hardware).iteration_s
-            for r in readings
+            simulate(plan, workload, reading.hardware, runtime=_FSDP2).iteration_s
+            for plan, reading in zip(plans, readings, strict=True)
         ]
         found.append(Prediction.of("R6", run.case, Quantity.ITERATION, times_s, how=_how(readings)))
     return found
@@ -91,7 +94,12 @@ def eight_limited_h100() -> Range:
     """Boards of 96 GB and 2.4 TB/s, their power limited to 500 W: no slower, by its cube root, or in proportion."""
     boards = override_hardware(
         machine("h100-80gb-x8"),
-        {"device.memory_bytes": "96GB", "device.memory_bandwidth_bytes_per_s": "2.4TB/s"},
+        {
+            "device.memory_bytes": "96GB",
+            "device.memory_bandwidth_bytes_per_s": "2.4TB/s",
+            # PyTorch of December 2024 took cuDNN's attention where it was asked to.
+            "device.attention_kernel": "flash-2",
+        },
     )
     clocks = (1.0, _CLOCK_FRAC, _POWER_FRAC)
     return Range(*(boards.model_copy(update={"device": slowed(boards.device, frac, 1.0)}) for frac in clocks))

@@ -174,6 +174,8 @@ class RunRequest:
                 warn=warn if self.rank.speaks else _warn_nobody,
                 options=self.model.options,
                 device_kind=DeviceKind.CUDA if torch.cuda.is_available() else DeviceKind.CPU,
+                mlp_tiles=(self.plan.mlp_tiles,),
+                loss_tiles=(self.plan.loss_tiles,),
             )
             found = found or workload
             if workload.identity == self.plan.workload_id:

@@ -23,6 +23,7 @@ from ...shared.cli.options import (
     LoraDropout,
     LoraRank,
     LoraTargets,
+    LossName,
     MethodName,
     OsftTargets,
     OutputPath,
@@ -40,11 +41,11 @@ from ...shared.cli.options import (
     warn,
 )
 from ...shared.cli.output import give
-from ...shared.cli.trained_as import images_of, options_of, osft_of, quantized_of
+from ...shared.cli.trained_as import images_of, loss_tiles_of, options_of, osft_of, quantized_of
 from ...shared.phases.packing import parse_packed_lengths
 from ...shared.phases.quadratic import attention_words
 from ...shared.phases.sequence_sharing import MOST_SEQUENCE_RANKS
-from ...shared.phases.tiling import MOST_TILES
+from ...shared.phases.tiling import MOST_TILES, LossHead
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import TrainingMethod
 from ...shared.schema.training_options import TrainingOptions
@@ -130,6 +131,7 @@ def trace_command(
     image_size: ImageSize = None,
     images: ImageCount = None,
     autocast: AutocastName = None,
+    loss: LossName = None,
     loss_tiles: LossTiles = None,
     is_real: Annotated[
         bool, typer.Option("--real", help="Build the model with random weights and time it on this machine.")
@@ -167,7 +169,9 @@ def trace_command(
         lora_dropout=lora_dropout,
         use_dora=use_dora,
         images=pictures,
+        loss=loss,
     )
+    loss_tiles = loss_tiles_of(loss, loss_tiles)
     if mlp_modules and not mlp_tiles:
         raise ProtwinError("--mlp-module names what runs in tiles. Say in how many: --mlp-tiles 4.")
     if is_real and options.autocast is not None:
@@ -256,6 +260,7 @@ def _timed_workload(
             mlp_tiles=tiles[0],
             mlp_modules=tiles[1],
             loss_tiles=tiles[2],
+            loss_head=options.loss_head or LossHead.EAGER,
             sequence_ranks=tiles[3],
             on_progress=report,
         )

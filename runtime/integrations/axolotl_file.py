@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...shared.basics.documents import read_text
-from ...shared.basics.errors import FileError, PlanError, ProtwinError
+from ...shared.basics.errors import PlanError
 from .axolotl_section import OPTIMIZERS, PLUGIN, is_listed
 
-_MOST_VALUES: Final = 100_000
-"""Values of one file, with all that its anchors repeat: a few lines of anchors may stand for billions."""
 _Count = Annotated[int, Field(ge=1)]
 
 
@@ -52,29 +49,8 @@ class AskedStep(BaseModel):
         return 1.0 if self.max_grad_norm is None else self.max_grad_norm or None
 
 
-def read_configuration(path: Path) -> dict[str, Any]:
-    """The keys and values of a YAML file.
-
-    Raises FileError if it cannot be read or is no YAML, PlanError if it has no section ``protwin`` or does not list the
-    plugin, ProtwinError if no reader of YAML is installed.
-    """
-    try:
-        import yaml
-    except ModuleNotFoundError as error:
-        raise ProtwinError(
-            f"{path} is YAML, which pyyaml reads, and it is not installed. Install it: pip install pyyaml"
-        ) from error
-    text = read_text(path)
-    try:
-        found = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise FileError(f"{path} is no YAML: {' '.join(str(error).split())}.") from error
-    except (ValueError, RecursionError) as error:
-        raise FileError(f"{path} is no YAML that can be read: {error}.") from error
-    if not isinstance(found, dict):
-        kind = "nothing" if found is None else f"a {type(found).__name__}"
-        raise FileError(f"{path} holds {kind}, expected the keys and values of an axolotl configuration.")
-    _check_extent(found, path)
+def check_plugin(found: dict[str, Any], path: Path) -> None:
+    """Raise PlanError if a configuration has no section ``protwin`` or does not list the plugin."""
     plugins = found.get("plugins")
     if plugins is not None and not (isinstance(plugins, list) and all(isinstance(one, str) for one in plugins)):
         raise PlanError(f"{path}: plugins is no list of names. Write - {PLUGIN} below it.")
@@ -85,7 +61,6 @@ def read_configuration(path: Path) -> dict[str, Any]:
             f"{path} has a section protwin, but its plugins do not list {PLUGIN}: axolotl would train without a plan. "
             f"Write plugins: [{PLUGIN}], or leave the section out."
         )
-    return found
 
 
 def step_of(configuration: dict[str, Any]) -> AskedStep:
@@ -98,17 +73,3 @@ def step_of(configuration: dict[str, Any]) -> AskedStep:
         if first["type"] == "missing":
             raise PlanError(f"{place} is missing: no model is named. Write {place}: and a name or a folder.") from error
         raise PlanError(f"{place} cannot be {first['input']!r}: {first['msg']}.") from error
-
-
-def _check_extent(found: Any, path: Path) -> None:
-    """Raise FileError if the file stands for more values than a configuration can have."""
-    waiting, number = [found], 0
-    while waiting:
-        one = waiting.pop()
-        number += 1
-        if number > _MOST_VALUES:
-            raise FileError(f"{path} stands for more than {_MOST_VALUES:,} values, by its anchors. Write fewer.")
-        if isinstance(one, dict):
-            waiting += one.values()
-        elif isinstance(one, list | tuple | set):
-            waiting += one

@@ -40,12 +40,12 @@ def tiled_loss(model: nn.Module, loss_tiles: int, final: FinalModules | None = N
     head = head_of_tokens(model)
     state = _State(head, loss_tiles)
     with ExitStack() as stack:
-        stack.enter_context(_forward_as(head, state.head_forward))
-        stack.enter_context(_forward_as(model, functools.partial(state.model_forward, model)))
+        stack.enter_context(forward_as(head, state.head_forward))
+        stack.enter_context(forward_as(model, functools.partial(state.model_forward, model)))
         if final is not None:
             stack.callback(final.last_block.register_forward_hook(state.note_last_block).remove)
             for module in final.modules:
-                stack.enter_context(_forward_as(module, functools.partial(state.final_forward, module)))
+                stack.enter_context(forward_as(module, functools.partial(state.final_forward, module)))
         yield
 
 
@@ -66,7 +66,7 @@ def check_tiled_loss(model: nn.Module, loss_tiles: int) -> None:
     check_loss_tiles(loss_tiles)
     if loss_tiles > 1:
         head_of_tokens(model)
-    if loss_tiles > 1 and _is_of_liger(model):
+    if loss_tiles > 1 and is_of_liger(model):
         raise PlanError(
             f"loss_tiles is {loss_tiles}, but {type(model).__name__} computes its loss by Liger's kernel "
             f"(fused_linear_cross_entropy), which forms no whole logits either. Train it with loss_tiles 1, or apply "
@@ -74,7 +74,7 @@ def check_tiled_loss(model: nn.Module, loss_tiles: int) -> None:
         )
 
 
-def _is_of_liger(model: nn.Module) -> bool:
+def is_of_liger(model: nn.Module) -> bool:
     """Whether Liger has replaced the forward of ``model``, as it does for its fused loss alone."""
     return any(
         str(getattr(module.forward, "__module__", "")).startswith("liger_kernel.transformers.model.")
@@ -175,7 +175,7 @@ class _State:
 
     def model_forward(self, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The model's."""
-        if not _has_labels(forward, args, kwargs):
+        if not has_labels(forward, args, kwargs):
             if torch.is_grad_enabled():
                 raise ScheduleError(
                     f"loss_tiles: {type(model).__name__} is trained without labels, so that its loss is computed "
@@ -211,7 +211,8 @@ def _vocabulary(head: nn.Module, run: Any, hidden: torch.Tensor, weights: Any) -
         return int(run(hidden.detach().reshape(-1, hidden.shape[-1])[:0], weights).shape[-1])
 
 
-def _has_labels(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def has_labels(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of a model's ``forward`` gives it labels."""
     if kwargs.get("labels") is not None:
         return True
     if not args:
@@ -243,7 +244,7 @@ def _gone(output: Mapping[str, Any]) -> dict[str, None]:
 
 
 @contextmanager
-def _forward_as(module: nn.Module, wrapped: Callable[..., Any]) -> Iterator[None]:
+def forward_as(module: nn.Module, wrapped: Callable[..., Any]) -> Iterator[None]:
     """Within the block, ``wrapped(forward, ...)`` is the forward of ``module``, which afterwards has what it had."""
     original = module.forward
     had = module.__dict__.get("forward")

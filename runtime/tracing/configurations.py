@@ -15,6 +15,7 @@ from ...shared.basics.gc_pause import gc_paused
 from ...shared.catalogue.own_code import OwnCode
 from ...shared.families.family import BATCH_SIZE, MAX_TOKENS, SEQUENCE_LENGTH, TARGET_LENGTH, Limit
 from ...shared.phases.packing import Packing
+from ...shared.phases.tiling import LossHead
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.training_options import FULL_TRAINING, TrainingOptions
 from ...shared.schema.workload import DType, Workload
@@ -82,6 +83,7 @@ def workload_of_configuration(
                         mlp_tiles=mlp_tiles,
                         mlp_modules=mlp_modules,
                         loss_tiles=loss_tiles,
+                        loss_head=options.loss_head or LossHead.EAGER,
                         sequence_ranks=sequence_ranks,
                         packing=packing,
                         on_progress=on_progress,

@@ -23,7 +23,10 @@ _LONGEST: Final = ("max_q", "max_seqlen_q")
 _MATMUL: Final = ("mm", "addmm", "bmm", "baddbmm", "dot", "mv", "convolution", "conv2d", "linear", "_grouped_mm")
 _NORMALIZATION: Final = ("layer_norm", "rms_norm", "batch_norm", "group_norm")
 _EMBEDDING: Final = ("embedding", "index_select", "gather", "scatter", "index", "index_put", "index_add")
-_REDUCTION: Final = ("sum", "mean", "softmax", "nll_loss", "amax", "max", "min", "var", "norm", "logsumexp", "argmax")
+_REDUCTION: Final = (
+    *("sum", "mean", "softmax", "nll_loss", "cross_entropy", "amax", "max", "min", "var", "norm", "logsumexp"),
+    "argmax",
+)
 _FACTORS: Final = {"mm": 0, "bmm": 0, "mv": 0, "addmm": 1, "baddbmm": 1, "addmv": 1}
 """Where the arguments of products of two factors begin with them."""
 
@@ -38,8 +41,11 @@ def observe_call(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], r
     """The figures that one operation's cost follows from, or None for a view or an allocation, which move nothing."""
     if operator.is_view:
         return None
-    name = operator._schema.name.removeprefix("aten::")
+    name = operator._schema.name.removeprefix("aten::").removeprefix(_OWN)
     outputs, inputs = list(tensors_in(result)), list(tensors_in((args, kwargs)))
+    if operator._schema.name.startswith(_OWN):
+        inputs, more = _own_tensors(operator, args, kwargs)
+        outputs += more
     if not outputs and not inputs:
         return None
     made = {t.untyped_storage()._cdata for t in outputs}
@@ -64,6 +70,19 @@ def observe_call(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], r
 
 
 _DTYPES: Final = frozenset(DType)
+_OWN: Final = "protwin::"
+"""Operators of this package."""
+_SCRATCH: Final = "scratch"
+"""What its operators call memory that stays within a cache, so that it costs no traffic."""
+
+
+def _own_tensors(
+    operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Of one of our own operators: the tensors that it reads, and those that it overwrites."""
+    given = {name: value for name, value in _named(operator, args, kwargs).items() if name != _SCRATCH}
+    written = [argument.name for argument in operator._schema.arguments if argument.is_write]
+    return list(tensors_in(given)), [given[name] for name in written if name in given]
 
 
 def classify(name: str) -> OperationClass:

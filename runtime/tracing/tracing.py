@@ -29,6 +29,7 @@ from ...shared.observed.observation import Observation
 from ...shared.observed.observed_inputs import PhaseKey
 from ...shared.observed.packed import attending_within_samples
 from ...shared.phases.packing import Packing
+from ...shared.phases.tiling import LossHead, checked_loss_head
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import ActivationMode
 from ...shared.schema.schedule import OuterSection, TaskKind
@@ -53,6 +54,7 @@ from ..routing.forced_choices import ForcedChoices
 from ..routing.tried import with_other_values
 from ..routing.value_dependence import ValueWatch, joined
 from ..sequences.sharing import check_shared, one_of_ranks
+from ..tiles.fused_loss import check_loss_head, loss_as
 from ..tiles.loss_installing import final_of_loss, loss_tile_counts, tiled_loss
 from ..tiles.mlp_modules import Mlps, find_mlps, in_tiles, modules_of, names_of
 from .block_inputs import shared_inputs
@@ -62,12 +64,12 @@ from .fake import fake_batch, fake_model, keep_representatives, plain_batches
 from .fake_kernels import FakeGroupedProducts, fused_dropout
 from .known_values import values_known, with_values_if_wanted
 from .observing import SeenIterations, observe_sections
+from .progress import OnProgress, Progress, parts_of
 from .stopwatch import WARM_UP_ITERATIONS, time_sections
 
 TRACED_MODES: Final = (ActivationMode.KEEP, ActivationMode.CHECKPOINT)
 """SWAP computes what KEEP does; how much of it can travel is counted along with it."""
 _Seen = dict[ActivationMode, SeenIterations]
-_OnProgress = Callable[[int, int], None]
 
 
 @with_states
@@ -83,6 +85,7 @@ def trace(
     mlp_tiles: int | Sequence[int] = (),
     mlp_modules: str | Sequence[str] | None = None,
     loss_tiles: int | Sequence[int] = (),
+    loss_head: LossHead | str = LossHead.EAGER,
     sequence_ranks: int | Sequence[int] = (),
     packing: Packing | None = None,
     on_progress: Callable[[int, int], None] | None = None,
@@ -98,7 +101,8 @@ def trace(
     kernels run (``fake_kernels.py``) and what autocast casts (``cuda_autocast.py``).  ``mlp_tiles``: numbers of tiles
     of tokens that MLPs of blocks may run in, each traced once more; ``mlp_modules``: patterns of their paths
     (``"*.mlp"``) where they are not found (``find_mlps``); ``loss_tiles``: numbers of tiles that head and loss may run
-    in, each traced once more; ``sequence_ranks``: numbers of ranks that may share each sequence, each traced once more,
+    in, each traced once more; ``loss_head``: ``"eager"``, or ``"fused"``, where the gradient of whole logits takes
+    their place; ``sequence_ranks``: numbers of ranks that may share each sequence, each traced once more,
     tiles too, as one of these ranks runs, with what others would send it made up.  ``packing``, of a model on the meta
     device: the samples of each row, which its attention kernel is told; without it they are read off the batch.  Raises
     WorkloadError if the model cannot be traced, or the batch mixes packed samples, PlanError if its loss cannot be
@@ -109,8 +113,10 @@ def trace(
     check_untaken(model)
     mlp_counts, loss_counts = checked_tiles(mlp_tiles, num_tokens), loss_tile_counts(loss_tiles, loss)
     shared_counts = checked_sequence_ranks(sequence_ranks)
+    made = checked_loss_head(loss_head, shared_counts)
+    check_loss_head(model, made, loss)
     check_shared(model, batch, loss, shared_counts)
-    reports = _parts_of(on_progress, (1 + len(mlp_counts) + len(loss_counts)) * (1 + len(shared_counts)))
+    reports = parts_of(on_progress, (1 + len(mlp_counts) + len(loss_counts)) * (1 + len(shared_counts)))
     packing_of_batch(model, batch)
 
     def traced(names: str | Sequence[str] | None) -> Workload:
@@ -118,7 +124,7 @@ def trace(
         mlps = find_mlps(named, mlp_modules) if mlp_counts else ()
 
         def traced_among(num_ranks: int) -> Workload:
-            asked = _Asked(model, batch, loss, repeats, name, device_kind, packing, num_ranks)
+            asked = _Asked(model, batch, loss, repeats, name, device_kind, packing, num_ranks, made)
             found = asked.traced(names, next(report))
             if mlp_counts:
                 counts = checked_tiles(mlp_counts, num_tokens // num_ranks)
@@ -142,15 +148,6 @@ def trace(
     return traced(order)
 
 
-def _parts_of(report: _OnProgress | None, count: int) -> list[_OnProgress | None]:
-    """Progress of each of ``count`` traces that are alike."""
-
-    def part(number: int) -> _OnProgress | None:
-        return None if report is None else lambda done, total: report(number * total + done, count * total)
-
-    return [part(number) for number in range(count)]
-
-
 @dataclass(frozen=True, slots=True)
 class _Asked:
     """What ``trace`` was asked for."""
@@ -163,11 +160,12 @@ class _Asked:
     device_kind: DeviceKind
     packing: Packing | None
     sequence_ranks: int = 1
+    loss_head: LossHead = LossHead.EAGER
 
     def traced(
         self,
         names: str | Sequence[str] | None,
-        on_progress: _OnProgress | None,
+        on_progress: OnProgress | None,
         mlps: Mlps = (),
         *,
         mlp_tiles: int = 1,
@@ -179,9 +177,11 @@ class _Asked:
         """
         model, batch, loss = self.model, self.batch, self.loss
         named = find_blocks(model, names)
+        loss_head = self.loss_head if loss_tiles == 1 else LossHead.EAGER
         traced_as = partial(traced_model, model, named, name=self.name)
         if any(parameter.is_meta for parameter in model.parameters()):
             subject = FakeSubject(model, names, device_kind=self.device_kind, loss_tiles=loss_tiles)
+            subject.loss_head = loss_head
             subject.sequence_ranks = self.sequence_ranks
             with subject.in_tiles(mlps, mlp_tiles):
                 subject.packing = self.packing or packing_of_batch(model, batch)
@@ -191,6 +191,7 @@ class _Asked:
         with (
             in_tiles(modules_of(named, mlps), mlp_tiles),
             tiled_loss(model, loss_tiles, final_of_loss(model, named, loss_tiles)),
+            loss_as(model, loss_head),
             one_of_ranks(model, self.sequence_ranks),
         ):
             packing = packing_of_batch(model, batch)
@@ -207,6 +208,7 @@ class _Asked:
                     _traced_shape(model, batch, seen, range(len(named))),
                     packing=packing,
                     sequence_ranks=self.sequence_ranks,
+                    loss_head=loss_head,
                 ),
                 seconds=seconds,
                 measured_on=device_description(next(model.parameters()).device) if self.repeats > 0 else None,
@@ -267,6 +269,8 @@ class FakeSubject:
         """How samples lie in the rows of the next batches."""
         self.sequence_ranks = 1
         """Ranks that share each sequence of the next batches, of which it is one."""
+        self.loss_head = LossHead.EAGER
+        """How the loss is made of hidden states."""
         self._seen: dict[str, SeenUses] = {}
         self._lookups: set[tuple[str, ...]] = set()
 
@@ -316,7 +320,7 @@ class FakeSubject:
     def _at(
         self, batch: Batch, loss: Loss | None, on_progress: Callable[[int, int], None] | None, with_values: bool
     ) -> TracedShape:
-        progress = _Progress(len(TRACED_MODES), on_progress)
+        progress = Progress(len(TRACED_MODES), on_progress)
         given = fake_batch(batch, self._mode, with_values=with_values)
         is_cuda = self._device_kind is DeviceKind.CUDA
         with (
@@ -328,13 +332,18 @@ class FakeSubject:
             left_as_found(self._twin),
             attributes_as_found(self._twin) as held,
             tiled_loss(self._twin, self._loss_tiles, self._final),
+            loss_as(self._twin, self.loss_head),
             one_of_ranks(self._twin, self.sequence_ranks),
         ):
             observe = partial(observe_sections, self._twin, given, loss, self._blocks, passes=1, held=held)
             seen = {mode: observe(mode, progress.advance) for mode in TRACED_MODES}
         _join_uses(self._seen, seen)
         self._lookups.update(iterations.row_lookups for iterations in seen.values())
-        shape = replace(_traced_shape(self._model, batch, seen, self.stands_for), sequence_ranks=self.sequence_ranks)
+        shape = replace(
+            _traced_shape(self._model, batch, seen, self.stands_for),
+            sequence_ranks=self.sequence_ranks,
+            loss_head=self.loss_head,
+        )
         return _packed(shape, self.packing, self._model)
 
 
@@ -346,7 +355,7 @@ def _observe_real(
     repeats: int,
     on_progress: Callable[[int, int], None] | None,
 ) -> tuple[_Seen, dict[ActivationMode, dict[PhaseKey, float]]]:
-    progress = _Progress(len(TRACED_MODES) * (2 + (repeats + WARM_UP_ITERATIONS if repeats else 0)), on_progress)
+    progress = Progress(len(TRACED_MODES) * (2 + (repeats + WARM_UP_ITERATIONS if repeats else 0)), on_progress)
     with left_as_found(model):
         seen = _observe_modes(model, batch, loss, blocks, progress.advance, passes=2)
         seconds: dict[ActivationMode, dict[PhaseKey, float]] = {}
@@ -443,16 +452,6 @@ def _check_model(model: nn.Module) -> None:
     wrong = compiled_part(model) or refused_adapter(model) or overlap_of(model) or unkept_strides(model)
     if wrong is not None:
         raise WorkloadError(wrong)
-
-
-class _Progress:
-    def __init__(self, total: int, report: Callable[[int, int], None] | None) -> None:
-        self._total, self._done, self._report = total, 0, report
-
-    def advance(self) -> None:
-        self._done += 1
-        if self._report is not None:
-            self._report(self._done, self._total)
 
 
 def _resident_bytes(model: nn.Module, batch: Batch) -> int:

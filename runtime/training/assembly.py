@@ -59,7 +59,7 @@ from ..recording.metering import Metering
 from ..recording.recorder import Recorder
 from ..recording.replanning import Replanning
 from ..sequences import sharing
-from ..tiles.loss_installing import check_tiled_loss, final_of_loss, tiled_loss
+from ..tiles.fused_loss import check_loss_of_plan, loss_of_plan
 from ..tiles.mlp_modules import as_planned as in_tiles_of
 from .compute_lane import ComputeLane
 from .consensus import check_ranks_on, facts_of_optimizer, facts_of_pipeline, facts_of_plan
@@ -136,7 +136,7 @@ class TrainingSettings:
             )
         if isinstance(self.optimizer, torch.optim.Optimizer):
             raise PlanError(
-                f"optimizer is made already; every chunk needs its own. Pass optimizer={type(self.optimizer).__name__}, "
+                f"optimizer is made already; each chunk needs its own. Pass optimizer={type(self.optimizer).__name__}, "
                 "parameter_groups=optimizer.param_groups, which have its options, and schedulers training.optimizer."
             )
         if self.meter_every is not None and self.meter_every < 1:
@@ -317,7 +317,7 @@ class Assembly:
     def _planned(self) -> Prepared:
         model, plan, workload = self.model, self.plan, self.workload
         self.settings.check(plan)
-        check_tiled_loss(model, plan.loss_tiles)
+        check_loss_of_plan(model, plan, workload)
         sharing.check_model(model, plan.sequence_ranks)
         check_disk_folder(plan, self.settings.disk_folder)
         scaler = self.kept.scaler if self.kept else scaler_for(self.settings.loss_scaling, plan, workload)
@@ -350,7 +350,7 @@ class Assembly:
         lanes = TransferLanes(schedule, held.placed, device, travelling, collectives, stage)
         undo.callback(lanes.close)
         compute = ComputeLane(schedule, held.placed, lanes, metering, device, travelling, self.progress)
-        undo.enter_context(tiled_loss(model, plan.loss_tiles, final_of_loss(model, blocks, plan.loss_tiles)))
+        undo.enter_context(loss_of_plan(model, plan, workload, blocks))
         compute.peers = undo.enter_context(sharing_sequences(model, world, device))
         walker = self._follow(blocks, compute, swapping, inputs)
         undo.callback(walker.remove)

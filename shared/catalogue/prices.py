@@ -1,4 +1,4 @@
-"""What machines are rented for, as the user states it: no price comes with protwin, since prices change by the week.
+"""What machines are rented for, as the user states it; what public lists say is in ``list_prices.py``.
 
 A price is US dollars per hour of a whole machine, with all of its devices.
 """

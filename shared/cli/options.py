@@ -14,6 +14,7 @@ from ..basics.errors import FileError, ProtwinError
 from ..basics.units import parse_bytes, parse_bytes_per_s, parse_count
 from ..optimizers.names import host_gradients_named, optimizer_named
 from ..phases.quantization import QuantizedType
+from ..phases.tiling import LossHead
 from ..schema.optimizer import HostGradients, Optimizer
 from ..schema.plan import Plan, TrainingMethod
 from .output import check_standard_output, is_standard_output
@@ -298,6 +299,15 @@ HostGradientsName = Annotated[
 AutocastName = Annotated[
     str | None,
     typer.Option("--autocast", metavar="NAME", help="Compute in this element type, by autocast (bfloat16, float16)."),
+]
+LossName = Annotated[
+    LossHead | None,
+    typer.Option(
+        "--loss",
+        help="How the loss is made: eager, as the model's code has it, with all logits in float32; fused, whose "
+        "gradient takes the place of the logits; chunked, head and loss by chunks of tokens (8 unless --loss-tiles "
+        "names others). Unless given: eager, and whichever tiles are sensible.",
+    ),
 ]
 Tokens = Annotated[
     int | None,

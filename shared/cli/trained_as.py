@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
 from ..basics.errors import ProtwinError
 from ..phases.quantization import BLOCKSIZE, BLOCKSIZES, Quantization, QuantizedType
-from ..schema.plan import TrainingMethod
+from ..phases.tiling import LossHead
+from ..schema.plan import Plan, TrainingMethod
 from ..schema.training_options import (
     ImageOptions,
     LoraOptions,
@@ -15,9 +17,11 @@ from ..schema.training_options import (
     QuantizationOptions,
     TrainingOptions,
 )
-from ..schema.workload import DType
+from ..schema.workload import DType, Workload
 
 _AUTOCAST: Final = (DType.BFLOAT16, DType.FLOAT16)
+USUAL_CHUNKS: Final = 8
+"""Chunks of a chunked loss where nobody says: those of torchtune's recipes (``num_output_chunks``)."""
 
 
 def osft_of(
@@ -65,8 +69,11 @@ def options_of(
     lora_dropout: float | None = None,
     use_dora: bool = False,
     images: ImageOptions | None = None,
+    loss: LossHead | None = None,
 ) -> TrainingOptions:
-    """What the options say of how a model is trained, and on which ``images``.
+    """What the options say of how a model is trained, on which ``images``, and how its loss is made.
+
+    Chunks of the loss are no part of it (``loss_tiles_of``).
 
     Raises ProtwinError if they make no sense together.
     """
@@ -119,7 +126,53 @@ def options_of(
             f"16), or leave --quantize out."
         )
     left_out = tuple(frozen or ())
-    return TrainingOptions(lora=lora, quantized=quantized, osft=osft, frozen=left_out, autocast=computed, images=images)
+    head = LossHead.EAGER if loss is LossHead.CHUNKED else loss
+    return TrainingOptions(
+        lora=lora,
+        quantized=quantized,
+        osft=osft,
+        frozen=left_out,
+        autocast=computed,
+        images=images,
+        loss_head=head,
+    )
+
+
+def loss_tiles_of(loss: LossHead | None, loss_tiles: Sequence[int] | None) -> list[int] | None:
+    """The numbers of tiles that a loss so made runs in, of those that options allow; None: whatever is sensible.
+
+    Raises ProtwinError if the options contradict each other.
+    """
+    asked = list(loss_tiles or ())
+    if loss is None:
+        return asked or None
+    if loss is LossHead.CHUNKED:
+        if 1 in asked:
+            raise ProtwinError(
+                "--loss chunked never has whole logits, but --loss-tiles allows 1. Leave one of them out."
+            )
+        return asked or [USUAL_CHUNKS]
+    if (chunks := max(asked, default=1)) > 1:
+        raise ProtwinError(
+            f"--loss {loss} has whole logits, but --loss-tiles {chunks} never has. Write --loss chunked, or leave one "
+            f"of them out."
+        )
+    return [1]
+
+
+def check_loss_of_plan(loss: LossHead | None, plan: Plan, workload: Workload | None = None) -> None:
+    """Raise ProtwinError if a plan, or its workload, has the loss made another way than the option says."""
+    chunks = f"the plan has loss_tiles {plan.loss_tiles}"
+    if loss is LossHead.CHUNKED and plan.loss_tiles == 1:
+        raise ProtwinError(f"--loss chunked is asked for, but {chunks}. Leave --loss out, or search with it.")
+    if loss in (LossHead.EAGER, LossHead.FUSED) and plan.loss_tiles > 1:
+        raise ProtwinError(f"--loss {loss} has whole logits, but {chunks}. Leave --loss out, or search with it.")
+    made = None if workload is None else workload.loss_head
+    if loss in (LossHead.EAGER, LossHead.FUSED) and made not in (None, loss):
+        raise ProtwinError(
+            f"--loss {loss} is asked for, but the plan's workload was traced with loss {made}. Leave --loss out, or "
+            f"search with it."
+        )
 
 
 def quantized_of(to: QuantizedType | None, *, double: bool, blocksize: int | None) -> QuantizationOptions | None:

@@ -162,16 +162,18 @@ class FamilyTilings(Document):
         batch_size: int,
         sequence_length: int | None,
         packing: Packing | None = None,
+        change: Change | None = None,
     ) -> Workload:
-        """``family.at(...)`` that knows numbers of tiles: what a trace with them gives, figure by figure.
+        """``family.at(change=change)`` that knows numbers of tiles: what a trace with them gives, figure by figure.
 
         Raises WorkloadError as ``family.at`` and ``checked_tiles``; OutsideFamilyError if nothing was proven there.
         """
         assert self.model_hash == family.model_hash, "tilings of another family"
         at = partial(family.at, batch_size=batch_size, sequence_length=sequence_length, packing=packing)
-        found = at()
+        found = at(change=change)
         counts = checked_tiles(mlp_tiles, found.num_tokens)
-        found = with_tilings(found, {n: at(change=self.mlp_change(family, n)) for n in counts}, self.modules)
+        tiled = {n: at(change=_both(self.mlp_change(family, n), change)) for n in counts}
+        found = with_tilings(found, tiled, self.modules)
         loss_counts = sorted(set(loss_tiles) - {1})
         return with_loss_tilings(found, {n: at(change=self._tiled(family, "loss_places", n)) for n in loss_counts})
 
@@ -191,6 +193,13 @@ class FamilyTilings(Document):
             return tiled.changed(shape, values, places, num_tiles)
 
         return change
+
+
+def _both(first: Change, second: Change | None) -> Change:
+    """One change after the other."""
+    if second is None:
+        return first
+    return lambda shape, piece, values: second(first(shape, piece, values), piece, values)
 
 
 class _Numbers:

@@ -1,1 +1,1 @@
-"""Training methods: what each answers to the compiler's three questions, and what its schedules must be."""
+"""Training methods: what each answers to the compiler's three questions; and who carries their plans out."""

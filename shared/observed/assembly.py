@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from ..phases.packing import Packing
 from ..phases.sequence_sharing import SequenceSharing
+from ..phases.tiling import LossHead
 from ..schema.plan import ActivationMode
 from ..schema.schedule import OuterSection, Section, TaskKind
 from ..schema.workload import (
@@ -64,6 +65,8 @@ class TracedShape:
     """How samples lie in rows."""
     sequence_ranks: int = 1
     """Ranks that share each sequence: what is observed is one rank's."""
+    loss_head: LossHead = LossHead.EAGER
+    """How the loss is made of hidden states."""
 
 
 def assemble(
@@ -102,6 +105,7 @@ def assemble(
         row_lookups=None if is_shared else _row_lookups(model, num_observed, observed, seconds or {}),
         packing=shape.packing,
         quadratic=_quadratic(model, shape.observed),
+        loss_head=shape.loss_head,
         traced_with=model.traced_with,
         measured_on=measured_on,
         software=model.software,

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import Annotated, Final
 
 from pydantic import Field, NonNegativeInt
 
 from ..basics.documents import FrozenModel, Name
+from ..basics.errors import WorkloadError
 from .phase import Phase
 
 MOST_TILES: Final = 2**20
 """More tiles than any sequence is cut into."""
+
+
+class LossHead(StrEnum):
+    """How the loss is made of hidden states."""
+
+    EAGER = "eager"
+    """As the model's code has it: all logits are widened to float32, and their log-softmax is kept for backward."""
+    FUSED = "fused"
+    """Whole logits in their own element type, whose place their gradient takes; nothing as large is beside them."""
+    CHUNKED = "chunked"
+    """Head and loss by tiles of tokens: whole logits never exist (``Plan.loss_tiles``)."""
 
 
 class Tiles(FrozenModel):
@@ -56,6 +69,25 @@ def why_no_mlp_tiles(mlp_tiles: int, tilings: Sequence[Tiles], model_name: str) 
 def why_no_loss_tiles(loss_tiles: int, tilings: Sequence[LossTiling], model_name: str) -> str | None:
     """Why head and loss of ``model_name`` cannot run in so many tiles, with what to do; None if they can."""
     return _why_unknown("loss_tiles", loss_tiles, [tiling.loss_tiles for tiling in tilings], model_name)
+
+
+def checked_loss_head(loss_head: LossHead | str, sequence_ranks: Sequence[int] = ()) -> LossHead:
+    """How a workload's loss is made.
+
+    Raises WorkloadError if nobody knows, if it is the plan's to choose, or if ranks that share sequences have none so.
+    """
+    try:
+        made = LossHead(loss_head)
+    except ValueError:
+        raise WorkloadError(f"loss_head is {loss_head!r}; use eager or fused.") from None
+    if made is LossHead.CHUNKED:
+        raise WorkloadError("loss_head is chunked, but chunks are the plan's to choose. Name loss_tiles (8) instead.")
+    if made is LossHead.FUSED and max(sequence_ranks, default=1) > 1:
+        raise WorkloadError(
+            f"loss_head is fused, but {max(sequence_ranks)} ranks that share each sequence compute their part of the "
+            f"loss eager. Leave sequence_ranks out, or train with loss eager, or chunked (loss_tiles)."
+        )
+    return made
 
 
 def _why_unknown(knob: str, tiles: int, known: Sequence[int], model_name: str) -> str | None:

@@ -13,7 +13,7 @@ from ..schema.hardware import Hardware
 from ..schema.optimizer import Optimizer
 from ..schema.plan import Plan
 from ..schema.question import Question
-from ..schema.workload import DType, OperationClass, Parameter, Workload
+from ..schema.workload import DType, LossHead, OperationClass, Parameter, Workload
 
 _LORA: Final = re.compile(r"(?:^|\.)lora_(?:embedding_)?[abAB](?:\.|$)")
 """What protwin and PEFT call low-rank matrices."""
@@ -73,6 +73,7 @@ def question_of(
         packing=workload.packing,
         micro_batches=plan.micro_batches,
         num_ranks=plan.num_ranks,
+        loss_head=None if workload.loss_head is LossHead.EAGER else workload.loss_head,
         sequence_ranks=plan.sequence_ranks,
         hardware_name="" if hardware is None else hardware.name,
         overrides=() if hardware is None else hardware.overrides,

@@ -10,7 +10,14 @@ from markupsafe import Markup
 
 from ..basics.units import format_number, format_seconds
 from ..schema.advice import Advice, MachineAdvice
-from ..tables.advice import interruption_sentence, limit_table, machine_table, meaning_sentence, reason_table
+from ..tables.advice import (
+    interruption_sentence,
+    limit_table,
+    machine_table,
+    meaning_sentence,
+    price_table,
+    reason_table,
+)
 from ..tables.question import asked_of_all_table
 from .axes import ONE, BarRow, Scale, Segment, Unit, across, bar_rows, time_unit, x_axis, y_axis
 from .page import Card, PageTable, Report, Section, quiet
@@ -41,6 +48,8 @@ def advice_report(advice: Advice) -> Report:
         sections.append(Section("Machines by time", (ranking_chart(ranked), quiet(meaning_sentence(advice)), table)))
     if costs := cost_chart(advice.by_cost):
         sections.append(Section("Cost against time", (costs,)))
+    if prices := price_table(advice):
+        sections.append(Section(prices.title, (PageTable(replace(prices, title="")),)))
     if without := advice.without_plan:
         sections.append(Section("Without an answer", (PageTable(reason_table(without)),)))
     length = f", {advice.sequence_length:,} tokens each" if advice.sequence_length is not None else ""

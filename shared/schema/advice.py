@@ -9,6 +9,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 
 from ..basics.documents import Document, FrozenModel
 from ..basics.interval import Interval
+from .list_price import ListPrice
 from .optimizer import Optimizer
 from .plan import Plan
 from .plan_kind import PlanKind
@@ -43,6 +44,8 @@ class MachineAdvice(FrozenModel):
     num_tokens: PositiveInt | None = None
     """Per iteration."""
     tokens_per_s: PositiveFloat | None = None
+    usd_per_step: PositiveFloat | None = None
+    """Rent of these machines for one iteration; None without a price."""
     usd_per_million_tokens: PositiveFloat | None = None
     """None without a price."""
     run: TrainingRun | None = None
@@ -98,6 +101,8 @@ class Advice(Document):
     """In the order of ``MachineAdvice.rank``; a machine with several devices more than once."""
     unanswered: tuple[str, ...] = ()
     """Machines that were asked about too, but that Ctrl-C left no time for."""
+    list_prices: tuple[ListPrice, ...] = ()
+    """What machines were taken to cost that nobody stated a price for, each with its day and its source."""
 
     @property
     def question(self) -> Question | None:
@@ -118,15 +123,22 @@ class Advice(Document):
     def deals(self) -> tuple[MachineAdvice, ...]:
         """Those with a plan, as ranked; of a machine's devices one alone only if it is cheaper or trains longer ones.
 
-        Not where a machine with a single device is its equal.  Where numbers of devices were named, all of them.
+        Not where a machine with a single device is its equal, at no higher price.  Where numbers of devices were named,
+        all of them.
         """
         found = [one for one in self.machines if one.plan is not None]
         if self.ranks:
             return tuple(found)
         together = {one.hardware_name: one for one in self.machines if one.num_ranks > 1}
-        singles = {
-            (one.iteration_s, one.plan, one.price_usd_per_hour) for one in found if one.hardware_name not in together
-        }
+        singles = [one for one in found if one.hardware_name not in together]
+
+        def is_no_dearer(other: MachineAdvice, one: MachineAdvice) -> bool:
+            ours, theirs = one.price_usd_per_hour, other.price_usd_per_hour
+            return ours == theirs or (ours is not None and theirs is not None and theirs < ours)
+
+        def has_equal(one: MachineAdvice) -> bool:
+            alike = (other for other in singles if (other.iteration_s, other.plan) == (one.iteration_s, one.plan))
+            return any(is_no_dearer(other, one) for other in alike)
 
         def is_longer(one: MachineAdvice, other: MachineAdvice) -> bool:
             return (one.longest_sequence or 0) > (other.longest_sequence or 0)
@@ -136,7 +148,7 @@ class Advice(Document):
             if one.num_ranks > 1 or whole is None:
                 return True
             is_better = one.devices_per_rate < whole.devices_per_rate or is_longer(one, whole)
-            return is_better and (one.iteration_s, one.plan, one.price_usd_per_hour) not in singles
+            return is_better and not has_equal(one)
 
         return tuple(one for one in found if is_shown(one))
 

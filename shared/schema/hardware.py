@@ -60,6 +60,23 @@ class DeviceKind(StrEnum):
     CPU = "cpu"
 
 
+class AttentionKernel(StrEnum):
+    """What computes fused attention on a CUDA device."""
+
+    FLASH_1 = "flash-1"
+    """FlashAttention (arXiv 2205.14135)."""
+    TRITON = "triton"
+    """The version of it in Triton that came with it."""
+    FLASH_2 = "flash-2"
+    """FlashAttention-2 (arXiv 2307.08691)."""
+    FLASH_3 = "flash-3"
+    """FlashAttention-3 (arXiv 2407.08608), for Hopper."""
+    CUDNN = "cudnn"
+    """cuDNN's kernel, for Hopper and later."""
+    MEMORY_EFFICIENT = "memory-efficient"
+    """The kernel of xformers and CUTLASS, which takes every type and mask."""
+
+
 _WIDER: Final[dict[DType, tuple[DType, ...]]] = {
     DType.FLOAT8_E4M3FN: (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32),
     DType.FLOAT8_E5M2: (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32),
@@ -93,10 +110,19 @@ class Device(FrozenModel):
     sources."""
     power_w: PositiveFloat | None = None
     """Watts that the board draws at most; None where they are not known."""
+    attention_kernel: AttentionKernel | None = None
+    """What computes fused attention; None: what PyTorch takes there.  A file has the field where it is set."""
     optimizer_s_per_scalar: dict[Optimizer, PositiveFloat] = {}
     """Measured seconds of one step of one float32 scalar on the device; optimizers that are absent take what their
     memory traffic takes."""
     source: str = ""
+
+    @model_serializer(mode="wrap")
+    def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        if self.attention_kernel is None:
+            fields.pop("attention_kernel", None)
+        return fields
 
     @model_validator(mode="after")
     def _leaves_memory(self) -> Self:

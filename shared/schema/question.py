@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from ..basics.documents import FrozenModel
-from .workload import DType, DTypeOrigin, Packing
+from .workload import DType, DTypeOrigin, LossHead, Packing
 
 
 class Question(FrozenModel):
@@ -56,6 +56,8 @@ class Question(FrozenModel):
     """Micro-batches per step and rank."""
     num_ranks: PositiveInt = 1
     """Devices that train together, one for each rank."""
+    loss_head: LossHead | None = None
+    """How whole logits become a loss; None: eager, or nobody says."""
     sequence_ranks: PositiveInt = 1
     """Of these, neighbours that share each sequence."""
     hardware_name: str = ""

@@ -234,7 +234,7 @@ class Record(Document):
     """The machine that measured it; empty for a prediction."""
     software: dict[str, str] = {}
     emulated: tuple[str, ...] = ()
-    """What was emulated, in words: a budget on host memory, throttled links."""
+    """What was emulated, in words: a budget on host memory, throttled links; of a prediction, another runtime."""
     num_samples: PositiveInt
     """Samples of one iteration, of all ranks together."""
     num_tokens: PositiveInt

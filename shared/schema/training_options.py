@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, PositiveFloat, PositiveInt, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from ..basics.documents import FrozenModel
 from ..phases.quantization import Quantization
+from ..phases.tiling import LossHead
 from .workload import DType
 
 
@@ -75,20 +76,37 @@ class TrainingOptions(FrozenModel):
     and gradients keep theirs; None: that of the parameters."""
     images: ImageOptions | None = None
     """Of the batches that are made up; None: one of the model's own size in every sample, where it reads any."""
+    loss_head: LossHead | None = None
+    """``eager`` or ``fused``; None: eager, and a saved workload may have either.  Chunks are the plan's to choose
+    (``Plan.loss_tiles``)."""
+
+    @model_validator(mode="after")
+    def _leaves_chunks_to_the_plan(self) -> Self:
+        if self.loss_head is LossHead.CHUNKED:
+            raise ValueError("loss_head: chunked is Plan.loss_tiles; a workload's is eager or fused")
+        return self
 
     @model_serializer(mode="wrap")
     def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Kept traces are found by it, also those of before there were these."""
         fields: dict[str, Any] = handler(self)
-        for later in ("osft", "images", "quantized"):
+        for later in ("osft", "images", "quantized", "loss_head"):
             if fields.get(later) is None:
                 fields.pop(later, None)
         return fields
 
     @property
     def is_full(self) -> bool:
-        """Whether every parameter is trained, none is added, and all compute in their own element type."""
-        return self == FULL_TRAINING
+        """Whether every parameter is trained, none is added, and all compute in their own element type.
+
+        However the loss is made: of the model all is trained with any.
+        """
+        return self.model_copy(update={"loss_head": None}) == FULL_TRAINING
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the loss is asked to be fused."""
+        return self.loss_head is LossHead.FUSED
 
 
 FULL_TRAINING: Final = TrainingOptions()

@@ -47,6 +47,7 @@ from ..phases.shared_inputs import SharedInput as SharedInput
 from ..phases.subspaces import Subspace as Subspace
 from ..phases.subspaces import SubspaceAxis as SubspaceAxis
 from ..phases.subspaces import why_no_subspaces
+from ..phases.tiling import LossHead as LossHead
 from ..phases.tiling import LossTiling as LossTiling
 from ..phases.tiling import why_no_loss_tiles, why_no_mlp_tiles, why_no_tilings
 from .plan import Plan, TrainingMethod
@@ -142,6 +143,8 @@ class Workload(Document):
     quadratic: QuadraticMemory | None = None
     """Tensors of attention that grow with the square of the sequence; None where there are none, or nobody knows.  A
     file has the field where it is set."""
+    loss_head: LossHead = LossHead.EAGER
+    """How the loss is made of hidden states where a plan has it whole.  A file has the field where it is not eager."""
     row_lookups: RowLookups | None = None
     """Embeddings whose rows the prologue may look up on the host; None where there are none, or nobody knows."""
     resident_bytes: Bytes = 0
@@ -212,6 +215,10 @@ class Workload(Document):
         counts = [tiling.loss_tiles for tiling in self.loss_tilings]
         if counts != sorted(set(counts)):
             raise ValueError(f"loss_tilings: {counts} tiles; each number stands once, and they ascend")
+        if self.loss_head is LossHead.CHUNKED:
+            raise ValueError("loss_head: chunked is Plan.loss_tiles; a workload's is eager or fused")
+        if self.loss_head is not LossHead.EAGER and self.distillation is not None:
+            raise ValueError("loss_head: bypass distillation has no loss after the last block")
         if counts and self.distillation is not None:
             raise ValueError("loss_tilings: bypass distillation has no loss after the last block")
         return self
@@ -232,6 +239,8 @@ class Workload(Document):
         fields: dict[str, Any] = handler(self)
         if not self.tilings:
             fields.pop("tilings", None)
+        if self.loss_head is LossHead.EAGER:
+            fields.pop("loss_head", None)
         if self.distillation is None:
             fields.pop("distillation", None)
         if not self.subspaces:
@@ -254,7 +263,7 @@ class Workload(Document):
 
     @cached_property
     def identity(self) -> str:
-        """Hash of what a plan depends on: model, batch shapes, parameters and who uses them; not of any timing."""
+        """Hash of what a plan depends on: model, batch shapes, parameters and who uses them, loss; not of timings."""
         return self._identity_of(self.model_hash)
 
     @cached_property
@@ -279,6 +288,8 @@ class Workload(Document):
             facts.append([self.distillation.keys_to_learn, self.distillation.loss])
         if self.subspaces:
             facts.append(["subspaces", [[of.frozen, of.trained, of.axis] for of in self.subspaces]])
+        if self.loss_head is not LossHead.EAGER:
+            facts.append(["loss_head", self.loss_head])
         if self.stage is not None:
             facts.append(["stage", self.stage.first_pair, self.stage.of_pairs])
         return hashlib.sha256(json.dumps(facts, separators=(",", ":")).encode()).hexdigest()[:16]
@@ -463,7 +474,7 @@ def check_plan(plan: Plan, workload: Workload) -> None:
         raise PlanError(
             f"the plan belongs to workload {plan.workload_id}, not to {workload.identity} "
             f"({workload.model_name}, {shapes}, {workload.compute_dtype}). Search a plan for this one, or name the "
-            f"element type that the plan was made for (--dtype)."
+            f"element type (--dtype) or the loss (--loss) that the plan was made for."
         )
     if (reason := why_not_shared(plan.sequence_ranks, plan.num_ranks)) is not None:
         raise PlanError(f"{reason}.")

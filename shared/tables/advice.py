@@ -12,7 +12,7 @@ from .memory import EXPANDABLE_SETTING
 from .question import asked_of_all_table
 from .table import Parts, Row, Table
 
-_PRICES: Final = (">USD per\nhour", ">USD per\nM tokens")
+_PRICES: Final = (">USD per\nhour", ">USD per\nstep", ">USD per\nM tokens")
 _RUN: Final = (">time", ">USD\nin all")
 _BEFORE: Final = ">before\nstep 1"
 _PEAK: Final = ">device\npeak"
@@ -35,6 +35,8 @@ def advice_tables(advice: Advice) -> Parts:
     if advice.by_cost:
         best = advice.by_cost[0]
         parts.append(f"Cheapest: {best.name}, ${best.usd_per_million_tokens:.3f} a million tokens.")
+    if prices := price_table(advice):
+        parts.append(prices)
     if advice.without_plan:
         parts.append(reason_table(advice.without_plan))
     if not advice.is_complete:
@@ -69,8 +71,27 @@ def machine_table(title: str, deals: Sequence[MachineAdvice]) -> Table:
         columns, rows = _without(columns, rows, (_LONGEST,))
     if not any(one.factorisation for one in deals):
         columns, rows = _without(columns, rows, (_BEFORE,))
-    expendable = tuple(name for name in (_EXPECTED, _PRICES[0], _PEAK, _MICRO_BATCH, ">iteration") if name in columns)
+    expendable = tuple(name for name in (_EXPECTED, *_PRICES[:2], _PEAK, _MICRO_BATCH, ">iteration") if name in columns)
     return Table(title=title, columns=columns, rows=rows, always=3, expendable=expendable)
+
+
+def price_table(advice: Advice) -> Table | None:
+    """What the machines with a plan were listed for, by whom and when; None where no list price counts."""
+    shown = {one.hardware_name for one in advice.deals}
+    rows = [
+        (one.hardware_name, f"{one.usd_per_hour:.2f}", one.kind.words, f"{one.provider}, {one.offer}", str(one.stated))
+        for one in advice.list_prices
+        if one.hardware_name in shown
+    ]
+    if not rows:
+        return None
+    return Table(
+        title="Prices, as they were listed",
+        columns=("machine", ">USD per\nhour", "kind", "offer", "read on"),
+        rows=rows,
+        always=4,
+        notes=["Prices of whole machines, without tax, which age: state yours with --price NAME=USD."],
+    )
 
 
 def limit_table(deals: Sequence[MachineAdvice]) -> Table | None:
@@ -120,7 +141,7 @@ def _cells(one: MachineAdvice) -> Row:
     assert one.iteration_s is not None
     assert one.tokens_per_s is not None
     assert one.plan is not None
-    cost, price = one.usd_per_million_tokens, one.price_usd_per_hour
+    cost, price, step = one.usd_per_million_tokens, one.price_usd_per_hour, one.usd_per_step
     return (
         one.hardware_name,
         NO_VALUE if one.longest_sequence is None else f"{one.longest_sequence:,}",
@@ -136,6 +157,7 @@ def _cells(one: MachineAdvice) -> Row:
         NO_VALUE if one.factorisation is None else format_seconds(one.factorisation.host_s),
         *_run_cells(one),
         NO_VALUE if price is None else f"{price:.2f}",
+        NO_VALUE if step is None else format_number(step),
         NO_VALUE if cost is None else f"{cost:.3f}",
     )
 

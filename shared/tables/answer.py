@@ -90,9 +90,9 @@ def _notes(result: SearchResult) -> list[str]:
     if not any(baseline.plan_kind is PlanKind.OFFLOADED for baseline in result.baselines):
         return []
     return [
-        "Times of FSDP2 and DeepSpeed are those of their plans carried out without costs of their own. DeepSpeed "
-        "ZeRO-2 with offload keeps parameters on the device and steps them on the host, as plans with n_host_stepped "
-        "do."
+        "Times of FSDP2 and DeepSpeed are those of their plans, with their copies around collectives and without "
+        "other costs of their own. DeepSpeed ZeRO-2 with offload keeps parameters on the device and steps them on the "
+        "host, as plans with n_host_stepped do."
     ]
 
 

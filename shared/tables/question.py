@@ -115,7 +115,8 @@ def _training(question: Question) -> str:
     gradients = str(question.gradient_dtype)
     if question.host_gradient_dtype is not None:
         gradients += f", added up in {question.host_gradient_dtype} on the host"
-    return f"computes in {compute}{by_autocast}; gradients in {gradients}; {state}"
+    loss = "" if question.loss_head is None else f"; loss {question.loss_head}"
+    return f"computes in {compute}{by_autocast}; gradients in {gradients}; {state}{loss}"
 
 
 def _step(question: Question) -> str:

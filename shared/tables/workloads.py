@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..basics.units import format_bytes, format_seconds
 from ..catalogue.models import ModelList
-from ..schema.workload import Phase, Workload
+from ..schema.workload import LossHead, Phase, Workload
 from .question import packing_words, weights_words
 from .table import Parts, Table
 
@@ -62,6 +62,8 @@ def _facts(workload: Workload) -> Table:
     ]
     if workload.packing is not None:
         rows.append(("packed", packing_words(workload.packing)))
+    if workload.loss_head is not LossHead.EAGER:
+        rows.append(("loss", str(workload.loss_head)))
     if workload.quadratic is not None:
         rows.append(("squares", f"{workload.quadratic.where()}: tensors of attention"))
     if (words := memory_words(workload)) is not None:

@@ -1,15 +1,17 @@
-"""Whether a workload can be asked about at all: figures of this world, and kernels that the device has."""
+"""Whether a workload can be asked about at all: figures of this world, kernels that the device has, what it knows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ..basics.errors import WorkloadError
 from ..basics.units import format_bytes
 from ..schema.hardware import DeviceKind, Hardware
 from ..schema.plan import TrainingMethod
+from ..schema.training_options import TrainingOptions
 from ..schema.workload import Phase, Workload
+from ..students.student import Student
 
 _MOST_BYTES: Final = 2**56
 """64 PiB in one iteration of one device, some thousand times what the largest models have."""
@@ -82,3 +84,42 @@ def check_method(workload: Workload, model: str, method: TrainingMethod | None) 
             f"{model} is a workload of method {workload.method}, and --method says {method}. Leave it out."
         )
     return workload
+
+
+def check_saved(saved: Workload, model: str, options: TrainingOptions, student: Student | None) -> None:
+    """Raise WorkloadError if the user asks for another training than the saved one, or if it is of no sensible size."""
+    check_magnitude(saved)
+    if not options.is_full or student is not None:
+        raise WorkloadError(
+            f"{model} is a workload, traced as it was to be trained. Leave out --lora-rank, --lora-targets, "
+            f"--quantize, --unfreeze-rank-ratio, --osft-target, --freeze, --autocast and --student, or name the model "
+            f"that it was traced from."
+        )
+    if options.loss_head not in (None, saved.loss_head):
+        raise WorkloadError(
+            f"--loss {options.loss_head} is asked for, but {model} is a workload that was traced with loss "
+            f"{saved.loss_head}. Leave --loss out, or name the model that it was traced from."
+        )
+
+
+def check_tiles(
+    saved: Workload,
+    origin: str,
+    mlp_tiles: Sequence[int],
+    loss_tiles: Sequence[int],
+    sequence_ranks: Sequence[int] = (),
+) -> None:
+    """Raise WorkloadError if a saved workload does not know numbers of tiles, or of ranks, that are asked for."""
+    of_ranks = [sharing.sequence_ranks for sharing in saved.sequence_sharings]
+    for knob, option, asked, known in (
+        ("mlp_tiles", "--mlp-tiles", mlp_tiles, [tiling.mlp_tiles for tiling in saved.tilings]),
+        ("loss_tiles", "--loss-tiles", loss_tiles, [tiling.loss_tiles for tiling in saved.loss_tilings]),
+        ("sequence_ranks", "--sequence-ranks", sequence_ranks, of_ranks),
+    ):
+        unknown = sorted(set(asked) - {1, *known})
+        if unknown:
+            raise WorkloadError(
+                f"{knob} {', '.join(map(str, unknown))} asked for, but {origin} is a workload that knows "
+                f"{', '.join(map(str, [1, *known]))}. Trace the model with that number ({option} {unknown[0]}), or "
+                f"name the model that it was traced from."
+            )

@@ -19,12 +19,13 @@ from ..basics.progress import progress_bar
 from ..catalogue.models import ModelConfiguration, known_model, load_model_configuration, published_dtype
 from ..catalogue.own_code import OwnCode
 from ..phases.packing import Packing, parse_packed_lengths
+from ..phases.tiling import LossHead, checked_loss_head
 from ..schema.hardware import Device, DeviceKind, Hardware
 from ..schema.training_options import FULL_TRAINING, TrainingOptions
 from ..schema.workload import DType, DTypeOrigin, Workload
 from ..students.student import Student
 from .cache import TraceRequest, cache_key, load_cached, store_cached
-from .check import check_magnitude, has_fused_dropout
+from .check import check_saved, check_tiles, has_fused_dropout
 from .dtypes import choose_dtype
 
 if TYPE_CHECKING:
@@ -54,8 +55,9 @@ def load_workload(
     A saved workload has its shape; a model needs ``batch_size`` (samples) and, unless it takes images alone,
     ``sequence_length`` (tokens of one sample).  ``dtype`` replaces the element type that the model was published in;
     without it, a model that was published in float32 is trained in bfloat16, or float16, if ``hardware`` computes in
-    it (``choose_dtype``).  ``mlp_tiles`` and ``loss_tiles``: numbers of tiles that MLPs, and head and loss, may run in
-    (``Workload.tilings``); ``sequence_ranks``: numbers of ranks that may share each sequence
+    it (``choose_dtype``).  ``options`` say what is trained, and how the loss is made.
+    ``mlp_tiles`` and ``loss_tiles``: numbers of tiles that MLPs, and head and loss, may run in (``Workload.tilings``);
+    ``sequence_ranks``: numbers of ranks that may share each sequence
     (``Workload.sequence_sharings``).  ``packed_lengths``: samples that lie end to end in rows of ``sequence_length``
     tokens, told to the attention kernel (``parse_packed_lengths``).  Models of the catalogue in full training need no
     torch; others are traced, which does.  Raises CatalogueError, FileError or WorkloadError.
@@ -115,20 +117,22 @@ def resolve_workload(
     """
     saved = _saved_workload(model)
     if saved is not None:
-        _check_saved(saved, model, options, student)
+        check_saved(saved, model, options, student)
         if packed_lengths is not None:
             raise WorkloadError(
                 f"{model} is a workload, whose samples lie in rows as they were traced. Leave --packed-lengths out, or "
                 f"name the model that it was traced from."
             )
-        _check_tiles(saved, model, mlp_tiles, loss_tiles, sequence_ranks)
+        check_tiles(saved, model, mlp_tiles, loss_tiles, sequence_ranks)
         _check_shape(saved, model, batch_size=batch_size, sequence_length=sequence_length, dtype=dtype)
         return saved
-    if student is not None and not options.model_copy(update={"autocast": None}).is_full:
+    if student is not None and (options.is_fused or not options.model_copy(update={"autocast": None}).is_full):
         raise WorkloadError(
-            "a student's file says what of it is learnt. Leave out --lora-rank, --lora-targets, "
-            "--unfreeze-rank-ratio and --freeze, or --student."
+            "a student's file says what of it is learnt, block by block. Leave out --lora-rank, --lora-targets, "
+            "--unfreeze-rank-ratio, --freeze and --loss, or --student."
         )
+    if options.is_fused:
+        checked_loss_head(LossHead.FUSED, sequence_ranks)
     mlp_counts, loss_counts = _beside_one(mlp_tiles), _beside_one(loss_tiles)
     if student is not None and (mlp_counts or loss_counts):
         raise WorkloadError(
@@ -165,17 +169,6 @@ def resolve_workload(
     return chosen.note_in(found if found is not None else _traced(request, cache, warn))
 
 
-def _check_saved(saved: Workload, model: str, options: TrainingOptions, student: Student | None) -> None:
-    """Raise WorkloadError if the user asks for another training than the saved one, or if it is of no sensible size."""
-    check_magnitude(saved)
-    if not options.is_full or student is not None:
-        raise WorkloadError(
-            f"{model} is a workload, traced as it was to be trained. Leave out --lora-rank, --lora-targets, "
-            f"--quantize, --unfreeze-rank-ratio, --osft-target, --freeze, --autocast and --student, or name the model "
-            f"that it was traced from."
-        )
-
-
 def _packing(
     described: ModelConfiguration, lengths: str | None, sequence_length: int | None, student: Student | None
 ) -> Packing | None:
@@ -190,29 +183,6 @@ def _packing(
 
 def _beside_one(counts: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(set(counts) - {1}))
-
-
-def _check_tiles(
-    saved: Workload,
-    origin: str,
-    mlp_tiles: Sequence[int],
-    loss_tiles: Sequence[int],
-    sequence_ranks: Sequence[int] = (),
-) -> None:
-    """Raise WorkloadError if a saved workload does not know numbers of tiles, or of ranks, that are asked for."""
-    of_ranks = [sharing.sequence_ranks for sharing in saved.sequence_sharings]
-    for knob, option, asked, known in (
-        ("mlp_tiles", "--mlp-tiles", mlp_tiles, [tiling.mlp_tiles for tiling in saved.tilings]),
-        ("loss_tiles", "--loss-tiles", loss_tiles, [tiling.loss_tiles for tiling in saved.loss_tilings]),
-        ("sequence_ranks", "--sequence-ranks", sequence_ranks, of_ranks),
-    ):
-        unknown = sorted(set(asked) - {1, *known})
-        if unknown:
-            raise WorkloadError(
-                f"{knob} {', '.join(map(str, unknown))} asked for, but {origin} is a workload that knows "
-                f"{', '.join(map(str, [1, *known]))}. Trace the model with that number ({option} {unknown[0]}), or "
-                f"name the model that it was traced from."
-            )
 
 
 def untraced_workload(
@@ -319,6 +289,7 @@ def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload |
     (``catalogue_pairs.py``).
     """
     from ..families.family import OutsideFamilyError
+    from ..families.fused_losses import fusing
 
     if request.student is not None:
         from .catalogue_pairs import distillation_of_shipped, needs_no_trace
@@ -329,12 +300,13 @@ def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload |
         return None
     osft = request.options.osft
     family, change = _family_and_change(described, request)
+    change = fusing(change) if request.options.is_fused else change
     is_tiled, is_shared = bool(request.mlp_tiles or request.loss_tiles), bool(request.sequence_ranks)
     if family is None:
         return None
     try:
         if is_tiled:
-            tiled = _in_tiles(family, described.name, request)
+            tiled = _in_tiles(family, described.name, request, change)
             if tiled is None:
                 return None
             found = tiled
@@ -384,19 +356,20 @@ def _family_and_change(
 def _is_beyond_families(request: TraceRequest) -> bool:
     """Whether what is asked for goes together in no family."""
     osft, lora, quantized = request.options.osft, request.options.lora, request.options.quantized
+    is_fused = request.options.is_fused
     rest = request.options.model_copy(update={"osft": None, "lora": None, "quantized": None})
     is_tiled, is_packed = bool(request.mlp_tiles or request.loss_tiles), request.packing is not None
     is_shared, is_learnt = bool(request.sequence_ranks), request.student is not None
     return (
         not rest.is_full
-        or (osft is not None and (lora is not None or is_tiled or is_packed or is_shared))
+        or (osft is not None and (lora is not None or is_tiled or is_packed or is_shared or is_fused))
         or (lora is not None and (is_tiled or is_shared or is_learnt))
         or (quantized is not None and lora is None)
         or (is_shared and (is_packed or is_learnt))
     )
 
 
-def _in_tiles(family: WorkloadFamily, name: str, request: TraceRequest) -> Workload | None:
+def _in_tiles(family: WorkloadFamily, name: str, request: TraceRequest, change: Change | None) -> Workload | None:
     from ..families.shipped import shipped_tilings
 
     tilings = shipped_tilings(name, family.compute_dtype)
@@ -409,6 +382,7 @@ def _in_tiles(family: WorkloadFamily, name: str, request: TraceRequest) -> Workl
         batch_size=request.batch_size,
         sequence_length=request.sequence_length,
         packing=request.packing,
+        change=change,
     )
 
 

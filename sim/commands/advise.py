@@ -14,6 +14,7 @@ import typer
 
 from ...shared.basics.errors import CalibrationError, HardwareError, PlanError
 from ...shared.basics.progress import progress_bar
+from ...shared.catalogue.list_prices import with_list_prices
 from ...shared.catalogue.machines import cluster_names, load_hardware, machine_names, override_hardware
 from ...shared.catalogue.prices import parse_prices, with_prices
 from ...shared.cli.exits import report_interruption
@@ -28,6 +29,7 @@ from ...shared.cli.options import (
     JsonFlag,
     LoraRank,
     LoraTargets,
+    LossName,
     ModelName,
     OptimizerName,
     OsftTargets,
@@ -48,10 +50,11 @@ from ...shared.cli.options import (
 )
 from ...shared.cli.output import save, tell
 from ...shared.cli.report_options import ReportPath, write_report
-from ...shared.cli.trained_as import options_of, osft_of, quantized_of
+from ...shared.cli.trained_as import loss_tiles_of, options_of, osft_of, quantized_of
 from ...shared.schema.advice import Advice
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
+from ...shared.schema.list_price import ListPrice
 from ...shared.schema.optimizer import HostGradients, Optimizer
 from ...shared.schema.search_result import Goal
 from ..questions.advise import AdviceRequest, Offer, check_request, machines_with, search_machine, whole_machines
@@ -145,6 +148,7 @@ def advise_command(
     osft_targets: OsftTargets = None,
     frozen: FrozenParts = None,
     autocast: AutocastName = None,
+    loss: LossName = None,
     changes: HardwareChanges = None,
     device_budget_bytes: DeviceBudget = None,
     margin: Margin = None,
@@ -165,9 +169,9 @@ def advise_command(
     """Rank machines by the time of the best plan for a model on each, and by what a token costs.
 
     Every machine is searched over plans and micro-batch sizes, without having it, and rented as a whole: a device that
-    idles is paid for too.  With --longest they are ranked by the longest sequences that train there.  No machine has a
-    price unless --price gives it one, or its own file.  --set changes every machine.  Ctrl-C ends with the ranking so
-    far; --output and --report write it too, and name the machines that are missing.
+    idles is paid for too.  With --longest they are ranked by the longest sequences that train there.  Rent is what
+    --price or a machine's own file says, else what a public list said on the day that is told.  --set changes every
+    machine.  Ctrl-C ends with the ranking so far; --output and --report write it too, and name the missing machines.
     """
     read = {f"--hardware {name}": name for name in hardware or ()}
     read |= {f"--calibration {path}": str(path) for path in calibrations or ()}
@@ -180,7 +184,7 @@ def advise_command(
         raise PlanError(
             f"--longest chooses the length, but --sequence-length {sequence_length} fixes it. Leave one out."
         )
-    machines = _machines(hardware or (*machine_names(), *cluster_names()), changes_of(changes), prices)
+    machines, listed = _machines(hardware or (*machine_names(), *cluster_names()), changes_of(changes), prices)
     for box in machines.values() if hardware else ():
         check_budget(device_budget_bytes, box)
     osft = osft_of(method, unfreeze_rank_ratio, osft_targets)
@@ -192,7 +196,7 @@ def advise_command(
         global_batch,
         max_gradient_norm,
         _fingerprint(model),
-        options=options_of(lora_rank, lora_targets, frozen, autocast, osft, quantized),
+        options=options_of(lora_rank, lora_targets, frozen, autocast, osft, quantized, loss=loss),
         device_budget_bytes=device_budget_bytes,
         margin_frac=DEFAULT_MARGIN_FRAC if margin is None else margin / 100,
         calibrations=_calibrations(calibrations or (), machines),
@@ -201,7 +205,7 @@ def advise_command(
         host_gradients=host_gradients or HostGradients.PARAMETERS,
         student=student_of(model, student, method),
         goal=Goal.LONGEST_SEQUENCE if longest else Goal.FASTEST,
-        tiles=AskedTiles.named(mlp_tiles, loss_tiles),
+        tiles=AskedTiles.named(mlp_tiles, loss_tiles_of(loss, loss_tiles)),
     )
     numbers = sorted(set(ranks or ()))
     for number in numbers:
@@ -221,7 +225,7 @@ def advise_command(
             ranks=numbers,
             on_progress=on_progress,
             keep_interrupted=True,
-        )
+        ).model_copy(update={"list_prices": listed})
     save(found, output)
     write_report(report, lambda: _report(found))
     from ...shared.tables.advice import advice_tables
@@ -248,8 +252,10 @@ def _calibrations(paths: Iterable[Path], machines: Mapping[str, Hardware]) -> tu
     return tuple(found)
 
 
-def _machines(names: Iterable[str], changes: Mapping[str, str], prices: Sequence[str] | None) -> dict[str, Hardware]:
-    """The machines by their names, changed and priced.
+def _machines(
+    names: Iterable[str], changes: Mapping[str, str], prices: Sequence[str] | None
+) -> tuple[dict[str, Hardware], tuple[ListPrice, ...]]:
+    """The machines by their names, changed and priced, and the list prices of those that nobody states a price for.
 
     Raises HardwareError if two that differ are called the same, and as ``override_hardware`` and ``with_prices`` do.
     """
@@ -265,7 +271,8 @@ def _machines(names: Iterable[str], changes: Mapping[str, str], prices: Sequence
             )
     if prices:
         found = {machine.name: machine for machine in with_prices(found.values(), parse_prices(prices))}
-    return found
+    priced, listed = with_list_prices(found.values())
+    return {machine.name: machine for machine in priced}, listed
 
 
 def _report(advice: Advice) -> Report:

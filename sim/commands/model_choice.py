@@ -11,6 +11,7 @@ from ...shared.basics.errors import ProtwinError, WorkloadError
 from ...shared.catalogue.models import known_model
 from ...shared.cli.options import cache_folder, warn
 from ...shared.cli.trained_as import options_of, osft_of
+from ...shared.phases.tiling import LossHead
 from ...shared.schema.hardware import Device
 from ...shared.schema.plan import TrainingMethod
 from ...shared.schema.training_options import ImageOptions, OsftOptions, QuantizationOptions, TrainingOptions
@@ -71,6 +72,8 @@ class ModelChoice:
     images: ImageOptions | None = field(default=None, kw_only=True)
     """What is seen beside text; None: as the model's configuration says."""
     autocast: str | None
+    loss: LossHead | None = field(default=None, kw_only=True)
+    """How the loss is made of hidden states; None: nobody says."""
     device: Device
     """Decides the element type and the kernels."""
     has_cache: bool
@@ -121,6 +124,7 @@ class ModelChoice:
             lora_dropout=self.lora_dropout,
             use_dora=self.use_dora,
             images=self.images,
+            loss=self.loss,
         )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -10,17 +11,18 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperCommand
 
-from ...shared.basics.errors import PlanError
+from ...shared.basics.errors import PlanError, ProtwinError
 from ...shared.basics.units import format_bytes
 from ...shared.catalogue.machines import load_hardware, override_hardware
 from ...shared.cli.options import MethodName as MethodName
 from ...shared.cli.options import changes_of, warn
+from ...shared.methods.runtime_profile import Runtime, RuntimeProfile
 from ...shared.phases.quadratic import attention_words
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.record import Record
 from ...shared.schema.search_result import BatchSearchResult, Goal, Risk
-from ...shared.schema.workload import Workload
+from ...shared.schema.workload import DType, Workload
 from ...shared.workloads.dtypes import TRAINABLE
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..space.step_spec import MOST_MICRO_BATCHES, MOST_RANKS, check_ranks
@@ -106,6 +108,23 @@ NumRanks = Annotated[
 Parallel = Annotated[
     ParallelMode | None,
     typer.Option("--parallel", help="What they do together."),
+]
+AsRuntime = Annotated[
+    Runtime, typer.Option("--as", help="Who carries the plan out: other systems copy around their collectives.")
+]
+
+
+class ReducedAs(StrEnum):
+    """Element types that gradients are reduced in."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+ReduceDType = Annotated[
+    ReducedAs | None,
+    typer.Option("--reduce-dtype", help="What another system reduces gradients in; their own type without."),
 ]
 Shards = Annotated[
     int | None,
@@ -317,3 +336,13 @@ def warn_of_memory(record: Record, host_bytes: int) -> None:
     for message in (allocator_warning(record), host_warning(record, host_bytes)):
         if message is not None:
             warn(message)
+
+
+def runtime_profile(runtime: Runtime, reduce_dtype: ReducedAs | None) -> RuntimeProfile:
+    """Who carries a plan out.  Raises ProtwinError if the options make no sense together."""
+    if reduce_dtype is not None and runtime is Runtime.OURS:
+        raise ProtwinError(
+            f"--reduce-dtype is {reduce_dtype}, but --as names nobody who casts gradients: here they are reduced in "
+            f"their own type. Add --as fsdp2."
+        )
+    return RuntimeProfile(runtime, None if reduce_dtype is None else DType(reduce_dtype))

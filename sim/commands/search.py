@@ -28,6 +28,7 @@ from ...shared.cli.options import (
     LoraDropout,
     LoraRank,
     LoraTargets,
+    LossName,
     ModelName,
     NoCacheFlag,
     OptimizerName,
@@ -48,7 +49,7 @@ from ...shared.cli.options import (
 )
 from ...shared.cli.output import save, tell
 from ...shared.cli.report_options import ReportPath, write_report
-from ...shared.cli.trained_as import images_of, quantized_of
+from ...shared.cli.trained_as import images_of, loss_tiles_of, quantized_of
 from ...shared.compile.compile import compile_schedule
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
@@ -161,6 +162,7 @@ def search_command(
     image_size: ImageSize = None,
     images: ImageCount = None,
     autocast: AutocastName = None,
+    loss: LossName = None,
     changes: HardwareChanges = None,
     device_budget_bytes: DeviceBudget = None,
     calibration: CalibrationPath = None,
@@ -234,6 +236,7 @@ def search_command(
     num_ranks = ranks_to_search(machine, num_ranks, parallel or ())
     if goal is not Goal.CHEAPEST and (unused := unused_devices(machine, num_ranks)) is not None:
         warn(unused)
+    loss_tiles = loss_tiles_of(loss, loss_tiles)
     what_ifs = _what_ifs(questions, machine, factors)
     allowed = {
         "chunk_bytes": chunk_bytes,
@@ -272,6 +275,7 @@ def search_command(
         frozen=frozen,
         images=images_of(image_size, images),
         autocast=autocast,
+        loss=loss,
         device=machine.device,
         has_cache=not no_cache,
         method=method,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,6 +29,7 @@ from ...shared.cli.options import (
     LoraDropout,
     LoraRank,
     LoraTargets,
+    LossName,
     ModelName,
     NoCacheFlag,
     OptimizerName,
@@ -50,8 +52,9 @@ from ...shared.cli.options import (
 )
 from ...shared.cli.output import save, tell
 from ...shared.cli.report_options import ReportPath, write_report
-from ...shared.cli.trained_as import images_of, quantized_of
+from ...shared.cli.trained_as import check_loss_of_plan, images_of, quantized_of
 from ...shared.compile.compile import compile_schedule
+from ...shared.methods.runtime_profile import Runtime
 from ...shared.pipelines.pipeline import Pipeline, load_plan_or_pipeline
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
@@ -68,15 +71,18 @@ from ..questions.remedies import remedies
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from .model_choice import ModelChoice
 from .options import (
+    AsRuntime,
     MethodName,
     NumRanks,
     Parallel,
+    ReduceDType,
     ShardRanks,
     Shards,
     StudentPath,
     check_budget,
     machine_of,
     price_files,
+    runtime_profile,
     unused_devices,
     warn_of_attention,
     warn_of_dtype,
@@ -125,6 +131,7 @@ def simulate_command(
     image_size: ImageSize = None,
     images: ImageCount = None,
     autocast: AutocastName = None,
+    loss: LossName = None,
     changes: HardwareChanges = None,
     device_budget_bytes: DeviceBudget = None,
     calibration: CalibrationPath = None,
@@ -132,6 +139,8 @@ def simulate_command(
     parallel: Parallel = None,
     n_shard: Shards = None,
     shard_ranks: ShardRanks = None,
+    runtime: AsRuntime = Runtime.OURS,
+    reduce_dtype: ReduceDType = None,
     optimizer: OptimizerName = None,
     tokens: Tokens = None,
     prices: PriceEntries = None,
@@ -145,7 +154,8 @@ def simulate_command(
 
     --output writes the record, which protwin compare lays beside a measured one.  --parallel, --ranks, --n-shard and
     --shard-ranks, in place of the plan's own, ask about several devices of the machine, and --optimizer about another
-    optimizer.  Of a pipeline's file, every stage is simulated, and told in a row.
+    optimizer.  --as asks how long another system takes for the same plan, with its copies around collectives.  Of a
+    pipeline's file, every stage is simulated, and told in a row.
     """
     keep_apart(
         {"--output": output, "--timeline": timeline, "--report": report},
@@ -159,6 +169,7 @@ def simulate_command(
         },
         as_json=as_json,
     )
+    profile = runtime_profile(runtime, reduce_dtype)
     machine = machine_of(hardware, changes, prices)
     loaded = load_plan_or_pipeline(plan)
     check_budget(device_budget_bytes, machine)
@@ -178,6 +189,7 @@ def simulate_command(
         frozen=frozen,
         images=images_of(image_size, images),
         autocast=autocast,
+        loss=loss,
         device=machine.device,
         has_cache=not no_cache,
         method=method,
@@ -190,16 +202,19 @@ def simulate_command(
     )
     if isinstance(loaded, Pipeline):
         of_ranks = {"--ranks": num_ranks, "--parallel": parallel, "--n-shard": n_shard, "--shard-ranks": shard_ranks}
-        others = {"--optimizer": optimizer, "--tokens": tokens, "--timeline": timeline, "--report": report}
+        others: dict[str, object] = {"--as": profile.other, "--optimizer": optimizer, "--tokens": tokens}
+        others |= {"--timeline": timeline, "--report": report}
         refuse({**of_ranks, **others}, "a pipeline's file")
         asked = Asked(device_budget_bytes, output, as_json=as_json)
         simulate_stages(loaded, choice.workload(), machine, factors, asked)
         return
+    check_loss_of_plan(loss, loaded)
     chosen = with_ranks(load_plan(plan, optimizer), machine, num_ranks, parallel, n_shard, shard_ranks)
     workload = choice.workload()
     with progress_bar("simulating") as on_progress:
         schedule = compile_schedule(chosen, workload)
-        record = simulate_plan(chosen, workload, machine, factors, schedule=schedule, on_progress=on_progress)
+        ask = partial(simulate_plan, schedule=schedule, runtime=profile, on_progress=on_progress)
+        record = ask(chosen, workload, machine, factors)
     record = record if tokens is None else record.for_tokens(tokens)
     record = record.asking(device_budget_bytes=device_budget_bytes)
     budget_bytes = device_budget_bytes or rank_device_bytes(machine, chosen.num_ranks, chosen.shard_ranks)

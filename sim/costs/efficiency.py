@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Final
 
 from ...shared.schema.hardware import Device, DeviceKind
-from ...shared.schema.workload import OperationClass
+from ...shared.schema.workload import DType, OperationClass
 
 _CUDA: Final[dict[OperationClass, float]] = {
     # Large 16-bit products reach 70 to 85 % of the tensor cores' dense peak: the last wave of tiles leaves
@@ -22,7 +22,7 @@ _CUDA: Final[dict[OperationClass, float]] = {
     # Streams reach 85 to 92 % of the DRAM's peak (BabelStream, doi 10.1504/IJCSE.2018.095847); refreshes and turning
     # the bus round take the rest.  Normalizations and reductions wait for partial sums between their passes.
     OperationClass.ELEMENTWISE: 0.85,
-    OperationClass.NORMALIZATION: 0.7,
+    OperationClass.NORMALIZATION: 0.6,
     OperationClass.REDUCTION: 0.7,
     # Rows are fetched by index, and the backward adds into them with atomics.
     OperationClass.EMBEDDING: 0.5,
@@ -61,6 +61,16 @@ POWER_LIMITED_FRAC: Final = 0.8
 Largest products in 16 bit, measured: A100 79 to 85 %, H100 and H200 80 %, RTX A6000 80 %, L40S 74 %, B200 75 %, V100
 68 to 76 % (github.com/zzc0721/torch-performance-test-data; github.com/mli/transformers-benchmarks).
 """
+WARPGROUP_RATE: Final = 8.0
+"""Matrix over vector FLOP/s above which a device with 8-bit matrix types multiplies by warpgroups: of those before
+Hopper, none has more than 4 times."""
+PRODUCTS_ALONE_FRAC: Final = 0.69
+"""The same share on Hopper and later where nothing but products runs: an H100 sustained 682 of 989 TFLOP/s for 20
+seconds, of random numbers, at 698 of 700 W and 1,360 MHz (``make bench-sheets``)."""
+MIXED_SHARE: Final = 0.6
+"""Share of the time up to which products leave the board power for ``POWER_LIMITED_FRAC`` of its peak: of six trainings
+on this H100, in which products and attention took 36 to 63 % of the time, all products came within 5 % of it, at 1,755
+to 1,980 MHz."""
 UNLIMITED_MATRIX_RATE: Final = 2.0
 """Matrix FLOP/s over vector FLOP/s up to which power is no limit.
 
@@ -88,3 +98,20 @@ def sustained_flop_per_s(device: Device, peak_flop_per_s: float) -> float:
         return stated * peak_flop_per_s
     unlimited = min(peak_flop_per_s, UNLIMITED_MATRIX_RATE * device.vector_flop_per_s)
     return max(POWER_LIMITED_FRAC * peak_flop_per_s, unlimited)
+
+
+def power_slowdown(device: Device, products_frac: float) -> float:
+    """How much longer products take on ``device`` where they make up ``products_frac`` of what it works on.
+
+    Between the two measured shares, the rate falls in proportion.  1 where the device states an efficiency of its own.
+    """
+    if OperationClass.MATMUL in device.efficiency or not multiplies_by_warpgroups(device):
+        return 1.0
+    beyond = max(0.0, products_frac - MIXED_SHARE) / (1 - MIXED_SHARE)
+    return POWER_LIMITED_FRAC / (POWER_LIMITED_FRAC + beyond * (PRODUCTS_ALONE_FRAC - POWER_LIMITED_FRAC))
+
+
+def multiplies_by_warpgroups(device: Device) -> bool:
+    """Whether ``device`` is of Hopper's generation or later, whose matrix units outrun the instructions before."""
+    peak = device.peak_flop_per_s.get(DType.BFLOAT16, 0.0)
+    return DType.FLOAT8_E4M3FN in device.peak_flop_per_s and peak > WARPGROUP_RATE * device.vector_flop_per_s

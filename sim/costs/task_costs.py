@@ -32,11 +32,19 @@ from ...shared.schema.workload import Operation, OperationClass, Phase, Workload
 from ...shared.workloads.check import check_kernels
 from .collectives import Collective
 from .copies import copy_time_s
-from .efficiency import CORE_BYTES_PER_S, CPU_ADAM_FRAC, DISPATCHES_PER_LAUNCH, KERNEL_FIXED_S, efficiency_frac
+from .efficiency import (
+    CORE_BYTES_PER_S,
+    CPU_ADAM_FRAC,
+    DISPATCHES_PER_LAUNCH,
+    KERNEL_FIXED_S,
+    efficiency_frac,
+    power_slowdown,
+)
 from .fabrics import machine_collective, passing_s
 from .kernels import kernel_s
 from .projections import device_projection_s, host_projection_s
 from .rank_lines import RankLine
+from .streams import DEVICE_STEP_FRAC, element_s, moved_bytes, share_of
 
 _OF_PHASES: Final = frozenset(
     {TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.TEACHER_FORWARD, TaskKind.LOSS}
@@ -327,7 +335,7 @@ class CostModel:
             tensor_s = self.calibration.device_optimizer_tensor_s.get(named)
         if tensor_s is None:
             tensor_s = device_operations_per_tensor(named) * self._dispatch_s
-        moving_s = stepped_bytes / self._streamed_bytes_per_s if stated is None else stated * num_stepped
+        moving_s = stepped_bytes / self._stepped_bytes_per_s if stated is None else stated * num_stepped
         stepping_s, dispatching_s = factor * (device.launch_overhead_s + moving_s), tensor_s * num_tensors
         # Who waits for every kernel dispatches the next one afterwards; the others run ahead ([Note: Launches]).
         seconds = stepping_s + dispatching_s if named.is_of_bitsandbytes else max(stepping_s, dispatching_s)
@@ -341,6 +349,13 @@ class CostModel:
         """Bytes of device memory per second that element-wise operations move."""
         device = self.hardware.device
         return device.memory_bandwidth_bytes_per_s * efficiency_frac(device, OperationClass.ELEMENTWISE)
+
+    @property
+    def _stepped_bytes_per_s(self) -> float:
+        """Bytes of device memory per second that optimizers move."""
+        device = self.hardware.device
+        share = device.efficiency.get(OperationClass.ELEMENTWISE, DEVICE_STEP_FRAC)
+        return device.memory_bandwidth_bytes_per_s * share
 
     @property
     def _dispatch_s(self) -> float:
@@ -403,9 +418,13 @@ def roofline_s(phase: Phase, device: Device) -> float:
     (``sim/costs/kernels.py``); and it costs one launch, see [Note: Launches].
     Raises HardwareError if the device states no peak for an element type that matrix products use.
     """
-    working_s = sum(operation_s(operation, device) for operation in phase.operations)
+    seconds = [(operation, operation_s(operation, device)) for operation in phase.operations]
+    working_s = sum(of_one_s for _, of_one_s in seconds)
     if device.kind is DeviceKind.CPU:
         return working_s
+    products_s = sum(of_one_s for operation, of_one_s in seconds if operation.operation_class in _MATRIX_CLASSES)
+    if working_s > 0:
+        working_s += products_s * (power_slowdown(device, products_s / working_s) - 1)
     num_launches = sum(operation.count for operation in phase.operations)
     return max(working_s, num_launches * DISPATCHES_PER_LAUNCH * device.launch_overhead_s)
 
@@ -420,11 +439,16 @@ def operation_s(operation: Operation, device: Device) -> float:
 def _execution_s(operation: Operation, device: Device) -> float:
     operation_class = operation.operation_class
     efficiency = efficiency_frac(device, operation_class)
+    if operation_class not in _MATRIX_CLASSES:
+        streaming_s = moved_bytes(operation) / device.memory_bandwidth_bytes_per_s
+        if device.kind is DeviceKind.CPU:
+            return max(operation.flops / device.vector_flop_per_s, streaming_s) / efficiency
+        share = share_of(operation, device, efficiency)
+        calculating_s = operation.flops / device.vector_flop_per_s / efficiency
+        return max(calculating_s, streaming_s / share, element_s(operation, device))
     moving_s = operation.bytes_moved / device.memory_bandwidth_bytes_per_s
     if operation.flops == 0:
         return moving_s / efficiency
-    if operation_class not in _MATRIX_CLASSES:
-        return max(operation.flops / device.vector_flop_per_s, moving_s) / efficiency
     peak = matrix_flop_per_s(device, operation)
     multiplying_s = kernel_s(operation, device, peak) if device.kind is DeviceKind.CUDA else None
     if multiplying_s is None:

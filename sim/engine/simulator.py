@@ -13,6 +13,7 @@ from ...shared.compile.compile import compile_schedule
 from ...shared.layout.layout import Layout
 from ...shared.methods.known import method_named
 from ...shared.methods.method import Method
+from ...shared.methods.runtime_profile import OUR_RUNTIME, RuntimeProfile
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan
@@ -28,6 +29,7 @@ from .intervals import PlanDraws, drawn_record
 from .kept_schedule import KeptSchedule, kept_schedule
 from .lanes import LaneProcesses
 from .prediction import RankMachine, predicted_record
+from .runtimes import RuntimeCosts, carried_out
 from .timing import Fold, Seconds, Timing, slowest_period_s, steady_period_s
 from .unfolding import names_each_once
 
@@ -44,6 +46,7 @@ def simulate(
     schedule: Schedule | None = None,
     layout: Layout | None = None,
     method: Method | None = None,
+    runtime: RuntimeProfile = OUR_RUNTIME,
     on_progress: OnProgress = no_progress,
 ) -> Record:
     """What one steady-state iteration of ``workload`` under ``plan`` does on ``hardware``.
@@ -62,6 +65,7 @@ def simulate(
         layout: Spares building the layout of ``plan`` again.
         method: The training method, where it is another than the plan names: by it the plan is compiled and its
             schedule verified.
+        runtime: Who carries the plan out; others copy around their collectives what is not copied here.
         on_progress: Told of every simulated iteration; the memory that follows takes about as long.
 
     Raises PlanError if the plan does not fit the workload, ScheduleError if ``schedule`` is unsafe, CalibrationError if
@@ -69,7 +73,15 @@ def simulate(
     device for a rank, and WorkloadError if the workload says nothing of how long it takes on this machine.
     """
     record, _ = simulate_drawn(
-        plan, workload, hardware, calibration, schedule=schedule, layout=layout, method=method, on_progress=on_progress
+        plan,
+        workload,
+        hardware,
+        calibration,
+        schedule=schedule,
+        layout=layout,
+        method=method,
+        runtime=runtime,
+        on_progress=on_progress,
     )
     return record
 
@@ -83,10 +95,13 @@ def simulate_drawn(
     schedule: Schedule | None = None,
     layout: Layout | None = None,
     method: Method | None = None,
+    runtime: RuntimeProfile = OUR_RUNTIME,
     on_progress: OnProgress = no_progress,
 ) -> tuple[Record, PlanDraws]:
     """``simulate``, with the time under every draw, which intervals of several plans together are made of."""
     costs = CostModel.of(workload, hardware, calibration, num_ranks=plan.num_ranks)
+    if not runtime.is_ours:
+        costs = RuntimeCosts.like(costs, runtime, workload)
     num_stages = workload.num_stages
     contention = ContentionModel.for_plan(plan, hardware, calibration, num_stages=num_stages)
     if schedule is None:
@@ -94,6 +109,7 @@ def simulate_drawn(
             plan, workload, costs, contention, layout=layout, method=method, on_progress=on_progress
         )
     else:
+        schedule = carried_out(schedule, costs)
         timing = simulate_timing(
             schedule, costs.durations_s(schedule), contention, num_more_iterations=1, on_progress=on_progress
         )
@@ -103,6 +119,8 @@ def simulate_drawn(
         price_usd_per_hour=rent_of_stage(hardware, plan.num_ranks, num_stages),
     )
     record = predicted_record(plan, workload, rank, calibration, schedule, timing, layout=layout, method=method)
+    if runtime.other is not None:
+        record = record.model_copy(update={"emulated": (runtime.other,)})
     durations_s, errors = costs.durations_s(schedule), ErrorModel.of(workload, hardware, calibration)
     limit_bytes = rank_device_bytes(hardware, plan.num_ranks * num_stages, plan.shard_ranks)
     return drawn_record(record, durations_s, contention, schedule, timing, errors, limit_bytes=limit_bytes)
@@ -130,13 +148,14 @@ def simulate_plan(
     # Where the least do not settle, a few more often do, and cost far less than all.
     for num_kept in (number for number in (least, MORE_KEPT * least) if number < plan.micro_batches):
         few = compile_schedule(plan.model_copy(update={"micro_batches": num_kept}), workload, layout, policies=policies)
+        few = carried_out(few, costs)
         kept = kept_schedule(few, plan.micro_batches - num_kept)
         if kept is not None:
             timing = _simulate_kept(kept, costs.durations_s(few), contention, on_progress)
             if timing is not None:
                 return few, timing
     if schedule is None:
-        schedule = compile_schedule(plan, workload, layout, policies=policies)
+        schedule = carried_out(compile_schedule(plan, workload, layout, policies=policies), costs)
     durations_s = costs.durations_s(schedule)
     return schedule, simulate_timing(schedule, durations_s, contention, num_more_iterations=1, on_progress=on_progress)
 

@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context
 from pathlib import Path
-from threading import Thread
 from typing import Final
 
 from ...shared.basics.errors import FileError, HardwareError, InfeasibleError, PlanError, ProtwinError
@@ -50,6 +47,7 @@ from ..searching.search import search_batches
 from ..space.step_spec import StepSpec
 from .goals import SEQUENCE_STEP, Shapes, search_goal
 from .in_tiles import AskedTiles, Tiles
+from .processes import end_with_parent, interruptions_held
 
 _SECONDS_PER_HOUR: Final = 3600
 _MOST_WORK: Final = 8_000
@@ -182,6 +180,9 @@ class Offer:
                 "num_devices": self.num_devices,
                 "price_usd_per_hour": price,
                 "run": run,
+                "usd_per_step": None
+                if price is None or found.iteration_s is None
+                else price / _SECONDS_PER_HOUR * found.iteration_s,
                 "usd_per_million_tokens": None
                 if price is None or rate is None
                 else price / _SECONDS_PER_HOUR / rate * 10**6,
@@ -298,9 +299,11 @@ def _answers(
         for one in asked:
             yield one, search_one(request, one)
         return
-    pool = ProcessPoolExecutor(min(num_processes, len(asked)), mp_context=get_context("spawn"), initializer=_begin)
+    pool = ProcessPoolExecutor(
+        min(num_processes, len(asked)), mp_context=get_context("spawn"), initializer=end_with_parent
+    )
     try:
-        with _interruptions_held():
+        with interruptions_held():
             futures: dict[Future[MachineAdvice], Offer] = {pool.submit(search_one, request, one): one for one in asked}
         for future in as_completed(futures):
             yield futures[future], future.result()
@@ -315,36 +318,6 @@ def _answers(
         raise
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def _interruptions_held() -> Iterator[None]:
-    """Let Ctrl-C wait.  Processes that are started meanwhile never hear it, not even while they begin.
-
-    It reaches every process of a terminal, and the parent ends the others.
-    """
-    import signal
-
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _begin() -> None:
-    """Make a searching process end with its parent.
-
-    A parent that is killed cannot end it, and it would wait for ever for work that never comes.
-    """
-    parent = parent_process()
-    assert parent is not None
-
-    def follow() -> None:
-        parent.join()
-        os._exit(1)
-
-    Thread(target=follow, daemon=True).start()
 
 
 def check_request(request: AdviceRequest, cache: Path | None, method: TrainingMethod | None = None) -> int:

@@ -4,10 +4,10 @@
 A unit of FSDP2 is a block: every block a chunk, the next one gathered while one runs, so that two have buffers.  ZeRO-3
 has windows in parameters: 10**9 that live at a time, and 5 * 10**7 that are fetched ahead (DeepSpeed, zero/config.py:
 stage3_max_live_parameters, stage3_prefetch_bucket_size).  Both step after backward has ended: a limit of the gradients'
-norm has CPU Adam wait for it here too, and where the request has none, theirs is 1.0.  Both have costs of their own
-(allocations, synchronisation, Python) that no plan has.  So these baselines are what the systems would reach if they
-carried out their plans as this project does: at least as fast as they are.  ZeRO-2 with offload keeps parameters on the
-device and steps them on the host, for which there is no plan yet.
+norm has CPU Adam wait for it here too, and where the request has none, theirs is 1.0.  Copies around collectives are
+counted ([Note: Copies around collectives] in ``sim/engine/runtimes.py``), other costs of their own (allocations,
+synchronisation, Python) are not.  So these baselines are at least as fast as the systems are.  ZeRO-2 with offload
+keeps parameters on the device and steps them on the host, for which there is no plan yet.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ import numpy as np
 from ...shared.basics.errors import PlanError
 from ...shared.layout.kinds import kind_of
 from ...shared.layout.layout import aligned, layout_of
+from ...shared.methods.runtime_profile import Runtime, RuntimeProfile
 from ...shared.order.happens_before import HappensBefore
 from ...shared.schema.plan import ParallelMode, Plan, TrainingMethod, why_not_parallel
 from ...shared.schema.schedule import Memory
 from ...shared.schema.search_result import Baseline, Lack
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ..engine.kept_schedule import memory_schedule
+from ..engine.runtimes import RuntimeCosts
 from ..engine.simulator import simulate_plan
 from ..memory.host import planned_host_bytes
 from ..memory.reserved import expected_segments_bytes
@@ -53,6 +55,8 @@ class System:
     """Whether it fetches by numbers of parameters, as ZeRO-3 does, and not a block ahead."""
     n_checkpoint: tuple[bool, ...] = (False, True)
     """Whether blocks are checkpointed: the first that fits counts."""
+    runtime: Runtime = Runtime.OURS
+    """Whose copies around collectives are counted."""
 
     @property
     def is_plain(self) -> bool:
@@ -71,9 +75,13 @@ def systems(num_ranks: int, per_node: int | None = None) -> tuple[System, ...]:
         f"every block a chunk on the hosts, a window of 1e9 parameters, {step}",
         is_offloaded=True,
         has_windows=True,
+        runtime=Runtime.DEEPSPEED_ZERO3,
     )
     fsdp = System(
-        "FSDP2, offloaded", f"every block a chunk on the hosts, the next one gathered, {step}", is_offloaded=True
+        "FSDP2, offloaded",
+        f"every block a chunk on the hosts, the next one gathered, {step}",
+        is_offloaded=True,
+        runtime=Runtime.FSDP2,
     )
     if num_ranks == 1:
         plain = "everything on the device"
@@ -88,12 +96,23 @@ def systems(num_ranks: int, per_node: int | None = None) -> tuple[System, ...]:
         "every block a chunk in parts on the devices of a node, replicas across nodes, the next one gathered",
         is_sharded=True,
         is_hybrid=True,
+        runtime=Runtime.FSDP2,
     )
     has_nodes = per_node is not None and 1 < per_node < num_ranks and num_ranks % per_node == 0
     return (
-        System("DDP", "everything on every device", n_checkpoint=(False,)),
-        System("DDP, checkpointed", "everything on every device, every block recomputed", n_checkpoint=(True,)),
-        System("FSDP2", "every block a chunk in parts on all devices, the next one gathered", is_sharded=True),
+        System("DDP", "everything on every device", n_checkpoint=(False,), runtime=Runtime.DDP),
+        System(
+            "DDP, checkpointed",
+            "everything on every device, every block recomputed",
+            n_checkpoint=(True,),
+            runtime=Runtime.DDP,
+        ),
+        System(
+            "FSDP2",
+            "every block a chunk in parts on all devices, the next one gathered",
+            is_sharded=True,
+            runtime=Runtime.FSDP2,
+        ),
         *([hybrid] if has_nodes else []),
         fsdp,
         zero,
@@ -176,7 +195,7 @@ def baselines(
         if like.method is not TrainingMethod.FULL and not system.is_plain:
             continue  # nobody else's program is of this method
         tries = (
-            _Need(system_name(system, is_checkpointed=ticked), system.how, plan, problems[size], room)
+            _Need(system_name(system, is_checkpointed=ticked), system.how, plan, problems[size], room, system.runtime)
             for size in sizes
             for ticked in _tried(system, problems[size])
             for plan in [system_plan(system, problems[size], like, is_checkpointed=ticked)]
@@ -217,8 +236,16 @@ def _first_that_fits(tries: Iterable[_Need]) -> _Need:
 class _Need:
     """What a plan needs of every memory."""
 
-    def __init__(self, name: str, how: str, plan: Plan, problem: SearchProblem, room: SegmentRoom | None) -> None:
-        self._name, self._how, self._plan, self._problem = name, how, plan, problem
+    def __init__(
+        self,
+        name: str,
+        how: str,
+        plan: Plan,
+        problem: SearchProblem,
+        room: SegmentRoom | None,
+        runtime: Runtime = Runtime.OURS,
+    ) -> None:
+        self._name, self._how, self._plan, self._problem, self._runtime = name, how, plan, problem, runtime
         workload = problem.workload
         self._layout = layout_of(workload, plan.chunk_bytes)
         self._schedule = memory_schedule(plan, workload, self._layout, policies=problem.method.policies)
@@ -246,7 +273,7 @@ class _Need:
         _, timing = simulate_plan(
             plan,
             workload,
-            problem.costs,
+            RuntimeCosts.like(problem.costs, RuntimeProfile(self._runtime), workload),
             problem.contention,
             layout=self._layout,
             schedule=whole,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from protwin.shared.catalogue.list_prices import list_price
 from protwin.shared.catalogue.machines import hardware_to_toml, machine
 from protwin.shared.schema.advice import Advice, AdviceState
 from tests.cli.conftest import Protwin
@@ -35,7 +36,7 @@ if {begin!r}:
     import protwin.sim.questions.advise
     import tests.sim.slow_search
 
-    protwin.sim.questions.advise._begin = getattr(tests.sim.slow_search, {begin!r})
+    protwin.sim.questions.advise.end_with_parent = getattr(tests.sim.slow_search, {begin!r})
 main()
 """
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -199,6 +200,13 @@ def test_the_report_has_every_machine(protwin_here: Protwin, work: Path) -> None
     check_self_contained(parse(page))
     for words in ("rtx-3090", "rtx-4090", "a10", 'id="figure-ranking"', 'id="figure-cost"', "3 of 3"):
         assert words in page
+    listed = list_price(machine("a10"))
+    assert listed is not None
+    for text in (page, result.stdout):
+        assert "Prices, as they were listed" in text
+        assert str(listed.stated) in text
+        assert listed.provider in text
+        assert "Akash" not in text, "machines that state a price of their own are asked about"
 
 
 @pytest.mark.parametrize(
@@ -253,5 +261,9 @@ def test_numbers_of_devices_may_be_named(protwin_here: Protwin, work: Path) -> N
     assert "a10 has fewer devices than --ranks names" in result.stderr
     found = Advice.from_mapping(json.loads(result.stdout), origin="standard output")
     assert found.ranks == (2, 8)
+    assert {one.hardware_name for one in found.list_prices} == {"a100-80gb-x8", "a10"}
+    assert all(one.stated and one.source for one in found.list_prices)
+    rents = {one.hardware_name: one.usd_per_hour for one in found.list_prices}
+    assert all(one.price_usd_per_hour == rents[one.hardware_name] for one in found.machines)
     assert {(one.hardware_name, one.num_ranks) for one in found.machines} == {("a100-80gb-x8", 2), ("a100-80gb-x8", 8)}
     assert all(one.plan is not None and one.plan.num_ranks == one.num_ranks for one in found.machines)

@@ -135,6 +135,7 @@ def test_every_field_of_what_commands_print_has_a_unit_or_a_meaning() -> None:
     printed = [
         "plan",
         "advice",
+        "sweep",
         "record",
         "search_result",
         "batch_search_result",

@@ -21,8 +21,8 @@ def prices_file(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_no_price_comes_with_the_catalogue() -> None:
-    """A price without a date is wrong within weeks."""
+def test_machines_have_no_price_of_their_own() -> None:
+    """A price has a day and a source: it is on a list, and no figure of the machine."""
     names = (*machine_names(), *cluster_names())
     assert all(load_hardware(name).price_usd_per_hour is None for name in names)
     for file in ("machines", "devices", "hosts", "nodes"):

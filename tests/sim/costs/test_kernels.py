@@ -9,54 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protwin.shared import load_workload
 from protwin.shared.catalogue.parts import device_part
 from protwin.shared.schema.hardware import Device, DeviceKind
 from protwin.shared.schema.workload import DType, Operation, OperationClass, Phase
-from protwin.sim.costs.efficiency import KERNEL_FIXED_S, POWER_LIMITED_FRAC, sustained_flop_per_s
-from protwin.sim.costs.kernels import attention_s, has_mask, kernel_s, product_s, runs_flash
-from protwin.sim.costs.task_costs import roofline_s
+from protwin.sim.costs.efficiency import (
+    KERNEL_FIXED_S,
+    POWER_LIMITED_FRAC,
+    PRODUCTS_ALONE_FRAC,
+    power_slowdown,
+    sustained_flop_per_s,
+)
+from protwin.sim.costs.kernels import kernel_s, product_s
+from protwin.sim.costs.task_costs import operation_s, roofline_s
+
+from .kernel_cases import attention, device, product
 
 SHAPES = st.tuples(st.integers(1, 8), st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 5000))
-
-
-def device(num_multiprocessors: int | None = 4, **changes: object) -> Device:
-    """Round figures: 1 FLOP/s and 1 byte/s in everything, 4 multiprocessors, nothing that limits power."""
-    figures = {
-        "name": "round figures",
-        "kind": DeviceKind.CUDA,
-        "memory_bytes": 10**9,
-        "memory_bandwidth_bytes_per_s": 1e30,
-        "peak_flop_per_s": {DType.FLOAT16: 1.0, DType.BFLOAT16: 1.0},
-        "vector_flop_per_s": 1.0,
-        "launch_overhead_s": 0.0,
-        "num_multiprocessors": num_multiprocessors,
-    }
-    return Device.model_validate(figures | changes)
-
-
-def product(m: int, n: int, k: int, batch: int = 1, dtype: DType = DType.FLOAT16) -> Operation:
-    return Operation(
-        name="mm",
-        operation_class=OperationClass.MATMUL,
-        dtype=dtype,
-        flops=2 * batch * m * n * k,
-        bytes_moved=2 * batch * (m * k + k * n + m * n),
-        shape=(batch, m, n, k),
-    )
-
-
-def attention(heads: int, length: int, width: int, *, causal: bool = False, backward: bool = False) -> Operation:
-    products = 5 if backward else 2
-    flops = 2 * products * heads * length * length * width // (2 if causal else 1)
-    return Operation(
-        name="_scaled_dot_product_flash_attention" + ("_backward" if backward else ""),
-        operation_class=OperationClass.ATTENTION,
-        dtype=DType.FLOAT16,
-        flops=flops,
-        bytes_moved=8 * heads * length * width,
-        shape=(heads, length, length, width),
-    )
 
 
 # -- matrix products -------------------------------------------------------------------------------------------------
@@ -183,81 +151,6 @@ def test_what_only_moves_bytes_takes_its_share_of_the_bandwidth() -> None:
     assert roofline_s(Phase(operations=(copy,)), halved) == pytest.approx(3 * 1000 / (100 * 0.5))
 
 
-# -- attention -------------------------------------------------------------------------------------------------------
-
-
-def test_attention_by_hand() -> None:
-    # Two heads of 256 queries: 4 rows of 2 tiles, one row for each multiprocessor.  A tile has 2 products of 128 x 128
-    # x 64 multiply-adds and 10 instructions for each score, at a quarter of the device each.
-    tile = 2 * 2 * 128 * 128 * 64 + 2 * 10 * 128 * 128
-    assert attention_s(attention(2, 256, 64), device(), 1.0) == pytest.approx(4 * 2 * tile)
-    # Under the causal mask the longest row still has 2 tiles.
-    assert attention_s(attention(2, 256, 64, causal=True), device(), 1.0) == pytest.approx(4 * 2 * tile)
-    # Many rows share out evenly: of 8 columns 4.5 on average.
-    many = attention_s(attention(64, 1024, 64, causal=True), device(), 1.0)
-    assert many == pytest.approx(64 * 8 * 4.5 * tile)
-    backward = 2 * 5 * 128 * 128 * 64 + 2 * 14 * 128 * 128
-    assert attention_s(attention(2, 256, 64, backward=True), device(), 1.0) == pytest.approx(4 * 2 * backward)
-
-
-def test_attention_reaches_what_flash_attention_2_measured_on_an_a100() -> None:
-    a100 = device_part("a100-80gb")
-    for backward, low, high in ((False, 0.5, 0.73), (True, 0.44, 0.66)):
-        operation = attention(16 * 16, 8192, 128, backward=backward)
-        share = operation.flops / attention_s(operation, a100, 312e12) / 312e12
-        assert low <= share <= high
-
-
-def test_flash_attention_2_reaches_a_third_of_an_h100() -> None:
-    operation = attention(16 * 16, 8192, 128)
-    share = operation.flops / attention_s(operation, device_part("h100-80gb"), 989.4e12) / 989.4e12
-    assert 0.33 <= share <= 0.45  # "only 35 % utilization", arXiv 2407.08608
-
-
-def test_which_kernel_runs() -> None:
-    flash = attention(2, 256, 64)
-    assert runs_flash(flash, device_part("rtx-3090"))
-    assert not runs_flash(flash, device_part("v100-32gb"))
-    assert not runs_flash(flash.model_copy(update={"dtype": DType.FLOAT32}), device_part("rtx-3090"))
-    assert not runs_flash(attention(2, 256, 512), device_part("rtx-3090"))
-    a100 = device_part("a100-80gb")
-    wide = attention(2, 4096, 257)
-    assert attention_s(wide, a100, 312e12) > 1.3 * attention_s(attention(2, 4096, 256), a100, 312e12)
-
-
-@pytest.mark.parametrize(
-    ("model", "length", "is_masked"),
-    [("mistral-7b", 8192, True), ("mistral-7b", 4000, False), ("llama-3-8b", 8192, False), ("gpt2", 512, False)],
-)
-def test_a_mask_shows_in_what_is_moved_and_rules_flash_attention_out(model: str, length: int, is_masked: bool) -> None:
-    """Mistral's window is 4,096 tokens; GPT-2 has dropout, whose generator's state is moved too."""
-    workload = load_workload(model, batch_size=2, sequence_length=length, dtype="bfloat16")
-    assert (workload.quadratic is not None) == is_masked
-    phases = [phase for profile in workload.profiles for phase in profile.phases]
-    found = [op for phase in phases for op in phase.operations if op.operation_class is OperationClass.ATTENTION]
-    assert {operation.name.endswith("_backward") for operation in found} == {False, True}
-    for operation in found:
-        assert has_mask(operation) == is_masked
-        assert runs_flash(operation, device_part("a100-80gb")) != is_masked
-
-
-@given(st.integers(1, 64), st.integers(1, 3000), st.sampled_from((32, 64, 128, 256)), st.booleans(), st.booleans())
-def test_attention_takes_no_less_than_its_flops(
-    heads: int, length: int, width: int, causal: bool, backward: bool
-) -> None:
-    operation = attention(heads, length, width, causal=causal, backward=backward)
-    a100 = device_part("a100-80gb")
-    seconds = kernel_s(operation, a100, 312e12)
-    assert seconds is not None
-    assert seconds >= operation.flops / 312e12
-    longer = kernel_s(attention(heads, length + 100, width, causal=causal, backward=backward), a100, 312e12)
-    assert longer is not None
-    assert longer >= seconds * (1 - 1e-12)
-    whole = kernel_s(attention(heads, length, width, backward=backward), a100, 312e12)
-    assert whole is not None
-    assert whole >= seconds * (1 - 1e-12)
-
-
 # -- published measurements of single products -----------------------------------------------------------------------
 
 
@@ -296,10 +189,8 @@ MEASURED = [
 @pytest.mark.parametrize("measured", MEASURED, ids=lambda m: f"{m.device}-{m.shape[0]}")
 def test_products_come_near_published_measurements(measured: Measured) -> None:
     m, n, k = measured.shape
-    operation = product(m, n, k, dtype=DType.BFLOAT16).model_copy(update={"count": 10})
-    # A bare product takes the host half as long as one within a model, and less than the device.
-    card = device_part(measured.device).model_copy(update={"launch_overhead_s": KERNEL_FIXED_S})
-    seconds = roofline_s(Phase(operations=(operation,)), card) / 10
+    # For seconds, at the clock that a mixture of kernels leaves it too.
+    seconds = operation_s(product(m, n, k, dtype=DType.BFLOAT16), device_part(measured.device))
     assert 2 * m * n * k / seconds / 1e12 == pytest.approx(measured.tera_flop_per_s, rel=measured.tolerance_frac)
 
 
@@ -323,3 +214,33 @@ def test_waves_of_one_large_tile_alone_would_miss_them() -> None:
         if m.device == "rtx-4090"
     )
     assert worst < 0.5
+
+
+def test_what_runs_nothing_but_products_is_held_back_by_its_power() -> None:
+    """Random numbers, 20 seconds long, on an H100 of 700 W (``make bench-sheets``): 682 TFLOP/s."""
+    operation = product(8192, 8192, 8192, dtype=DType.BFLOAT16).model_copy(update={"count": 100})
+    h100 = device_part("h100-80gb")
+    seconds = roofline_s(Phase(operations=(operation,)), h100) / 100
+    assert operation.flops / seconds / 1e12 == pytest.approx(682, rel=0.05)
+    # Beside as much of other work it has its full rate.
+    copies = Operation(
+        name="copy",
+        operation_class=OperationClass.ELEMENTWISE,
+        dtype=DType.BFLOAT16,
+        flops=0,
+        bytes_moved=round(3.35e12 * 0.85 * seconds),
+        count=100,
+    )
+    mixed_s = roofline_s(Phase(operations=(operation, copies)), h100)
+    assert mixed_s == pytest.approx(operation_s(operation, h100) + operation_s(copies, h100))
+
+
+@given(st.floats(0, 1), st.floats(0, 1))
+def test_a_larger_share_of_products_never_speeds_them_up(one: float, other: float) -> None:
+    h100 = device_part("h100-80gb")
+    low, high = sorted((one, other))
+    assert 1 <= power_slowdown(h100, low) <= power_slowdown(h100, high) <= POWER_LIMITED_FRAC / PRODUCTS_ALONE_FRAC
+    for name in ("a100-80gb", "rtx-4090", "l40s"):
+        assert power_slowdown(device_part(name), high) == 1
+    stated = h100.model_copy(update={"efficiency": {OperationClass.MATMUL: 0.7}})
+    assert power_slowdown(stated, high) == 1

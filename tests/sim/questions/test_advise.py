@@ -290,6 +290,25 @@ def test_one_device_alone_is_shown_where_its_tokens_cost_less() -> None:
     assert {one.hardware_name for one in equal.deals if one.num_ranks == 1} == {"alone", "equal"}
 
 
+@pytest.mark.parametrize(("price", "is_whole_shown"), [(1.0, False), (8.0, False), (9.0, True), (None, True)])
+def test_one_device_alone_is_left_out_beside_an_equal_machine_that_is_no_dearer(
+    price: float | None, is_whole_shown: bool
+) -> None:
+    whole, single = answer("box", 8, 8, 8.0), answer("box", 1, 8, 9.0)
+    alone = answer("board", 1, 1, 9.0).model_copy(update={"price_usd_per_hour": price})
+    boxes = (one.model_copy(update={"price_usd_per_hour": 8.0}) for one in (whole, single))
+    advice = Advice(model="m", sequence_length=None, global_batch_size=8, machines=(*boxes, alone))
+    assert (("box", 1) in {(one.hardware_name, one.num_ranks) for one in advice.deals}) == is_whole_shown
+
+
+def test_a_step_costs_the_rent_of_its_time() -> None:
+    box = machine().model_copy(update={"price_usd_per_hour": 7.2})
+    known = answer("box", 1, 1, 4.0)
+    priced = Offer(box).priced(known.model_copy(update={"iteration_s": 2.5}))
+    assert priced.usd_per_step == pytest.approx(7.2 * 2.5 / 3600)
+    assert Offer(machine()).priced(known).usd_per_step is None
+
+
 def test_equal_machines_are_searched_once_and_keep_their_names_and_prices() -> None:
     box = known_machine("a100-80gb-x8")
     other = box.model_copy(update={"name": "other", "price_usd_per_hour": 8.0})

@@ -1,0 +1,1 @@
+"""Configuration files of other tools, read into one description of the training that they ask for."""

@@ -1,0 +1,162 @@
+"""Files of other tools: what stands in them, whose they are, and what they ask for."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from ..basics.documents import read_text
+from ..basics.errors import FileError, PlanError, ProtwinError
+from .asked_run import Reading, Tool
+from .axolotl import read_axolotl
+from .deepspeed import read_deepspeed
+from .torchtitan import read_torchtitan
+from .training_arguments import NESTED, read_training_arguments
+
+_MOST_VALUES: Final = 100_000
+"""Values of one file, with all that its anchors repeat: a few lines of anchors may stand for billions."""
+_MARKS: Final[Mapping[Tool, frozenset[str]]] = {
+    Tool.AXOLOTL: frozenset(
+        {
+            "base_model",
+            "micro_batch_size",
+            "sequence_len",
+            "datasets",
+            "adapter",
+            "sample_packing",
+            "dataset_prepared_path",
+            "val_set_size",
+            "lora_r",
+        }
+    ),
+    Tool.TORCHTITAN: frozenset(
+        {"job", "training", "parallelism", "activation_checkpoint", "model", "metrics", "lr_scheduler", "experimental"}
+    ),
+    Tool.DEEPSPEED: frozenset(
+        {
+            "zero_optimization",
+            "train_micro_batch_size_per_gpu",
+            "train_batch_size",
+            "gradient_clipping",
+            "zero_allow_untested_optimizer",
+            "steps_per_print",
+            "wall_clock_breakdown",
+        }
+    ),
+    Tool.TRAINING_ARGUMENTS: frozenset(
+        {
+            "per_device_train_batch_size",
+            "output_dir",
+            "num_train_epochs",
+            "optim",
+            "max_grad_norm",
+            "lr_scheduler_type",
+            "logging_steps",
+            NESTED,
+        }
+    ),
+}
+"""Keys that one tool alone has at the top of its files."""
+_SUFFIXES: Final = (".json", ".yaml", ".yml", ".toml")
+
+
+def read_content(path: Path) -> dict[str, Any]:
+    """The keys and values of a JSON, YAML or TOML file.
+
+    Raises FileError if it cannot be read or is none, ProtwinError if YAML is to be read and no reader is installed.
+    """
+    text, suffix = read_text(path), path.suffix.lower()
+    if suffix == ".toml":
+        try:
+            found: Any = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise FileError(f"{path} is no TOML: {error}.") from error
+    elif suffix == ".json" or (suffix not in _SUFFIXES and text.lstrip().startswith("{")):
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise FileError(f"{path} is no JSON: {error}.") from error
+    else:
+        found = _yaml(text, path)
+    if not isinstance(found, dict):
+        kind = "nothing" if found is None else f"a {type(found).__name__}"
+        raise FileError(f"{path} holds {kind}, expected the keys and values of a configuration.")
+    check_extent(found, path)
+    return found
+
+
+def _yaml(text: str, path: Path) -> Any:
+    try:
+        import yaml
+    except ModuleNotFoundError as error:
+        raise ProtwinError(
+            f"{path} is YAML, which pyyaml reads, and it is not installed. Install it: pip install pyyaml"
+        ) from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise FileError(f"{path} is no YAML: {' '.join(str(error).split())}.") from error
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{path} is no YAML that can be read: {error}.") from error
+
+
+def check_extent(found: Any, path: Path) -> None:
+    """Raise FileError if the file stands for more values than a configuration can have."""
+    waiting, number = [found], 0
+    while waiting:
+        one = waiting.pop()
+        number += 1
+        if number > _MOST_VALUES:
+            raise FileError(f"{path} stands for more than {_MOST_VALUES:,} values, by its anchors. Write fewer.")
+        if isinstance(one, dict):
+            waiting += one.values()
+        elif isinstance(one, list | tuple | set):
+            waiting += one
+
+
+def tool_of(content: Mapping[str, Any], path: Path) -> Tool:
+    """Whose file it is, by its keys.
+
+    Raises PlanError if it could be nobody's, or as well one tool's as another's.
+    """
+    found = {tool: sorted(marks & content.keys()) for tool, marks in _MARKS.items()}
+    most = max(len(keys) for keys in found.values())
+    likely = [tool for tool, keys in found.items() if len(keys) == most]
+    if most == 0:
+        raise PlanError(
+            f"{path} has none of the keys by which a file is known to be {_all_words()}. Name the tool, if it is one "
+            f"of them: --tool {Tool.DEEPSPEED}."
+        )
+    if len(likely) > 1:
+        both = " and ".join(f"{tool.words} (by {', '.join(found[tool][:3])})" for tool in likely)
+        raise PlanError(f"{path} could be {both}. Name the tool: --tool {likely[0]}.")
+    return likely[0]
+
+
+def _all_words() -> str:
+    words = [tool.words for tool in Tool]
+    return f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+_READERS: Final[Mapping[Tool, Callable[[Mapping[str, Any], Path], Reading]]] = {
+    Tool.AXOLOTL: lambda content, folder: read_axolotl(content, folder=folder),
+    Tool.TORCHTITAN: lambda content, folder: read_torchtitan(content),
+    Tool.DEEPSPEED: lambda content, folder: read_deepspeed(content),
+    Tool.TRAINING_ARGUMENTS: lambda content, folder: read_training_arguments(content, folder=folder),
+}
+
+
+def read_run(content: Mapping[str, Any], path: Path, tool: Tool | None = None) -> Reading:
+    """What the file at ``path``, of this content, asks for; ``tool``: whose it is, None to go by its keys.
+
+    Raises PlanError, one message that names the file, if it contradicts itself or a plan, or if nobody knows whose it
+    is; FileError if a file that it names cannot be read.
+    """
+    named = tool or tool_of(content, path)
+    try:
+        return _READERS[named](content, path.parent)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from error

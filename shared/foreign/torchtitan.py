@@ -1,0 +1,190 @@
+"""A TOML file of torchtitan, in any of its layouts, read without torchtitan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ..methods.runtime_profile import Runtime
+from ..phases.tiling import LossHead
+from ..schema.workload import DType
+from .asked_run import Checkpointing, Place, Precision, Reading, Split
+from .keys import Walk, one_of, said
+from .optimizers import optimizer_of
+from .torchtitan_keys import DEGREES, TORCHTITAN_KEYS
+
+_MODELS: Final = {
+    ("llama", "7b"): "llama-2-7b",
+    ("llama", "13b"): "llama-2-13b",
+    ("llama", "70b"): "llama-2-70b",
+    ("llama2", "7b"): "llama-2-7b",
+    ("llama2", "13b"): "llama-2-13b",
+    ("llama2", "70b"): "llama-2-70b",
+    ("llama3", "1b"): "llama-3.2-1b",
+    ("llama3", "3b"): "llama-3.2-3b",
+    ("llama3", "8b"): "llama-3.1-8b",
+    ("llama3", "70b"): "llama-3.1-70b",
+    ("llama3", "405b"): "llama-3.1-405b",
+    **{("qwen3", size): f"qwen3-{size}" for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b")},
+}
+"""Models of the catalogue by torchtitan's name and flavor."""
+_ATTENTIONS: Final = ("_flex_attn", "_varlen_attn", "_flex", "_varlen", "_flex_flash")
+_NAME, _FLAVOR = "llama3", "debugmodel"
+_BATCH_SIZE: Final = 8
+_LENGTH: Final = 2048
+_EVERY: Final = "2"
+_DTYPES: Final = {"float32": False, "bfloat16": True}
+_MODES: Final = {
+    "none": Checkpointing.NONE,
+    "full": Checkpointing.FULL,
+    "selective": Checkpointing.EVERY_NTH,
+    "memory_budget": Checkpointing.BY_OPERATION,
+}
+
+
+def read_torchtitan(content: Mapping[str, Any]) -> Reading:
+    """What a file of torchtitan asks for.  Raises PlanError, one message, if it contradicts itself or a plan."""
+    walk = Walk(TORCHTITAN_KEYS, content)
+    ranks = _ranks(walk)
+    is_sharded = ranks["split"] is not Split.NOTHING
+    found: dict[str, Any] = {
+        "model": _model(walk),
+        **_batch(walk),
+        "sequence_length": walk.number("training.seq_len", _LENGTH),
+        "max_gradient_norm": walk.real("training.max_norm", 1.0),
+        "optimizer": optimizer_of(walk, "optimizer.name", walk.text("optimizer.name", "AdamW")),
+        **ranks,
+        **_checkpointing(walk),
+        "precision": _precision(walk, is_sharded=is_sharded),
+        "reduce_dtype": _reduced(walk, is_sharded=is_sharded),
+        "runtime": Runtime.FSDP2 if is_sharded else None,
+    }
+    walk.means("training.seq_len", "tokens of one row", usually=_LENGTH)
+    walk.means("training.max_norm", "limit of the norm of all gradients together; 0 for none", usually=1.0)
+    if found["optimizer"] is not None:
+        walk.means("optimizer.name", f"stepped by {found['optimizer'].words}", usually="AdamW")
+    if walk.flag("liger_kernel.enable_fused_linear_cross_entropy"):
+        found["loss_head"] = LossHead.CHUNKED
+        walk.means("liger_kernel.enable_fused_linear_cross_entropy", "logits are made in tiles, and never exist whole")
+    _converters(walk)
+    return walk.reading(said(found))
+
+
+def _model(walk: Walk) -> str:
+    name, flavor = walk.text("model.name", _NAME) or _NAME, walk.text("model.flavor", _FLAVOR) or _FLAVOR
+    walk.means("model.name", "which model", usually=_NAME)
+    walk.means("model.flavor", "which size of it", usually=_FLAVOR)
+    size = flavor.lower()
+    for ending in _ATTENTIONS:
+        if size.endswith(ending):
+            size = size.removesuffix(ending)
+            walk.leaves_out("model.flavor", "attention leaves out what lies in other documents: it takes less time")
+    return _MODELS.get((name.lower(), size), f"{name}/{flavor}")
+
+
+def _batch(walk: Walk) -> dict[str, Any]:
+    key = "training.local_batch_size"
+    if not walk.has(key) and walk.has("training.batch_size"):
+        key = "training.batch_size"
+    size = walk.number(key, _BATCH_SIZE)
+    walk.means(key, "samples of a micro-batch on one rank", usually=_BATCH_SIZE)
+    of_all = walk.number("training.global_batch_size", -1, least=-1)
+    walk.means("training.global_batch_size", "samples per step of all ranks; -1: one micro-batch on each")
+    if of_all is None or of_all < 1:
+        return {"batch_size": size, "micro_batches": 1}
+    return {"batch_size": size, "global_batch_size": of_all}
+
+
+def _ranks(walk: Walk) -> dict[str, Any]:
+    """What ranks have in parts: sharded over some, replicated over others."""
+    keys = [f"{section}.data_parallel_shard_degree" for section in DEGREES]
+    shard_key = next((key for key in (*keys, "training.data_parallel_degree") if walk.has(key)), keys[0])
+    replica_keys = [f"{section}.data_parallel_replicate_degree" for section in DEGREES]
+    replica_key = next((key for key in replica_keys if walk.has(key)), replica_keys[0])
+    shards, replicas = walk.number(shard_key, -1, least=-1) or 1, walk.number(replica_key, 1) or 1
+    walk.means(shard_key, "ranks that have parts of the parameters between them (FSDP); -1: all", usually=-1)
+    walk.means(replica_key, "replicas of that, or ranks of DDP where nothing is in parts", usually=1)
+    is_offloaded = walk.flag("training.enable_cpu_offload")
+    if is_offloaded:
+        walk.means("training.enable_cpu_offload", "parameters, gradients and optimizer state lie on the host")
+    place = Place.HOST if is_offloaded else Place.DEVICE
+    found: dict[str, Any] = {"parameters_on": place, "optimizer_on": place}
+    if shards == 1:
+        if is_offloaded and replicas > 1:
+            walk.contradict(
+                f"training.enable_cpu_offload is true, but {shard_key} is 1: FSDP alone offloads. Set it to -1."
+            )
+        return found | {"split": Split.NOTHING, "num_ranks": replicas}
+    policy = walk.text("parallelism.fsdp_reshard_after_forward", "default")
+    policies = {"default": Split.PARAMETERS, "always": Split.PARAMETERS, "never": Split.GRADIENTS}
+    found["split"] = one_of(walk, "parallelism.fsdp_reshard_after_forward", policies, policy)
+    if policy == "never":
+        walk.means("parallelism.fsdp_reshard_after_forward", "gathered parameters stay from forward to backward")
+    else:
+        walk.means("parallelism.fsdp_reshard_after_forward", "gathered parameters go after forward")
+    if shards > 1:
+        found["num_ranks"] = shards * replicas
+        found["shard_ranks"] = shards if replicas > 1 else None
+    elif replicas > 1:
+        found["replicas"] = replicas
+    return found
+
+
+def _checkpointing(walk: Walk) -> dict[str, Any]:
+    mode = walk.text("activation_checkpoint.mode", "selective")
+    kind: Checkpointing | None = one_of(walk, "activation_checkpoint.mode", _MODES, mode)
+    every = str(walk.value("activation_checkpoint.selective_ac_option", _EVERY))
+    words = {
+        Checkpointing.NONE: "nothing is recomputed",
+        Checkpointing.FULL: "every block is recomputed in backward",
+        Checkpointing.EVERY_NTH: "some blocks are recomputed, or some operations of each",
+        Checkpointing.BY_OPERATION: "what is recomputed is chosen by compilation",
+    }
+    if kind is None:
+        return {}
+    walk.means("activation_checkpoint.mode", words[kind], usually="selective")
+    if kind is not Checkpointing.EVERY_NTH:
+        return {"checkpointing": kind}
+    key = "activation_checkpoint.selective_ac_option"
+    if every == "op":
+        walk.means(key, "operations are chosen one by one")
+        return {"checkpointing": Checkpointing.BY_OPERATION}
+    if not every.isdecimal() or int(every) < 1:
+        walk.refuse(key, '"op", or a whole number from 1')
+        return {}
+    walk.means(key, "one of so many blocks is recomputed", usually=_EVERY)
+    if int(every) == 1:
+        return {"checkpointing": Checkpointing.FULL}
+    return {"checkpointing": Checkpointing.EVERY_NTH, "checkpointed_every": int(every)}
+
+
+def _precision(walk: Walk, *, is_sharded: bool) -> Precision | None:
+    of_products = "training.mixed_precision_param"
+    weights = one_of(walk, "training.dtype", _DTYPES, walk.text("training.dtype", "float32"))
+    products = one_of(walk, of_products, _DTYPES, walk.text(of_products, "bfloat16"))
+    if weights is None or products is None:
+        return None
+    walk.means("training.dtype", "of weights, and of what is stepped", usually="float32")
+    walk.means(of_products, "of products", usually="bfloat16")
+    if weights:
+        return Precision.PURE_BFLOAT16
+    if not products:
+        return Precision.FLOAT32
+    return Precision.MIXED_BFLOAT16 if is_sharded else Precision.AUTOCAST_BFLOAT16
+
+
+def _reduced(walk: Walk, *, is_sharded: bool) -> DType | None:
+    """What FSDP reduces gradients in."""
+    key = "training.mixed_precision_reduce"
+    is_narrow = one_of(walk, key, _DTYPES, walk.text(key, "float32"))
+    if is_narrow is None or not is_sharded:
+        return None
+    walk.means(key, "what gradients are reduced in", usually="float32")
+    return DType.BFLOAT16 if is_narrow else DType.FLOAT32
+
+
+def _converters(walk: Walk) -> None:
+    given = walk.value("model.converters")
+    names = given.split(",") if isinstance(given, str) else given if isinstance(given, list) else []
+    if any(str(name).strip() for name in names):
+        walk.leaves_out("model.converters", "products in fewer bits take less time than the answer's")

@@ -1,0 +1,206 @@
+"""The plan here that does what a run of another tool does.
+
+[Note: Runs as plans]
+A unit of FSDP is a block, so that every block is a chunk ([Note: Other systems as plans] in
+``sim/searching/baselines.py``).  What ranks have in parts decides the rest:
+
+| in parts | on devices | optimizer on the host | all on the host |
+| --- | --- | --- | --- |
+| nothing | DDP, all chunks persistent | host-stepped on one rank | offloaded on one rank |
+| optimizer state or gradients | sharded, a place for every chunk | offloaded parts, a place for every chunk | - |
+| parameters | sharded, places for a window | offloaded parts, places for a window | the same |
+
+With a place for every chunk nothing has to be gathered twice, so that a chunk is gathered once per step, as ZeRO-1 and
+ZeRO-2 gather what they have stepped.  Gradients are reduced and scattered, as ZeRO-2 has it; ZeRO-1 keeps them whole
+between micro-batches, which is told apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...shared.basics.errors import PlanError
+from ...shared.basics.units import format_bytes
+from ...shared.foreign.asked_run import Checkpointing, Place, Split, Tool
+from ...shared.layout.layout import Layout, aligned, layout_of
+from ...shared.methods.runtime_profile import OUR_RUNTIME, Runtime, RuntimeProfile
+from ...shared.schema.optimizer import HostGradients
+from ...shared.schema.plan import ParallelMode, Plan
+from ...shared.schema.workload import DType, Workload
+from ..searching.baselines import NORM_LIMIT
+from .question import Settled
+
+
+@dataclass(frozen=True)
+class ConfiguredPlan:
+    """A plan that does what the run does, and in what it differs."""
+
+    plan: Plan
+    differences: tuple[str, ...]
+    runtime: RuntimeProfile
+    """Whose copies around collectives the prediction has."""
+    other_plans: tuple[tuple[str, Plan], ...] = ()
+    """Ends of what the run may be, with words, where a plan has no choice as fine."""
+
+
+def configured_plan(settled: Settled, workload: Workload, tool: Tool) -> ConfiguredPlan:
+    """The plan of the run.  Raises PlanError, which names the setting, if there is none."""
+    run = settled.run
+    differences: list[str] = []
+    layout = layout_of(workload, _largest_block_bytes(workload))
+    knobs = _residency(settled, workload, layout, tool, differences)
+    moves = run.parameters_on is not Place.DEVICE or run.optimizer_on is not Place.DEVICE
+    limit = run.max_gradient_norm or None
+    if limit is None and moves:
+        limit = NORM_LIMIT
+        differences.append("the host's steps wait for the last gradient there, as for a limit of the gradients' norm.")
+    n_checkpoint, others = _checkpointed(settled, workload, differences)
+    fields: dict[str, Any] = {
+        "workload_id": workload.identity,
+        "method": workload.method,
+        "chunk_bytes": layout.chunk_bytes,
+        "micro_batches": settled.micro_batches,
+        "max_gradient_norm": limit,
+        "optimizer": settled.optimizer,
+        "num_ranks": settled.num_ranks,
+        "n_checkpoint": n_checkpoint,
+        "n_offload_input": max(0, n_checkpoint - 1) if run.offloads_inputs else 0,
+        "mlp_tiles": settled.mlp_tiles,
+        "loss_tiles": settled.loss_tiles,
+        **knobs,
+    }
+    if moves and tool is Tool.DEEPSPEED and _has_narrow(workload):
+        fields["host_gradients"] = HostGradients.FLOAT32
+    plan = Plan.model_validate(fields)
+    other_plans = tuple((words, plan.model_copy(update={"n_checkpoint": number})) for words, number in others)
+    return ConfiguredPlan(plan, tuple(differences), _runtime(settled, moves=moves), other_plans)
+
+
+def _runtime(settled: Settled, *, moves: bool) -> RuntimeProfile:
+    """Who carries the plan out, as far as it is known what that copies."""
+    run = settled.run
+    if settled.num_ranks > 1 and run.split in (None, Split.NOTHING):
+        return RuntimeProfile(Runtime.DDP)
+    if settled.num_ranks == 1 and not moves:
+        return OUR_RUNTIME
+    return RuntimeProfile(run.runtime or Runtime.OURS, run.reduce_dtype if run.runtime is not None else None)
+
+
+def _largest_block_bytes(workload: Workload) -> int:
+    sizes = [0] * workload.num_blocks
+    for parameter in workload.parameters:
+        if parameter.block is not None:
+            sizes[parameter.block] += aligned(parameter.size_bytes)
+    return max(sizes)
+
+
+def _has_narrow(workload: Workload) -> bool:
+    return any(parameter.trainable and parameter.dtype is not DType.FLOAT32 for parameter in workload.parameters)
+
+
+def _residency(
+    settled: Settled, workload: Workload, layout: Layout, tool: Tool, differences: list[str]
+) -> dict[str, Any]:
+    """Where chunks lie and what ranks do together."""
+    run, num_ranks, num_chunks = settled.run, settled.num_ranks, len(layout.chunks)
+    split = run.split or Split.NOTHING
+    is_stepped_on_host = run.optimizer_on is not Place.DEVICE
+    is_on_disk = Place.DISK in (run.parameters_on, run.optimizer_on)
+    if is_on_disk and num_ranks > 1:
+        raise PlanError(
+            f"the run has {run.optimizer_on if run.optimizer_on is Place.DISK else run.parameters_on} (NVMe) in "
+            f"{num_ranks} ranks, but plans of one rank alone have chunks on a disk. Ask with --ranks 1, or about the "
+            f"host's memory in its place."
+        )
+    if num_ranks == 1:
+        if run.parameters_on is Place.DEVICE and is_stepped_on_host and not is_on_disk:
+            return {"n_persist": 0, "n_host_stepped": num_chunks, "n_buffer": 0}
+        if run.parameters_on is Place.DEVICE and not is_stepped_on_host:
+            return {"n_persist": num_chunks, "n_buffer": 0}
+        return {"n_persist": 0, **_window(settled, workload, layout), **_disk(settled, num_chunks)}
+    if split is Split.NOTHING:
+        if is_stepped_on_host or run.parameters_on is not Place.DEVICE:
+            raise PlanError(
+                "the run has optimizer state on the hosts, whole on every rank, which no plan of several ranks in mode "
+                "ddp has. Split it (ZeRO stage 1, 2 or 3)."
+            )
+        return {"parallel": ParallelMode.DDP, "n_persist": num_chunks, "n_buffer": 0}
+    knobs: dict[str, Any] = {"parallel": ParallelMode.SHARDED, "n_persist": 0, "shard_ranks": _group(settled)}
+    knobs["n_shard"] = 0 if is_stepped_on_host or run.parameters_on is not Place.DEVICE else num_chunks
+    if split is Split.PARAMETERS:
+        knobs |= _window(settled, workload, layout)
+        if is_stepped_on_host and run.parameters_on is Place.DEVICE:
+            part = sum(p.size_bytes for p in workload.parameters) // num_ranks
+            differences.append(
+                f"each rank's part of the parameters stays on its device there, {format_bytes(part)} more; here it "
+                f"lies on the host, and is copied for each gather."
+            )
+    else:
+        knobs |= {"n_buffer": num_chunks, "prefetch_depth": 1}
+        if split is Split.OPTIMIZER:
+            whole = sum(p.size_bytes for p in workload.parameters if p.trainable)
+            differences.append(
+                f"ZeRO-1 keeps gradients whole until the step, {format_bytes(whole - whole // num_ranks)} more on each "
+                f"device; here each rank keeps its part of them, as ZeRO-2 does."
+            )
+    return knobs
+
+
+def _group(settled: Settled) -> int | None:
+    """Ranks that have one set of parts between them; None: all."""
+    run, num_ranks = settled.run, settled.num_ranks
+    group = run.shard_ranks
+    if group is None and run.replicas is not None and run.replicas > 1:
+        if num_ranks % run.replicas:
+            raise PlanError(
+                f"the run has {run.replicas} replicas, which {num_ranks} ranks do not form evenly. Ask with a multiple "
+                f"of it (--ranks {run.replicas * max(2, num_ranks // run.replicas)})."
+            )
+        group = num_ranks // run.replicas
+    if group is None and run.shards_within_node:
+        group = min(num_ranks, settled.machine.devices_per_node)
+    return None if group in (None, num_ranks) else group
+
+
+def _window(settled: Settled, workload: Workload, layout: Layout) -> dict[str, int]:
+    """Places for gathered chunks: two blocks', or as many parameters as ZeRO-3 has live."""
+    run, num_chunks, fewest = settled.run, len(layout.chunks), layout.min_buffers(0)
+    if run.live_parameters is None or run.prefetched_parameters is None:
+        return {"n_buffer": min(2 * fewest, num_chunks), "prefetch_depth": 1}
+    numbers = [0] * workload.num_blocks
+    for parameter in workload.parameters:
+        if parameter.block is not None:
+            numbers[parameter.block] += parameter.num_elements
+    largest = max(1, *numbers)
+    return {
+        "n_buffer": min(max(fewest, run.live_parameters // largest), num_chunks),
+        "prefetch_depth": min(max(1, -(-run.prefetched_parameters // largest)), workload.num_blocks),
+    }
+
+
+def _disk(settled: Settled, num_chunks: int) -> dict[str, int]:
+    run = settled.run
+    if Place.DISK not in (run.parameters_on, run.optimizer_on):
+        return {}
+    # Two places: one is read while another is stepped.
+    n_disk = num_chunks if run.parameters_on is Place.DISK else 0
+    return {"n_disk_state": num_chunks, "n_disk": n_disk, "n_staging": 2}
+
+
+def _checkpointed(settled: Settled, workload: Workload, differences: list[str]) -> tuple[int, list[tuple[str, int]]]:
+    """Blocks that are recomputed, and the ends of it where operations are chosen one by one."""
+    run, num_blocks = settled.run, workload.num_blocks
+    match run.checkpointing:
+        case Checkpointing.FULL:
+            return num_blocks, []
+        case Checkpointing.EVERY_NTH:
+            return num_blocks // run.checkpointed_every, []
+        case Checkpointing.BY_OPERATION:
+            differences.append(
+                "what is recomputed is chosen operation by operation there; here half of the blocks are recomputed, "
+                "and the ends, none of them and all, are told beside it."
+            )
+            return num_blocks // 2, [("nothing recomputed", 0), ("every block recomputed", num_blocks)]
+        case _:
+            return 0, []

@@ -1,0 +1,200 @@
+"""The answer about a file of another tool: its run predicted, and what a searched plan would do for it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...shared.basics.errors import InfeasibleError
+from ...shared.basics.progress import OnProgress, no_progress
+from ...shared.catalogue.rank_share import machine_of_rank
+from ...shared.foreign.asked_run import Reading, Tool
+from ...shared.methods.runtime_profile import RuntimeProfile
+from ...shared.schema.calibration import Calibration
+from ...shared.schema.hardware import Hardware
+from ...shared.schema.plan import Plan
+from ...shared.schema.record import Record
+from ...shared.schema.search_result import Lack, SearchResult
+from ...shared.schema.workload import Workload
+from ...shared.tables.memory import allocator_warning
+from ..engine.simulator import simulate
+from ..memory.host import default_host_budget_bytes
+from ..memory.libraries import rank_device_bytes
+from ..searching.request import SearchRequest, Step
+from ..searching.search import search_batches
+from ..space.space import SearchSpace
+from .configured_plan import configured_plan
+from .explanation import Explanation, OtherReading
+from .question import Said, Settled, settle, workload_of
+
+_RUNTIMES = {
+    Tool.DEEPSPEED: "DeepSpeed's runtime",
+    Tool.TORCHTITAN: "torchtitan's runtime",
+    Tool.TRAINING_ARGUMENTS: "the Trainer's runtime",
+    Tool.AXOLOTL: "axolotl's runtime",
+}
+
+_OWN = "the run of the file"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """On what, and within what, a file is explained."""
+
+    file: str
+    hardware_name: str | None
+    """As the command line has it."""
+    machine: Hardware | None
+    changes: tuple[str, ...] = ()
+    """Of ``--set``."""
+    device_budget_bytes: int | None = None
+    calibration: Calibration | None = None
+    calibration_path: str | None = None
+    cache: Path | None = None
+    searches: bool = True
+    """Whether a plan is searched beside it."""
+
+
+def explain(
+    reading: Reading, said: Said, asked: Asked, warn: Callable[[str], None], on_progress: OnProgress = no_progress
+) -> Explanation:
+    """What the run of ``reading`` takes on the machine that is asked about, and what a plan would do for it.
+
+    Raises PlanError if something is missing that no file says, or if no plan does what the run does, and what
+    ``resolve_workload`` and ``simulate`` raise.
+    """
+    settled = settle(reading, said, asked.machine, file=asked.file)
+    workload, settled = workload_of(settled, cache=asked.cache, warn=warn)
+    configured = configured_plan(settled, workload, reading.tool)
+    record = _predicted(configured.plan, workload, settled.machine, asked, configured.runtime)
+    others = [
+        OtherReading(
+            name=words,
+            iteration_s=other.iteration_s,
+            guaranteed_peak_device_bytes=other.guaranteed_peak_device_bytes,
+        )
+        for words, plan in configured.other_plans
+        for other in [_predicted(plan, workload, settled.machine, asked, configured.runtime)]
+    ]
+    found, why = _searched(settled, workload, record, asked, on_progress) if asked.searches else (None, None)
+    lacking = _lacking(record, settled.machine, asked)
+    return Explanation(
+        file=asked.file,
+        reading=reading,
+        settled=settled.notes,
+        differences=(
+            _what_is_predicted(reading.tool, configured.runtime),
+            *settled.differences,
+            *configured.differences,
+        ),
+        configured=record,
+        lacking=lacking,
+        segments=None if lacking else allocator_warning(record),
+        other_readings=tuple(others),
+        found=found,
+        infeasible=why,
+        command=command_line(settled, asked),
+        num_ranks=settled.num_ranks,
+    )
+
+
+def _what_is_predicted(tool: Tool, runtime: RuntimeProfile) -> str:
+    copies = "" if runtime.is_ours else f", with the copies that {runtime.runtime} makes around its collectives"
+    return (
+        f"what is predicted is a plan here that does the same{copies}: {_RUNTIMES[tool]} is not simulated beyond that, "
+        f"nor its costs of its own (allocations, synchronisation, Python), so that the run is hardly faster than the "
+        f"prediction."
+    )
+
+
+def _predicted(plan: Plan, workload: Workload, machine: Hardware, asked: Asked, runtime: RuntimeProfile) -> Record:
+    record = simulate(plan, workload, machine, asked.calibration, runtime=runtime)
+    return record.asking(device_budget_bytes=asked.device_budget_bytes)
+
+
+def _searched(
+    settled: Settled, workload: Workload, configured: Record, asked: Asked, on_progress: OnProgress
+) -> tuple[SearchResult | None, str | None]:
+    """The recommended plan within the same budgets, or why none fits."""
+    tiles = {
+        name: (number,)
+        for name, number in (("mlp_tiles", settled.mlp_tiles), ("loss_tiles", settled.loss_tiles))
+        if number > 1
+    }
+    if settled.options.loss_head is not None:
+        tiles["loss_tiles"] = (1,)
+    request = SearchRequest(
+        workload=workload,
+        hardware=settled.machine,
+        calibration=asked.calibration,
+        device_budget_bytes=asked.device_budget_bytes,
+        space=SearchSpace.model_validate(tiles),
+        step=Step(
+            micro_batches=settled.micro_batches,
+            max_gradient_norm=settled.run.max_gradient_norm or None,
+            optimizer=settled.optimizer,
+            num_ranks=settled.num_ranks,
+        ),
+        baselines=((_OWN, configured.plan),),
+    )
+    try:
+        found = search_batches(request, on_progress=on_progress).result
+    except InfeasibleError as error:
+        return None, str(error)
+    # A search knows plans alone, and not who carries them out.
+    beside = [
+        one.model_copy(update={"iteration_s": configured.iteration_s}) if one.name == _OWN else one
+        for one in found.baselines
+    ]
+    return found.model_copy(update={"baselines": tuple(beside)}), None
+
+
+def _lacking(record: Record, machine: Hardware, asked: Asked) -> tuple[Lack, ...]:
+    """By how much the run does not fit."""
+    plan = record.plan
+    room_bytes = rank_device_bytes(machine, plan.num_ranks, plan.shard_ranks)
+    budget_bytes = asked.device_budget_bytes or room_bytes
+    own = machine if plan.num_ranks == 1 else machine_of_rank(machine, plan.num_ranks)
+    short = [("device memory", record.guaranteed_peak_device_bytes - budget_bytes)]
+    host = record.host_memory
+    if host is not None:
+        short.append(("host memory", host.planned_bytes - default_host_budget_bytes(own, budget_bytes)))
+    return tuple(Lack(memory=memory, size_bytes=size) for memory, size in short if size > 0)
+
+
+def command_line(settled: Settled, asked: Asked) -> str:
+    """The search that asks for a plan of the same training on the same machine."""
+    run = settled.run
+    words = ["protwin", "search", f"--model={settled.model}", f"--hardware={asked.hardware_name}"]
+    words += [f"--set={change}" for change in asked.changes]
+    network = settled.machine.network
+    if asked.machine is not None and network is not None and network != asked.machine.network:
+        words.append(f"--set=network.num_nodes={network.num_nodes}")
+    words += [f"--batch-size={settled.batch_size}", f"--sequence-length={settled.sequence_length}"]
+    words += [f"--packed-lengths={settled.packed_lengths}"] if settled.packed_lengths is not None else []
+    words += [f"--dtype={settled.dtype}", f"--micro-batches={settled.micro_batches}"]
+    if run.max_gradient_norm:
+        words.append(f"--max-gradient-norm={run.max_gradient_norm:g}")
+    words.append(f"--optimizer={settled.optimizer}")
+    lora, quantized = settled.options.lora, settled.options.quantized
+    if lora is not None:
+        words.append(f"--lora-rank={lora.rank}")
+        words += [f"--lora-targets={','.join(lora.targets)}"] if lora.targets else []
+        words += [f"--lora-dropout={lora.dropout:g}"] if lora.dropout else []
+        words += ["--use-dora"] if lora.use_dora else []
+    if quantized is not None:
+        words.append(f"--quantize={quantized.how.type}")
+        words += ["--double-quantize"] if quantized.how.double else []
+    words += [f"--mlp-tiles={settled.mlp_tiles}"] if settled.mlp_tiles > 1 else []
+    if settled.options.loss_head is not None:
+        words.append(f"--loss={settled.options.loss_head}")
+    words += [f"--loss-tiles={settled.loss_tiles}"] if settled.loss_tiles > 1 else []
+    if settled.num_ranks > 1:
+        words.append(f"--ranks={settled.num_ranks}")
+    if asked.device_budget_bytes is not None:
+        words.append(f"--device-budget={asked.device_budget_bytes}B")
+    if asked.calibration_path is not None:
+        words.append(f"--calibration={asked.calibration_path}")
+    return shlex.join(words)

@@ -1,0 +1,56 @@
+"""What is answered about a configuration file of another tool."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import PositiveInt
+
+from ...shared.basics.documents import Document, FrozenModel
+from ...shared.foreign.asked_run import Reading
+from ...shared.schema.record import Record
+from ...shared.schema.search_result import Lack, SearchResult
+
+
+class OtherReading(FrozenModel):
+    """What is predicted where the run is read in another way."""
+
+    name: str
+    """The way, in words."""
+    iteration_s: float
+    guaranteed_peak_device_bytes: int
+
+
+class Explanation(Document):
+    """What a configuration file asks for, what that run takes, and what a plan of a search would do for it."""
+
+    KIND: ClassVar[str] = "explanation"
+
+    file: str
+    reading: Reading
+    settled: tuple[str, ...]
+    """What the file does not say, and what was taken in its place, one sentence each."""
+    differences: tuple[str, ...]
+    """In what the plan of the prediction differs from the run, one sentence each."""
+    configured: Record
+    """The run as a plan here, predicted."""
+    lacking: tuple[Lack, ...] = ()
+    """By how much it does not fit."""
+    segments: str | None = None
+    """Where the allocator's segments may not fit although what is allocated does: what happens, and what to do."""
+    other_readings: tuple[OtherReading, ...] = ()
+    """Where the file leaves open what a plan needs: the ends of what it may be."""
+    found: SearchResult | None = None
+    """What was searched within the same budgets; None where no plan fits, or where no search was asked for."""
+    infeasible: str | None = None
+    """Why no plan fits."""
+    command: str
+    """The command line that asks for the search."""
+    num_ranks: PositiveInt
+
+    @property
+    def speedup(self) -> float | None:
+        """Tokens per second of the searched plan over those of the run; None without one, or where the run has none."""
+        if self.found is None:
+            return None
+        return self.configured.iteration_s / self.found.prediction.iteration_s

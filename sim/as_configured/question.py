@@ -1,0 +1,315 @@
+"""From what a file asks for, and what the command line adds, to a model on a machine."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from ...shared.basics.errors import PlanError
+from ...shared.catalogue.models import known_model
+from ...shared.foreign.asked_run import AskedRun, Precision, Reading, Split
+from ...shared.foreign.keys import words_of
+from ...shared.phases.tiling import LossHead
+from ...shared.schema.hardware import Hardware
+from ...shared.schema.optimizer import Optimizer
+from ...shared.schema.training_options import LoraOptions, QuantizationOptions, TrainingOptions
+from ...shared.schema.workload import DType, Workload
+from ...shared.workloads.dtypes import choose_dtype, computes_in
+from ...shared.workloads.source import resolve_workload, untraced_workload
+
+_DTYPES: Final = {
+    Precision.FLOAT32: DType.FLOAT32,
+    Precision.MIXED_BFLOAT16: DType.BFLOAT16,
+    Precision.MIXED_FLOAT16: DType.FLOAT16,
+    Precision.AUTOCAST_BFLOAT16: DType.BFLOAT16,
+    Precision.AUTOCAST_FLOAT16: DType.FLOAT16,
+    Precision.PURE_BFLOAT16: DType.BFLOAT16,
+}
+_AUTOCAST: Final = (Precision.AUTOCAST_BFLOAT16, Precision.AUTOCAST_FLOAT16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """What the command line adds to a file; None: nothing."""
+
+    model: str | None = None
+    batch_size: int | None = None
+    micro_batches: int | None = None
+    sequence_length: int | None = None
+    packed_lengths: str | None = None
+    num_ranks: int | None = None
+    dtype: str | None = None
+    optimizer: Optimizer | None = None
+    lora: LoraOptions | None = None
+    quantized: QuantizationOptions | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settled:
+    """A run with everything that a prediction needs."""
+
+    run: AskedRun
+    """As the file has it, with what the command line says."""
+    model: str
+    batch_size: int
+    micro_batches: int
+    sequence_length: int
+    num_ranks: int
+    optimizer: Optimizer
+    dtype: DType
+    machine: Hardware
+    packed_lengths: str | None
+    notes: tuple[str, ...]
+    """What was taken in the place of what nobody says."""
+    differences: tuple[str, ...]
+    options: TrainingOptions
+    loss_tiles: int = 1
+    mlp_tiles: int = 1
+
+
+def settle(reading: Reading, said: Said, machine: Hardware | None, *, file: str) -> Settled:
+    """The run of ``reading`` with what ``said`` adds, on ``machine``.
+
+    Raises PlanError, one message, of everything that is missing, or if numbers of the file do not go together on so
+    many ranks.
+    """
+    notes: list[str] = []
+    run = _merged(reading.run, said, notes)
+    if said.model is None:
+        run = _found_by_name(run, notes)
+    _check_known(run, said, machine, file)
+    assert machine is not None
+    assert run.model is not None
+    assert run.sequence_length is not None
+    num_ranks, machine = _ranks(run, machine, notes)
+    batch_size, micro_batches = _batch(run, num_ranks, notes, file)
+    precision = _precision(run, machine, notes)
+    optimizer, differences = _optimizer(run, precision, notes)
+    if run.lora is not None and run.lora.dropout and not _has_torch():
+        differences.append(
+            f"dropout {run.lora.dropout:g} before the adapters saves masks and copies of what they read; it is left "
+            f"out, since tracing it needs torch, which is not installed."
+        )
+    is_packed = run.is_packed and said.packed_lengths is None
+    if is_packed:
+        differences.append(
+            "rows are several samples end to end, but attention is counted over whole rows: it takes less time. Say "
+            "how they lie: --packed-lengths uniform:64:1024."
+        )
+    lora = run.lora
+    if lora is not None and lora.dropout and not _has_torch():
+        lora = lora.model_copy(update={"dropout": 0.0})
+    return Settled(
+        run=run,
+        model=run.model,
+        batch_size=batch_size,
+        micro_batches=micro_batches,
+        sequence_length=run.sequence_length,
+        num_ranks=num_ranks,
+        optimizer=optimizer,
+        dtype=_DTYPES[precision],
+        machine=machine,
+        packed_lengths=said.packed_lengths,
+        notes=tuple(notes),
+        differences=tuple(differences),
+        options=TrainingOptions(
+            lora=lora, quantized=run.quantized, loss_head=LossHead.FUSED if run.loss_head is LossHead.FUSED else None
+        ),
+        loss_tiles=run.loss_tiles if run.loss_head is LossHead.CHUNKED else 1,
+        mlp_tiles=run.mlp_tiles,
+    )
+
+
+def is_reachable(model: str) -> bool:
+    """Whether ``model`` is of the catalogue or a file or folder here."""
+    return known_model(model) is not None or Path(model).exists()
+
+
+def workload_of(settled: Settled, *, cache: Path | None, warn: Callable[[str], None]) -> tuple[Workload, Settled]:
+    """The workload of one micro-batch; the run again, without the tiles that only a trace would know.
+
+    Raises ProtwinError if the model has none of this shape.
+    """
+    is_special = settled.mlp_tiles > 1 or settled.loss_tiles > 1 or settled.options.is_fused
+    if is_special and not _has_torch() and _untraced(settled) is None:
+        why = (
+            "head, loss and MLPs run whole in the answer, and the loss is eager: a trace of it as it is needs torch, "
+            "which is not installed."
+        )
+        options = settled.options.model_copy(update={"loss_head": None})
+        differences = (*settled.differences, why)
+        settled = replace(settled, mlp_tiles=1, loss_tiles=1, options=options, differences=differences)
+    found = resolve_workload(
+        settled.model,
+        batch_size=settled.batch_size,
+        sequence_length=settled.sequence_length,
+        dtype=settled.dtype,
+        cache=cache,
+        warn=warn,
+        options=settled.options,
+        device=settled.machine.device,
+        packed_lengths=settled.packed_lengths,
+        mlp_tiles=(settled.mlp_tiles,),
+        loss_tiles=(settled.loss_tiles,),
+    )
+    return found, settled
+
+
+def _untraced(settled: Settled) -> Workload | None:
+    return untraced_workload(
+        settled.model,
+        settled.batch_size,
+        sequence_length=settled.sequence_length,
+        dtype=settled.dtype,
+        options=settled.options,
+        device=settled.machine.device,
+        packed_lengths=settled.packed_lengths,
+        mlp_tiles=(settled.mlp_tiles,),
+        loss_tiles=(settled.loss_tiles,),
+    )
+
+
+def _has_torch() -> bool:
+    return importlib.util.find_spec("torch") is not None
+
+
+def _merged(run: AskedRun, said: Said, notes: list[str]) -> AskedRun:
+    """The run of the file, overruled by the command line."""
+    given: Mapping[str, tuple[str, Any]] = {
+        "model": ("--model", said.model),
+        "batch_size": ("--batch-size", said.batch_size),
+        "micro_batches": ("--micro-batches", said.micro_batches),
+        "sequence_length": ("--sequence-length", said.sequence_length),
+        "num_ranks": ("--ranks", said.num_ranks),
+        "optimizer": ("--optimizer", said.optimizer),
+        "lora": ("--lora-rank", said.lora),
+        "quantized": ("--quantize", said.quantized),
+    }
+    changed = {name: value for name, (_, value) in given.items() if value is not None}
+    for name, value in changed.items():
+        own = getattr(run, name)
+        if own is not None and own != value and name not in ("lora", "quantized"):
+            notes.append(f"{given[name][0]} {value} stands in the place of the file's {own}.")
+    sizes = [changed.get(name, getattr(run, name)) for name in ("batch_size", "micro_batches")]
+    is_other = "batch_size" in changed or "micro_batches" in changed
+    if run.global_batch_size is not None and is_other and None not in sizes:
+        changed["global_batch_size"] = None
+        notes.append(f"steps of {run.global_batch_size:,} samples, as the file has them, are no longer asked about.")
+    if said.dtype is not None:
+        halves = {DType.BFLOAT16: Precision.MIXED_BFLOAT16, DType.FLOAT16: Precision.MIXED_FLOAT16}
+        changed["precision"] = halves.get(choose_dtype(None, said.dtype, None).dtype, Precision.FLOAT32)
+    return run.model_copy(update=changed)
+
+
+def _found_by_name(run: AskedRun, notes: list[str]) -> AskedRun:
+    """The run with a model of the catalogue where the file names a copy of one, of another owner."""
+    name = run.model
+    if name is None or "/" not in name or is_reachable(name):
+        return run
+    known = known_model(name.rpartition("/")[2])
+    if known is None:
+        return run
+    notes.append(f"{name} is taken as {known}, by its name (--model config.json for another one).")
+    return run.model_copy(update={"model": known})
+
+
+def _check_known(run: AskedRun, said: Said, machine: Hardware | None, file: str) -> None:
+    missing = []
+    if run.model is None:
+        missing.append("which model it trains (--model llama-3-8b, or a config.json)")
+    if machine is None:
+        missing.append("on which machine (--hardware a100-80gb-x8)")
+    is_sized = run.global_batch_size is not None and (run.micro_batches is not None or run.batch_size is not None)
+    if run.batch_size is None and not is_sized:
+        missing.append("how many samples a micro-batch has (--batch-size 4)")
+    if run.sequence_length is None:
+        missing.append("how many tokens a sample has (--sequence-length 2048)")
+    if missing:
+        listed = missing[0] if len(missing) == 1 else f"{', '.join(missing[:-1])} and {missing[-1]}"
+        raise PlanError(f"{file} does not say {listed}. Add {'it' if len(missing) == 1 else 'them'} to the command.")
+    if said.model is None and run.model is not None and not is_reachable(run.model):
+        raise PlanError(
+            f"{file} trains {run.model}, which is neither a model of the catalogue (protwin models) nor a file or "
+            f"folder here. Name its configuration: --model config.json."
+        )
+
+
+def _ranks(run: AskedRun, machine: Hardware, notes: list[str]) -> tuple[int, Hardware]:
+    """How many ranks train, and the machine with as many nodes as they fill."""
+    num_ranks = run.num_ranks
+    if num_ranks is None and run.replicas is not None and run.shard_ranks is not None:
+        num_ranks = run.replicas * run.shard_ranks
+    if num_ranks is None:
+        num_ranks = machine.num_devices
+        if num_ranks > 1:
+            notes.append(f"{num_ranks} ranks: all devices of {machine.name} (--ranks for other numbers).")
+    network = machine.network
+    if num_ranks > machine.num_devices and network is not None:
+        num_nodes = -(-num_ranks // machine.devices_per_node)
+        machine = machine.model_copy(update={"network": network.model_copy(update={"num_nodes": num_nodes})})
+        notes.append(f"{num_nodes} nodes of {machine.name}, joined as in the catalogue, for {num_ranks} ranks.")
+    if num_ranks == 1 and run.split not in (None, Split.NOTHING):
+        notes.append(f"one rank: nobody to have the {run.split} in parts with.")
+    return num_ranks, machine
+
+
+def _batch(run: AskedRun, num_ranks: int, notes: list[str], file: str) -> tuple[int, int]:
+    """Samples of a micro-batch, and micro-batches per step and rank."""
+    size, number, of_all = run.batch_size, run.micro_batches, run.global_batch_size
+    if of_all is None:
+        assert size is not None, "checked before"
+        if number is None:
+            notes.append("one micro-batch per step and rank (--micro-batches for more).")
+        return size, number or 1
+    if size is None:
+        assert number is not None, "checked before"
+        size, rest = divmod(of_all, num_ranks * number)
+        parts = f"{words_of(num_ranks, 'rank')} of {words_of(number, 'micro-batch', lambda n: f'{n} micro-batches')}"
+    elif number is None:
+        number, rest = divmod(of_all, num_ranks * size)
+        parts = f"{words_of(num_ranks, 'rank')} with micro-batches of {words_of(size, 'sample')}"
+    else:
+        rest = of_all - num_ranks * size * number
+        parts = f"{words_of(num_ranks, 'rank')} of {number} x {words_of(size, 'sample')}"
+    if rest or not size or not number:
+        raise PlanError(
+            f"{file} has steps of {words_of(of_all, 'sample')}, which {parts} do not share evenly. Ask with the number "
+            f"of ranks that it is for (--ranks), or change one of the sizes."
+        )
+    return size, number
+
+
+def _precision(run: AskedRun, machine: Hardware, notes: list[str]) -> Precision:
+    if run.precision is not None:
+        return run.precision
+    device = machine.device
+    if computes_in(device, DType.BFLOAT16):
+        found = Precision.MIXED_BFLOAT16
+    else:
+        found = Precision.MIXED_FLOAT16 if computes_in(device, DType.FLOAT16) else Precision.FLOAT32
+    notes.append(f"element types: {found}, which {device.name} computes in (--dtype for others).")
+    return found
+
+
+def _optimizer(run: AskedRun, precision: Precision, notes: list[str]) -> tuple[Optimizer, list[str]]:
+    """The optimizer, and what differs by element types."""
+    optimizer, differences = run.optimizer, []
+    if optimizer is None:
+        optimizer = Optimizer.ADAMW
+        notes.append("stepped by AdamW (--optimizer for others).")
+    if precision is Precision.PURE_BFLOAT16:
+        if optimizer in (Optimizer.ADAMW, Optimizer.ADAM):
+            optimizer = Optimizer.ADAMW_BF16
+        elif run.lora is None:
+            differences.append(f"{optimizer.words} steps float32 masters here, and bfloat16 weights themselves there.")
+    if precision in _AUTOCAST and run.lora is None:
+        half = "bfloat16" if precision is Precision.AUTOCAST_BFLOAT16 else "float16"
+        differences.append(
+            f"weights are float32 there, of which autocast makes {half} copies; here they are {half}, with float32 "
+            f"masters: as many bytes, without the copies (2 bytes for each parameter while forward runs). With torch, "
+            f"--dtype float32 --autocast {half} of protwin search asks about it as it is."
+        )
+    return optimizer, differences

@@ -1,0 +1,244 @@
+"""``protwin sweep``: the best plan at many shapes of the batch, and where offloading becomes free."""
+
+from __future__ import annotations
+
+import os
+from itertools import product
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from ...shared.basics.errors import PlanError, WorkloadError
+from ...shared.basics.progress import progress_bar
+from ...shared.catalogue.list_prices import with_list_prices
+from ...shared.cli.exits import report_interruption
+from ...shared.cli.options import (
+    AutocastName,
+    CalibrationPath,
+    DeviceBudget,
+    DoubleQuantize,
+    DTypeName,
+    FrozenParts,
+    HardwareChanges,
+    HardwareName,
+    HostGradientsName,
+    JsonFlag,
+    LoraRank,
+    LoraTargets,
+    LossName,
+    ModelName,
+    NoCacheFlag,
+    OptimizerName,
+    OutputPath,
+    PriceEntries,
+    QuantizationBlock,
+    QuantizedTo,
+    command_app,
+    examples,
+    keep_apart,
+    warn,
+)
+from ...shared.cli.output import save, tell
+from ...shared.cli.ranges import Numbers, numbers_option
+from ...shared.cli.report_options import ReportPath, write_report
+from ...shared.cli.trained_as import loss_tiles_of, quantized_of
+from ...shared.schema.calibration import Calibration
+from ...shared.schema.optimizer import HostGradients, Optimizer
+from ...shared.sweeps.sweep import Sweep, crossovers
+from ...shared.workloads.source import is_saved_workload
+from ..questions.in_tiles import AskedTiles
+from ..questions.sweep import SweepRequest
+from ..questions.sweep import sweep as sweep_points
+from ..searching.confidence import DEFAULT_MARGIN_FRAC
+from ..searching.request import SearchRequest, Step
+from ..space.step_spec import SEVERAL
+from .advise import NumProcesses
+from .model_choice import ModelChoice
+from .options import (
+    Margin,
+    MaxGradientNorm,
+    MicroBatches,
+    NumRanks,
+    check_budget,
+    machine_of,
+    price_files,
+    ranks_to_search,
+    unused_devices,
+)
+from .space_options import AllowedModes, AllowedShardRanks, shard_groups_to_search
+
+if TYPE_CHECKING:
+    from ...shared.report.page import Report
+    from ...shared.tables.table import Parts
+
+__all__ = ["sweep"]
+
+_MOST_POINTS: Final = 500
+sweep = command_app()
+
+SequenceLengths = Annotated[
+    Numbers,
+    typer.Option(
+        "--sequence-length",
+        parser=numbers_option,
+        metavar="RANGE",
+        help="Tokens per sample: A:B doubles from A to B, A:B:STEP goes in steps, or a list.",
+    ),
+]
+BatchSizes = Annotated[
+    Numbers | None,
+    typer.Option(
+        "--batch-size",
+        parser=numbers_option,
+        metavar="RANGE",
+        help="Samples per micro-batch, in the same way.",
+    ),
+]
+
+
+@sweep.command(
+    epilog=examples(
+        "protwin sweep --model llama-3-8b --hardware h100-80gb --sequence-length 2048:131072 --batch-size 1:16",
+        "protwin sweep --model llama-3-8b --hardware rtx-4090 --sequence-length 2048,4096 --batch-size 1:64 "
+        "--lora-rank 16 --report sweep.html",
+    )
+)
+def sweep_command(
+    model: ModelName,
+    hardware: HardwareName,
+    sequences: SequenceLengths,
+    batches: BatchSizes = None,
+    dtype: DTypeName = None,
+    lora_rank: LoraRank = None,
+    lora_targets: LoraTargets = None,
+    quantized_to: QuantizedTo = None,
+    double_quantize: DoubleQuantize = False,
+    quantization_blocksize: QuantizationBlock = None,
+    frozen: FrozenParts = None,
+    autocast: AutocastName = None,
+    loss: LossName = None,
+    changes: HardwareChanges = None,
+    device_budget_bytes: DeviceBudget = None,
+    margin: Margin = None,
+    calibration: CalibrationPath = None,
+    micro_batches: MicroBatches = None,
+    max_gradient_norm: MaxGradientNorm = None,
+    optimizer: OptimizerName = None,
+    host_gradients: HostGradientsName = None,
+    num_ranks: NumRanks = None,
+    parallel: AllowedModes = None,
+    shard_ranks: AllowedShardRanks = None,
+    prices: PriceEntries = None,
+    processes: NumProcesses = None,
+    output: OutputPath = None,
+    report: ReportPath = None,
+    as_json: JsonFlag = False,
+    no_cache: NoCacheFlag = False,
+) -> None:
+    """Find the best plan at every batch size and sequence length, and where offloading becomes free.
+
+    Each point is searched as protwin search does, beside a device of unlimited memory: what of a plan's time is due to
+    offloading, and what to recomputation.  Points that no plan fits say what is missing.  A machine costs what --price
+    or its file says, else what a public list said on the day that is told.  Ctrl-C ends with the points so far.
+    """
+    keep_apart(
+        {"--output": output, "--report": report},
+        {"--model": model, "--hardware": hardware, "--calibration": calibration, **price_files(prices)},
+        as_json=as_json,
+    )
+    sequence_lengths, batch_sizes = sequences.values, (1,) if batches is None else batches.values
+    _check_shapes(model, sequence_lengths, batch_sizes)
+    (machine,), listed = with_list_prices([machine_of(hardware, changes, prices)])
+    check_budget(device_budget_bytes, machine)
+    num_ranks = ranks_to_search(machine, num_ranks, parallel or ())
+    if (unused := unused_devices(machine, num_ranks)) is not None:
+        warn(unused)
+    choice = ModelChoice(
+        name=model,
+        batch_size=batch_sizes[0],
+        sequence_length=sequence_lengths[0],
+        dtype=dtype,
+        lora_rank=lora_rank,
+        lora_targets=lora_targets,
+        quantized=quantized_of(quantized_to, double=double_quantize, blocksize=quantization_blocksize),
+        frozen=frozen,
+        autocast=autocast,
+        loss=loss,
+        device=machine.device,
+        has_cache=not no_cache,
+        tiles=AskedTiles.named(None, loss_tiles_of(loss, None)),
+    )
+    with progress_bar("searching points") as on_progress:
+        asked = SweepRequest(
+            workload_at=choice.at,
+            workload_in_tiles=choice.with_needed_tiles.at,
+            tiles=choice.tiles,
+            request=SearchRequest(
+                workload=choice.workload(),
+                hardware=machine,
+                calibration=Calibration.load(calibration) if calibration is not None else None,
+                device_budget_bytes=device_budget_bytes,
+                margin_frac=DEFAULT_MARGIN_FRAC if margin is None else margin / 100,
+                space=choice.tiles.space,
+                step=Step(
+                    micro_batches=micro_batches or 1,
+                    max_gradient_norm=max_gradient_norm,
+                    optimizer=optimizer or Optimizer.ADAMW,
+                    host_gradients=host_gradients or HostGradients.PARAMETERS,
+                    num_ranks=num_ranks,
+                    modes=tuple(parallel or ()) or SEVERAL,
+                    shard_ranks=shard_groups_to_search(shard_ranks, num_ranks, parallel or ()),
+                ),
+            ),
+        )
+        points, is_complete = sweep_points(
+            asked,
+            [(batch_size, length) for length, batch_size in product(sequence_lengths, batch_sizes)],
+            num_processes=processes or len(os.sched_getaffinity(0)),
+            on_progress=on_progress,
+        )
+    found = Sweep(
+        model=model,
+        model_name=choice.workload().model_name,
+        hardware_name=machine.name,
+        device_budget_bytes=device_budget_bytes,
+        num_ranks=num_ranks,
+        micro_batches=micro_batches or 1,
+        sequence_lengths=sequence_lengths,
+        batch_sizes=batch_sizes,
+        points=tuple(points),
+        crossovers=crossovers(points),
+        list_price=listed[0] if listed else None,
+        is_complete=is_complete,
+    )
+    save(found, output)
+    write_report(report, lambda: _report(found))
+    tell(found, output, as_json=as_json, tables=lambda: _tables(found))
+    if not is_complete:
+        raise typer.Exit(report_interruption(output, report, holding="the sweep so far, which is not complete,"))
+
+
+def _check_shapes(model: str, sequence_lengths: tuple[int, ...], batch_sizes: tuple[int, ...]) -> None:
+    """Raise WorkloadError if the model has one shape, PlanError if the points are too many."""
+    if is_saved_workload(model):
+        raise WorkloadError(
+            f"{model} is a saved workload, whose batch has one shape. Name the model itself, or its config.json."
+        )
+    num_points = len(sequence_lengths) * len(batch_sizes)
+    if num_points > _MOST_POINTS:
+        raise PlanError(
+            f"{len(sequence_lengths):,} sequence lengths and {len(batch_sizes):,} batch sizes make {num_points:,} "
+            f"points, but a sweep has at most {_MOST_POINTS}. Name fewer: A:B doubles from A to B."
+        )
+
+
+def _tables(found: Sweep) -> Parts:
+    from ...shared.sweeps.tables import sweep_tables
+
+    return sweep_tables(found)
+
+
+def _report(found: Sweep) -> Report:
+    from ...shared.sweeps.report import sweep_report
+
+    return sweep_report(found)

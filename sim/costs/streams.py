@@ -1,0 +1,99 @@
+"""How long kernels that stream take on a CUDA device: their share of the memory's bandwidth, and why not more.
+
+[Note: Vectorized kernels]
+An element-wise kernel of PyTorch loads 16 bytes at a time where its operands lie alike in memory and have one type,
+and then the memory sets its pace.  Operands that are broadcast (a norm's weight, the cosines of rotary positions) or
+widened on the way (16 bits to float32) go one element at a time, and the multiprocessors set the pace: on an H100 they
+do 1.2 elements per clock, whether these have 4, 6 or 8 bytes (``make bench-sheets``: 322, 313 and 280 elements per ns
+on 132 multiprocessors at 1.9 GHz).  Narrowing casts are vectorized.
+
+[Note: What a loss reads]
+An operation's bytes count each of its tensors once.  The negative log-likelihood picks one element out of each row
+forward and writes one backward, into zeros: of its logits it reads nothing else.  Softmax over a vocabulary goes over a
+row that no register holds twice and more.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ...shared.schema.hardware import Device, DeviceKind
+from ...shared.schema.workload import DType, Operation, OperationClass
+
+ELEMENTS_PER_CLOCK: Final = 1.2
+"""Of one multiprocessor, in kernels that are not vectorized; see [Note: Vectorized kernels]."""
+DEVICE_STEP_FRAC: Final = 0.7
+"""Share of the bandwidth that fused optimizers reach on a device: 61, 63, 67, 72 and 75 % in five trainings on an H100,
+float32 and bfloat16; 67 and 78 % by themselves (``make bench-sheets``)."""
+_SHARES: Final = {
+    # Forward 53 to 62 % on an H100, and apex' first kernel 58 % on an A100; backward takes two kernels that read
+    # everything again: 33 and 34 % on an H100, 37 % apex' on an A100 (github.com/NVIDIA/apex/pull/1037), 40 % forward
+    # and backward together (github.com/pytorch/pytorch/pull/87445).
+    "native_layer_norm": 0.6,
+    "native_layer_norm_backward": 0.35,
+    # 45, 47 and 58 % forward, 64, 66 and 69 % backward on an H100, of 128,256, 50,257 and 30,522 words.
+    "_log_softmax": 0.5,
+    "_log_softmax_backward_data": 0.66,
+    # Nothing but zeros is written: 98 %.
+    "nll_loss_backward": 0.95,
+}
+"""By operation, where it is far from that of its class."""
+_COLUMN_SUM_FRAC: Final = 0.35
+"""Of sums of 16-bit tensors, which are gradients of biases and norms, over columns: 35 % on an H100."""
+_OF_BYTES: Final = {"nll_loss_forward": 0.0, "nll_loss_backward": 0.5, "nll_loss2d_forward": 0.0}
+"""Share of an operation's bytes that are moved; see [Note: What a loss reads]."""
+_BROADCASTING: Final = frozenset({"mul", "add", "sub", "div"})
+_HALF: Final = frozenset({DType.FLOAT16, DType.BFLOAT16})
+_LANES: Final = 128
+"""Float32 units of one multiprocessor; Volta, Turing and the A100 have half as many."""
+_HALVED_CLOCK_HZ: Final = 1.6e9
+"""At which those with half as many clock at most, and all others at least."""
+_SCALAR_BYTES: Final = 64
+
+
+def moved_bytes(operation: Operation) -> float:
+    """Bytes that one call reads and writes."""
+    return operation.bytes_moved * _OF_BYTES.get(operation.name, 1.0)
+
+
+def share_of(operation: Operation, device: Device, class_share: float) -> float:
+    """Share of the bandwidth that ``operation`` reaches: its own, else that of its class."""
+    if device.kind is not DeviceKind.CUDA or operation.operation_class in device.efficiency:
+        return class_share
+    if operation.name == "sum" and operation.dtype in _HALF:
+        return _COLUMN_SUM_FRAC
+    return _SHARES.get(operation.name, class_share)
+
+
+def element_s(operation: Operation, device: Device) -> float:
+    """Seconds in which a CUDA device gets through one call element by element; 0: it need not."""
+    return elements_s(operation.flops, device) if goes_by_elements(operation) else 0.0
+
+
+def elements_s(number: float, device: Device) -> float:
+    """Seconds of so many elements, one by one; 0 where the device states no multiprocessors."""
+    if device.num_multiprocessors is None:
+        return 0.0
+    return number / (ELEMENTS_PER_CLOCK * clock_hz(device) * device.num_multiprocessors)
+
+
+def goes_by_elements(operation: Operation) -> bool:
+    """Whether a kernel is not vectorized; see [Note: Vectorized kernels].
+
+    Element-wise operations count one FLOP for each element of their result.  One that is given two tensors of which one
+    is broadcast moves more than a tensor in and one out, and less than two in and one out.
+    """
+    if operation.operation_class is not OperationClass.ELEMENTWISE or operation.flops == 0:
+        return False
+    tensor_bytes = operation.flops * operation.dtype.item_bytes
+    if operation.name == "_to_copy":
+        return operation.dtype is DType.FLOAT32 and operation.bytes_moved < 2 * tensor_bytes
+    is_broadcast = 2 * tensor_bytes + _SCALAR_BYTES < operation.bytes_moved < 2.9 * tensor_bytes
+    return operation.name in _BROADCASTING and is_broadcast
+
+
+def clock_hz(device: Device) -> float:
+    """Clocks per second at which a device reaches its peak outside the matrix units; it must state multiprocessors."""
+    assert device.num_multiprocessors is not None
+    clock = device.vector_flop_per_s / (2 * _LANES * device.num_multiprocessors)
+    return max(clock, min(2 * clock, _HALVED_CLOCK_HZ))

@@ -1,0 +1,289 @@
+"""The plan of a run does what the run does, and answers are those of the simulator and of the search."""
+
+from __future__ import annotations
+
+import random
+import shlex
+from typing import Any
+
+import pytest
+
+from protwin.shared.basics.errors import PlanError
+from protwin.shared.catalogue.machines import machine
+from protwin.shared.foreign.asked_run import AskedRun, Checkpointing, Place, Precision, Reading, Split, Tool
+from protwin.shared.methods.runtime_profile import Runtime, RuntimeProfile
+from protwin.shared.phases.tiling import LossHead
+from protwin.shared.schema.optimizer import HostGradients, Optimizer
+from protwin.shared.schema.plan import ParallelMode, Plan
+from protwin.shared.schema.schedule import TaskKind
+from protwin.shared.schema.training_options import LoraOptions
+from protwin.shared.schema.workload import DType, Workload
+from protwin.shared.workloads.source import load_workload
+from protwin.sim.as_configured.configured_plan import ConfiguredPlan, configured_plan
+from protwin.sim.as_configured.explain import Asked, explain
+from protwin.sim.as_configured.question import Said, Settled, settle, workload_of
+from protwin.sim.engine.simulator import simulate
+from protwin.sim.searching.baselines import system_plan, systems
+from protwin.sim.searching.problem import search_problem
+from protwin.sim.searching.request import SearchRequest, Step
+
+GOOD: dict[str, Any] = {
+    "model": "qwen2.5-0.5b",
+    "batch_size": 1,
+    "sequence_length": 256,
+    "optimizer": Optimizer.ADAMW,
+    "precision": Precision.MIXED_BFLOAT16,
+    "max_gradient_norm": 1.0,
+}
+
+
+def never(message: str) -> None:
+    raise AssertionError(message)
+
+
+def settled_of(said: Said | None = None, *, on: str = "a100-80gb-x8", **changes: Any) -> Settled:
+    run = AskedRun.model_validate({name: value for name, value in (GOOD | changes).items() if value is not None})
+    return settle(Reading(tool=Tool.DEEPSPEED, run=run), said or Said(), machine(on), file="file.json")
+
+
+def planned(tool: Tool = Tool.DEEPSPEED, **changes: Any) -> tuple[ConfiguredPlan, Workload, Settled]:
+    settled = settled_of(**changes)
+    workload, settled = workload_of(settled, cache=None, warn=never)
+    return configured_plan(settled, workload, tool), workload, settled
+
+
+def on_one(**changes: Any) -> Plan:
+    return planned(on="a100-80gb", **changes)[0].plan
+
+
+def test_systems_with_a_baseline_are_planned_as_it_is() -> None:
+    """The oracle is the plan that every search lays beside its own."""
+    workload = load_workload("qwen2.5-0.5b", batch_size=1, sequence_length=256, dtype="bfloat16")
+    hardware = machine("a100-80gb-x8")
+    cases: list[tuple[str, dict[str, Any], Tool]] = [
+        ("DDP", {"split": Split.NOTHING}, Tool.TRAINING_ARGUMENTS),
+        ("DDP, checkpointed", {"checkpointing": Checkpointing.FULL}, Tool.TRAINING_ARGUMENTS),
+        ("FSDP2", {"split": Split.PARAMETERS, "runtime": Runtime.FSDP2}, Tool.TORCHTITAN),
+        (
+            "FSDP2, offloaded",
+            {
+                "split": Split.PARAMETERS,
+                "parameters_on": Place.HOST,
+                "optimizer_on": Place.HOST,
+                "runtime": Runtime.FSDP2,
+            },
+            Tool.TORCHTITAN,
+        ),
+        (
+            "DeepSpeed ZeRO-3, offloaded",
+            {
+                "split": Split.PARAMETERS,
+                "parameters_on": Place.HOST,
+                "optimizer_on": Place.HOST,
+                "live_parameters": 10**9,
+                "prefetched_parameters": 5 * 10**7,
+                "runtime": Runtime.DEEPSPEED_ZERO3,
+            },
+            Tool.TORCHTITAN,
+        ),
+    ]
+    request = SearchRequest(workload=workload, hardware=hardware, step=Step(num_ranks=8, max_gradient_norm=1.0))
+    problem = search_problem(request)
+    like = Plan(
+        workload_id=workload.identity,
+        chunk_bytes=2**28,
+        n_persist=1,
+        n_buffer=0,
+        num_ranks=8,
+        parallel=ParallelMode.DDP,
+        max_gradient_norm=1.0,
+    )
+    known = {system.name: system for system in systems(8)}
+    for name, changes, tool in cases:
+        system = known[name]
+        is_checkpointed = changes.get("checkpointing") is Checkpointing.FULL
+        found = planned(tool, **changes)[0]
+        assert found.plan == system_plan(system, problem, like, is_checkpointed=is_checkpointed)
+        assert found.runtime.runtime is system.runtime
+
+
+def test_zero_2_gathers_once_per_step_and_holds_less_than_ddp() -> None:
+    found = {split: planned(split=split, micro_batches=3) for split in Split}
+    records = {
+        split: simulate(configured.plan, workload, settled.machine)
+        for split, (configured, workload, settled) in found.items()
+    }
+    peaks = [records[split].guaranteed_peak_device_bytes for split in Split]
+    assert peaks[0] > peaks[1] == peaks[2] > peaks[3]
+    two, three = (
+        sum(task.kind is TaskKind.ALL_GATHER for task in records[split].tasks)
+        for split in (Split.GRADIENTS, Split.PARAMETERS)
+    )
+    assert 0 < two < three
+    assert any("ZeRO-1 keeps gradients whole" in one for one in found[Split.OPTIMIZER][0].differences)
+    assert not any("ZeRO-1" in one for one in found[Split.GRADIENTS][0].differences)
+
+
+def test_what_others_copy_around_collectives_counts_in_the_run() -> None:
+    told = told_of(on="a100-80gb-x8", split=Split.PARAMETERS, runtime=Runtime.FSDP2, reduce_dtype="float32")
+    found, workload, settled = planned(split=Split.PARAMETERS, runtime=Runtime.FSDP2, reduce_dtype="float32")
+    profile = RuntimeProfile(Runtime.FSDP2, DType.FLOAT32)
+    assert found.runtime == profile
+    own, plain = (simulate(found.plan, workload, settled.machine, runtime=one) for one in (profile, RuntimeProfile()))
+    assert told.configured.iteration_s == own.iteration_s > plain.iteration_s
+    (row,) = [one for one in told.found.baselines if one.name == "the run of the file"]
+    assert row.iteration_s == own.iteration_s
+    assert "copies that fsdp2 makes" in told.differences[0]
+
+
+def test_one_rank_keeps_offloads_or_has_its_host_step() -> None:
+    kept = on_one(split=Split.PARAMETERS)
+    assert kept.parallel is ParallelMode.SINGLE
+    assert kept.n_persist > 0
+    stepped = on_one(split=Split.GRADIENTS, optimizer_on=Place.HOST)
+    assert (stepped.n_persist, stepped.n_host_stepped, stepped.n_buffer) == (0, kept.n_persist, 0)
+    offloaded = on_one(split=Split.PARAMETERS, optimizer_on=Place.HOST, parameters_on=Place.HOST)
+    assert (offloaded.n_persist, offloaded.n_host_stepped) == (0, 0)
+    assert 0 < offloaded.n_buffer < kept.n_persist
+    assert offloaded.host_gradients is HostGradients.FLOAT32
+    disk = on_one(split=Split.PARAMETERS, optimizer_on=Place.DISK, parameters_on=Place.HOST)
+    assert (disk.n_disk_state, disk.n_disk, disk.n_staging) == (kept.n_persist, 0, 2)
+    with pytest.raises(PlanError, match=r"\(NVMe\) in 8 ranks, but plans of one rank alone"):
+        planned(split=Split.PARAMETERS, optimizer_on=Place.DISK)
+
+
+def test_groups_of_shards_are_of_a_node_of_a_size_or_of_a_number() -> None:
+    far = {"on": "a100-80gb-x8", "split": Split.PARAMETERS, "num_ranks": 32}
+    assert planned(**far)[0].plan.shard_ranks is None
+    assert planned(**far, shards_within_node=True)[0].plan.shard_ranks == 8
+    assert planned(**far, shard_ranks=4)[0].plan.shard_ranks == 4
+    assert planned(**far, replicas=2)[0].plan.shard_ranks == 16
+    assert planned(**far)[2].machine.num_nodes == 4
+    assert planned(split=Split.PARAMETERS, shard_ranks=4, replicas=4)[2].num_ranks == 16
+    with pytest.raises(PlanError, match="3 replicas, which 32 ranks do not form evenly"):
+        planned(**far, replicas=3)
+
+
+def test_recomputation_is_whole_by_blocks_or_lies_between_two_ends() -> None:
+    configured, workload, _ = planned(checkpointing=Checkpointing.FULL)
+    num_blocks = workload.num_blocks
+    assert configured.plan.n_checkpoint == num_blocks
+    assert planned(checkpointing=Checkpointing.EVERY_NTH, checkpointed_every=3)[0].plan.n_checkpoint == num_blocks // 3
+    configured, _, _ = planned(checkpointing=Checkpointing.BY_OPERATION)
+    assert configured.plan.n_checkpoint == num_blocks // 2
+    assert [plan.n_checkpoint for _, plan in configured.other_plans] == [0, num_blocks]
+    offloaded = planned(checkpointing=Checkpointing.FULL, offloads_inputs=True)[0].plan
+    assert offloaded.n_offload_input == num_blocks - 1
+
+
+def test_a_chunked_head_makes_no_logits() -> None:
+    plain, chunked = (planned(loss_head=head, batch_size=4) for head in (LossHead.EAGER, LossHead.CHUNKED))
+    assert (plain[0].plan.loss_tiles, chunked[0].plan.loss_tiles) == (1, 8)
+    peaks = [
+        simulate(one.plan, workload, s.machine).guaranteed_peak_device_bytes for one, workload, s in (plain, chunked)
+    ]
+    assert peaks[1] < peaks[0]
+    fused, workload, settled = planned(loss_head=LossHead.FUSED, batch_size=4)
+    assert workload.loss_head is LossHead.FUSED
+    assert simulate(fused.plan, workload, settled.machine).guaranteed_peak_device_bytes < peaks[0]
+
+
+# -- what nobody says ---------------------------------------------------------------------------------------------
+
+
+def test_everything_that_is_missing_is_told_at_once() -> None:
+    reading = Reading(tool=Tool.DEEPSPEED, run=AskedRun(split=Split.PARAMETERS))
+    with pytest.raises(PlanError) as caught:
+        settle(reading, Said(), None, file="ds.json")
+    told = str(caught.value)
+    assert told.startswith("ds.json does not say which model")
+    assert all(option in told for option in ("--model", "--hardware", "--batch-size", "--sequence-length"))
+    with pytest.raises(
+        PlanError, match=r"does not say how many tokens a sample has \(--sequence-length 2048\)\. Add it"
+    ):
+        settled_of(sequence_length=None)
+    with pytest.raises(PlanError, match="trains acme/none, which is neither"):
+        settled_of(model="acme/none")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sizes_of_a_step_agree(seed: int) -> None:
+    rng = random.Random(seed)
+    size, number, ranks = rng.randint(1, 9), rng.randint(1, 9), rng.choice([1, 2, 8])
+    of_all = size * number * ranks
+    given = {"batch_size": size, "micro_batches": number, "global_batch_size": of_all, "num_ranks": ranks}
+    for left_out in ("micro_batches", "batch_size", "global_batch_size"):
+        settled = settled_of(**{**given, left_out: None})
+        assert (settled.batch_size, settled.micro_batches, settled.num_ranks) == (size, number, ranks)
+    assert settled_of(**given).micro_batches == number
+    with pytest.raises(PlanError, match="do not share evenly"):
+        settled_of(**{**given, "global_batch_size": of_all + 1})
+
+
+def test_options_overrule_the_file_and_it_is_told() -> None:
+    settled = settled_of(Said(batch_size=7, num_ranks=2, dtype="float16"), micro_batches=2, num_ranks=4)
+    assert (settled.batch_size, settled.num_ranks, settled.dtype) == (7, 2, "float16")
+    assert "--batch-size 7 stands in the place of the file's 1." in settled.notes
+    assert "--ranks 2 stands in the place of the file's 4." in settled.notes
+
+
+def test_element_types_are_those_of_the_file_or_of_the_device() -> None:
+    for precision, dtype, optimizer in (
+        (Precision.FLOAT32, "float32", Optimizer.ADAMW),
+        (Precision.MIXED_FLOAT16, "float16", Optimizer.ADAMW),
+        (Precision.PURE_BFLOAT16, "bfloat16", Optimizer.ADAMW_BF16),
+    ):
+        settled = settled_of(precision=precision)
+        assert (settled.dtype, settled.optimizer) == (dtype, optimizer)
+    assert any("autocast makes bfloat16 copies" in one for one in settled_of(precision="autocast bfloat16").differences)
+    assert (settled_of(precision=None).dtype, settled_of(precision=None, on="t4").dtype) == ("bfloat16", "float16")
+
+
+# -- the answer ---------------------------------------------------------------------------------------------------
+
+
+def told_of(said: Said | None = None, *, on: str = "rtx-3090", **changes: Any) -> Any:
+    run = AskedRun.model_validate({name: value for name, value in (GOOD | changes).items() if value is not None})
+    asked = Asked(file="file.json", hardware_name=on, machine=machine(on))
+    return explain(Reading(tool=Tool.TRAINING_ARGUMENTS, run=run), said or Said(), asked, never)
+
+
+def test_the_answer_is_that_of_the_simulator_and_of_the_search() -> None:
+    told = told_of(micro_batches=2)
+    configured, workload, settled = planned(Tool.TRAINING_ARGUMENTS, on="rtx-3090", micro_batches=2)
+    assert told.configured.iteration_s == simulate(configured.plan, workload, settled.machine).iteration_s
+    assert told.lacking == ()
+    (own,) = [one for one in told.found.baselines if one.name == "the run of the file"]
+    assert own.iteration_s == pytest.approx(told.configured.iteration_s)
+    assert told.speedup == told.configured.iteration_s / told.found.prediction.iteration_s
+    assert told.speedup > 0.85, "within the uncertainty of a comparison"
+    assert shlex.split(told.command)[:4] == ["protwin", "search", "--model=qwen2.5-0.5b", "--hardware=rtx-3090"]
+
+
+@pytest.mark.slow
+def test_a_run_that_does_not_fit_lacks_what_the_account_says() -> None:
+    told = told_of(model="llama-3-8b", sequence_length=2048)
+    (lack,) = told.lacking
+    over = told.configured.guaranteed_peak_device_bytes - machine("rtx-3090").device.usable_bytes
+    assert (lack.memory, lack.size_bytes) == ("device memory", over)
+    assert told.found is not None, "a plan with the host's memory fits"
+
+
+@pytest.mark.slow  # every try of a search that ends in none
+def test_where_no_plan_fits_the_run_is_predicted_all_the_same() -> None:
+    run = AskedRun.model_validate(GOOD)
+    asked = Asked(file="a", hardware_name="a40", machine=machine("a40"), device_budget_bytes=200 * 2**20)
+    told = explain(Reading(tool=Tool.DEEPSPEED, run=run), Said(), asked, never)
+    assert told.found is None
+    assert told.infeasible is not None
+    over = told.configured.guaranteed_peak_device_bytes - 200 * 2**20
+    assert [lack.size_bytes for lack in told.lacking] == [over]
+    assert told.command.endswith(f"--device-budget={200 * 2**20}B")
+    assert told.speedup is None
+
+
+@pytest.mark.slow
+def test_adapters_are_told_of_without_a_trace() -> None:
+    told = told_of(lora=LoraOptions(rank=16), model="llama-3.2-1b", sequence_length=1024)
+    assert told.configured.question.lora_rank == 16
+    assert "--lora-rank=16" in told.command

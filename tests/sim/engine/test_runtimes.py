@@ -1,0 +1,140 @@
+"""Other systems' copies around collectives: counted by hand, and where they delay computation."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protwin.shared import load_workload
+from protwin.shared.catalogue.machines import machine
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.layout.layout import layout_of
+from protwin.shared.methods.runtime_profile import Runtime, RuntimeProfile
+from protwin.shared.schema.plan import ParallelMode, Plan
+from protwin.shared.schema.schedule import Lane, TaskKind
+from protwin.shared.schema.workload import DType, Workload
+from protwin.sim.costs.task_costs import CostModel
+from protwin.sim.engine.runtimes import RuntimeCosts
+from protwin.sim.engine.simulator import simulate
+
+MACHINE = machine("a100-80gb-x8")
+STREAMED = 0.85 * MACHINE.device.memory_bandwidth_bytes_per_s
+
+
+def model() -> Workload:
+    return load_workload("gpt2", batch_size=4, sequence_length=512, dtype=DType.BFLOAT16)
+
+
+def sharded(workload: Workload, num_ranks: int = 8, *, n_checkpoint: int = 0, micro_batches: int = 1) -> Plan:
+    block_bytes = max(
+        sum(p.size_bytes for p in workload.parameters if p.block == block) for block in range(workload.num_blocks)
+    )
+    layout = layout_of(workload, block_bytes)
+    return Plan(
+        workload_id=workload.identity,
+        chunk_bytes=block_bytes,
+        n_persist=0,
+        n_shard=len(layout.chunks),
+        n_buffer=2 * layout.min_buffers(0),
+        n_checkpoint=n_checkpoint,
+        micro_batches=micro_batches,
+        parallel=ParallelMode.SHARDED,
+        num_ranks=num_ranks,
+    )
+
+
+def costs_of(workload: Workload, runtime: Runtime, reduce_dtype: DType | None = None) -> RuntimeCosts:
+    own = CostModel.of(workload, MACHINE, num_ranks=8)
+    return RuntimeCosts.like(own, RuntimeProfile(runtime, reduce_dtype), workload)
+
+
+def test_fsdp2_copies_what_it_gathers_out_and_what_it_reduces_in() -> None:
+    workload = model()
+    schedule = compile_schedule(sharded(workload), workload)
+    own = costs_of(workload, Runtime.OURS).durations_s(schedule)
+    theirs = costs_of(workload, Runtime.FSDP2, DType.FLOAT32).durations_s(schedule)
+    more = [b - a for a, b in zip(own, theirs, strict=True)]
+    by_lane = {
+        lane: sum(seconds for task, seconds in zip(schedule.tasks, more, strict=True) if task.lane is lane)
+        for lane in (Lane.COMPUTE, Lane.COLLECTIVE)
+    }
+    gathered = sum(task.moved_bytes for task in schedule.tasks if task.kind is TaskKind.ALL_GATHER)
+    reduced = sum(task.moved_bytes for task in schedule.tasks if task.kind is TaskKind.REDUCE_SCATTER)
+    # A gathered byte is read and written; a gradient of two bytes is read and one of four written, element by element
+    # (1.2 for each of 1.41e9 clocks of 108 multiprocessors), which takes longer than its bytes.
+    by_elements = reduced / 2 / (1.2 * 1.4103e9 * 108)
+    assert by_elements > 3 * reduced / STREAMED
+    assert by_lane[Lane.COMPUTE] == pytest.approx(2 * gathered / STREAMED + by_elements, rel=1e-3)
+    # Parts are cast from float32 before they are gathered, and twice as many bytes are reduced.
+    casts = 3 * gathered / 8 / STREAMED
+    assert by_lane[Lane.COLLECTIVE] > casts
+    same = costs_of(workload, Runtime.FSDP2).durations_s(schedule)
+    collective = sum(
+        b - a for task, a, b in zip(schedule.tasks, own, same, strict=True) if task.lane is Lane.COLLECTIVE
+    )
+    assert collective == pytest.approx(casts, rel=1e-6)
+
+
+def test_ddp_copies_gradients_into_buckets_and_back() -> None:
+    workload = model()
+    layout = layout_of(workload, 2**25)
+    plan = Plan(
+        workload_id=workload.identity,
+        chunk_bytes=2**25,
+        n_persist=len(layout.chunks),
+        parallel=ParallelMode.DDP,
+        num_ranks=8,
+        n_buffer=0,
+    )
+    schedule = compile_schedule(plan, workload)
+    own, theirs = (costs_of(workload, of).durations_s(schedule) for of in (Runtime.OURS, Runtime.DDP))
+    reduced = sum(task.moved_bytes for task in schedule.tasks if task.kind is TaskKind.ALL_REDUCE)
+    assert sum(theirs) - sum(own) == pytest.approx(4 * reduced / STREAMED, rel=1e-6)
+
+
+@pytest.mark.parametrize("n_checkpoint", [0, 12])
+def test_behind_backward_nothing_is_gathered_beside_it(n_checkpoint: int) -> None:
+    """With BACKWARD_POST, no gather that a backward waits for begins before the computation ahead of it has ended."""
+    workload = model()
+    plan = sharded(workload, n_checkpoint=n_checkpoint, micro_batches=2)
+    record = simulate(plan, workload, MACHINE, runtime=RuntimeProfile(Runtime.FSDP_BACKWARD_POST))
+    early = simulate(plan, workload, MACHINE, runtime=RuntimeProfile(Runtime.FSDP))
+    assert record.iteration_s > early.iteration_s
+    schedule = costs_of(workload, Runtime.FSDP_BACKWARD_POST).carried_out(compile_schedule(plan, workload))
+    order = [task for task in schedule.tasks if task.lane is Lane.COMPUTE]
+    places = {task.id: place for place, task in enumerate(order)}
+    waiting = 0
+    for task in order:
+        if task.kind not in (TaskKind.BACKWARD, TaskKind.RECOMPUTE):
+            continue
+        for other in task.after:
+            gather = schedule.tasks[other]
+            if gather.kind is TaskKind.ALL_GATHER:
+                assert order[places[task.id] - 1].id in gather.after
+                waiting += 1
+    assert waiting >= workload.num_blocks
+    # Nothing else is: the same tasks, each once.
+    assert sorted(task.name for task in schedule.tasks) == sorted(
+        task.name for task in compile_schedule(plan, workload).tasks
+    )
+
+
+@given(
+    st.sampled_from(tuple(Runtime)),
+    st.sampled_from((None, DType.FLOAT32)),
+    st.integers(0, 12),
+    st.integers(1, 3),
+    st.sampled_from((2, 8)),
+)
+def test_nobody_carries_a_plan_out_faster_than_without_copies(
+    runtime: Runtime, reduce_dtype: DType | None, n_checkpoint: int, micro_batches: int, num_ranks: int
+) -> None:
+    workload = model()
+    plan = sharded(workload, num_ranks, n_checkpoint=n_checkpoint, micro_batches=micro_batches)
+    schedule = compile_schedule(plan, workload)
+    costs = CostModel.of(workload, MACHINE, num_ranks=num_ranks)
+    own = costs.durations_s(schedule)
+    theirs = RuntimeCosts.like(costs, RuntimeProfile(runtime, reduce_dtype), workload).durations_s(schedule)
+    assert all(b >= a * (1 - 1e-12) for a, b in zip(own, theirs, strict=True))
+    assert (own == theirs) == (runtime is Runtime.OURS)
