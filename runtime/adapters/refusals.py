@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from torch import nn
 
+from ...shared.phases.quantization import QuantizedType
+from ..quantized.layers import quantization_of
 from .peft_parts import is_of
 
 _WHY: Final = {
@@ -25,7 +27,12 @@ _WHY: Final = {
 
 def refused_adapter(model: nn.Module) -> str | None:
     """Why no plan can be made for an adapter of ``model``; None if one can be for all."""
-    for module in model.modules():
+    for path, module in model.named_modules():
+        if is_of(module, "LoraLayer") and (packed := _four_bits_beside_dora(module)) is not None:
+            return (
+                f"DoRA of PEFT (use_dora) takes norms of the whole weight of {path} in every step, but that weight is "
+                f"packed as {packed} in a chunk that the plan moves. Leave use_dora out, or load the model unpacked."
+            )
         if is_of(module, "PeftModel", "BaseTuner"):
             configured = module.__dict__.get("peft_config") or module.__dict__.get("_peft_config")
             found = [getattr(each, "peft_type", None) for each in (configured or {}).values()]
@@ -37,3 +44,11 @@ def refused_adapter(model: nn.Module) -> str | None:
                         f"model in another way (LoraConfig; PromptTuningConfig for prompts)."
                     )
     return None
+
+
+def _four_bits_beside_dora(layer: Any) -> str | None:
+    """How the weight is packed that an active DoRA of ``layer`` unpacks; None if none does, or none is."""
+    if not any(layer.use_dora.get(name, False) for name in layer.active_adapters):
+        return None
+    found = quantization_of(layer.get_base_layer())
+    return None if found is None or found.type is QuantizedType.INT8 else str(found.type)

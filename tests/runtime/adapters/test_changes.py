@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 
-from protwin.runtime import Training, carry_out
+from protwin.runtime import Training, carry_out, quantize, trace
 from protwin.runtime.model.snapshot import without_cache
 from protwin.shared.basics.errors import PlanError, ScheduleError, WorkloadError
 from tests.proof_size import some_quick
@@ -230,6 +230,18 @@ def test_adapters_that_are_refused_by_name(configuration: Any, message: str) -> 
     refused = peft.get_peft_model(llama(), copy.deepcopy(configuration))
     with pytest.raises(WorkloadError, match=message):
         _ = Case(lambda: refused, token_batches(1)).workload
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_dora_beside_packed_weights_is_refused_by_both_names(kind: str) -> None:
+    """It would fail within the trace's forward, with sizes that do not match."""
+    packed = llama(num_layers=2, hidden_size=64, intermediate_size=128)
+    quantize(packed, kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        refused = peft.get_peft_model(packed, LORA(target_modules=["q_proj"], use_dora=True))
+    with pytest.raises(WorkloadError, match=rf"DoRA of PEFT \(use_dora\).*0\.self_attn\.q_proj .*packed as {kind}"):
+        trace(refused, token_batches(1)[0], repeats=0)
 
 
 def test_an_adapter_that_came_after_the_trace_is_not_the_traced_model() -> None:
