@@ -131,6 +131,8 @@ class MeasuredRun(FrozenModel):
     """Who carried it out, where its copies are known."""
     reduce_dtype: DType | None = None
     """What gradients were reduced in; None: their own type."""
+    loops_over_tensors: bool = False
+    """Whether AdamW was a loop over tensors."""
     attention_kernel: AttentionKernel | None = None
     """What computed attention; None: what PyTorch takes today."""
     measured: Measured

@@ -18,6 +18,7 @@ from ...shared.schema.record import Record
 from ...shared.schema.workload import Workload
 from ...sim.costs.efficiency import CORE_BYTES_PER_S
 from ...sim.costs.task_costs import host_adam_bytes_per_s
+from ...sim.engine.runtimes import FUSED_BYTES, LOOPED_BYTES
 from ...sim.engine.simulator import simulate
 from ...sim.searching.request import SearchRequest
 from ...sim.searching.search import search
@@ -56,11 +57,6 @@ CHUNK_BYTES: Final = 128 * 2**20
 _OTHER_CHUNK_BYTES: Final = (64 * 2**20, 256 * 2**20)
 """The others that it chooses among and that hold every matrix of a block of R1's."""
 
-FUSED_BYTES: Final = 28
-"""Of one scalar: parameter, gradient and two moments are read, all but the gradient written, in float32."""
-LOOPED_BYTES: Final = 80
-"""Of one scalar where every step of the update is an operation of its own: decay 8, first moment 12, second moment 8
-and 12, square root 8, bias correction 8, epsilon 8, update 16 (torch.optim.AdamW without fused)."""
 THREADS_PER_CORE: Final = 2
 
 _LLAMA_2_7B: Final = 6_738_415_616

@@ -77,7 +77,7 @@ def predict_runs(on_step: OnStep = lambda done, total: None) -> tuple[PredictedR
 def predict_run(run: MeasuredRun) -> PredictedRun:
     """One step of ``run``."""
     workload = workload_of(run)
-    profile = RuntimeProfile(run.runtime, run.reduce_dtype)
+    profile = RuntimeProfile(run.runtime, run.reduce_dtype, run.loops_over_tensors)
     return figures_of(run, simulate(plan_of(run, workload), workload, hardware_of(run), runtime=profile))
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
-from torch.nn import functional
 
 from ...shared.basics.errors import ScheduleError
 from ...shared.observed.fused_loss import scratch_rows
@@ -36,18 +35,17 @@ def fused_cross_entropy(
 ) -> torch.Tensor:
     """``torch.nn.functional.cross_entropy`` of ``logits`` (tokens, vocabulary) and ``labels`` (tokens).
 
-    It is in float32, or float64 where the logits are; backward runs once, and overwrites ``logits``.  See [Note: Fused
-    cross-entropy].  Raises ValueError for another ``reduction``, ScheduleError in a second backward.
+    It is in float32, or float64 where the logits are; backward runs once, and overwrites ``logits``, which stay without
+    a graph.  See [Note: Fused cross-entropy].  Raises ValueError for another ``reduction``, ScheduleError in a second
+    backward.
     """
     if reduction not in (_MEAN, _SUM, _NONE):
         raise ValueError(f"{reduction} is not a valid value for reduction")
+    found: torch.Tensor
     if not torch.is_grad_enabled() or not logits.requires_grad:
-        exact = logits.to(_exact(logits.dtype))
-        plain: torch.Tensor = functional.cross_entropy(
-            exact, labels, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
-        )
-        return plain
-    found: torch.Tensor = _Fused.apply(logits.contiguous(), labels, ignore_index, reduction, label_smoothing)  # type: ignore[no-untyped-call]
+        found, *_ = _cross_entropy(logits, labels, _scratch(logits), ignore_index, reduction, label_smoothing)
+        return found
+    found = _Fused.apply(logits.contiguous(), labels, ignore_index, reduction, label_smoothing)  # type: ignore[no-untyped-call]
     return found
 
 

@@ -41,8 +41,9 @@ def loss_as(model: nn.Module, loss_head: LossHead) -> Iterator[None]:
     """Within the block, ``model`` computes its loss so wherever it is given labels.
 
     Of a fused one see [Note: Fused cross-entropy] in ``fused_cross_entropy.py``: the output has no logits (None), whose
-    place backward takes for their gradient.  A forward without labels, or without gradients, is as ever; one whose loss
-    others compute is refused (ScheduleError).  Raises PlanError if the model names no head.
+    place backward takes for their gradient.  Without gradients the logits stay, and are not widened for the loss; a
+    forward without labels is as ever.  A training whose loss others compute is refused (ScheduleError).  Raises
+    PlanError if the model names no head.
     """
     check_loss_head(model, loss_head)
     if loss_head is not LossHead.FUSED:
@@ -125,9 +126,10 @@ class _Watch:
 
     def model_forward(self, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The model's."""
-        if not torch.is_grad_enabled() or self._depth:
+        trains, has_loss = torch.is_grad_enabled(), has_labels(forward, args, kwargs)
+        if self._depth or not (trains or has_loss):
             return forward(*args, **kwargs)
-        if not has_labels(forward, args, kwargs):
+        if not has_loss:
             raise ScheduleError(
                 f"loss fused: {type(model).__name__} is trained without labels, so that its loss is computed outside "
                 f"of it. Put labels into the batch, or train with loss eager."
@@ -140,6 +142,8 @@ class _Watch:
             watched, self._mode = self._mode, None
             if watched is not None:
                 watched.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if not trains:
+            return _with_logits(output)
         if watched is None or not watched.storages:
             what = "no cross-entropy of what its head gives" if self._has_head else "another head than it names"
             raise ScheduleError(f"loss fused: {type(model).__name__} uses {what}. Train it with loss eager.")
@@ -188,7 +192,7 @@ class _WatchedLogits(TorchFunctionMode):
             self._used[key] = name, weakref.ref(storage)
 
     def _are_logits(self, tensor: torch.Tensor) -> bool:
-        return tensor.dim() > 1 and tensor.shape[-1] in self.vocabularies and tensor.requires_grad
+        return tensor.dim() > 1 and tensor.shape[-1] in self.vocabularies and _is_of_graph(tensor)
 
     def _loss(self, function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> torch.Tensor:
         bound = dict(zip(_CROSS_ENTROPY, args, strict=False)) | named
@@ -199,12 +203,19 @@ class _WatchedLogits(TorchFunctionMode):
         if not is_known or not self._are_logits(logits):
             result: torch.Tensor = function(*_whole(args), **_whole(named))
             return result
+        if not torch.is_grad_enabled():
+            return fused_cross_entropy(logits, labels, **bound)
         storage = logits.untyped_storage()._cdata
         name, reference = self._used.get(storage, ("", None))
         if storage in self.storages or (reference is not None and reference() is not None):
             raise _refused_use(name or "cross_entropy")
         self.storages.add(storage)
         return fused_cross_entropy(logits, labels, **bound)
+
+
+def _is_of_graph(tensor: torch.Tensor) -> bool:
+    """Whether a graph reaches it, if there is any."""
+    return tensor.requires_grad or not torch.is_grad_enabled()
 
 
 def _refused_use(what: str) -> ScheduleError:
@@ -299,6 +310,16 @@ def _widens(function: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> b
     if function is torch.Tensor.to:
         return (args[1:] == (torch.float32,) and not named) or (len(args) == 1 and named == {"dtype": torch.float32})
     return function is torch.Tensor.type and args[1:] == (torch.float32,)
+
+
+def _with_logits(output: Any) -> Any:
+    """``output`` with logits widened where the model has widened them."""
+    if isinstance(output, Mapping):
+        for name, value in output.items():
+            if isinstance(value, WidenedLogits):
+                output[name] = value.whole()  # type: ignore[index]
+        return output
+    return _whole(output) if type(output) is tuple else output
 
 
 def _without_logits(output: Any, storages: set[int]) -> Any:

@@ -7,9 +7,11 @@ from enum import StrEnum
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from ..basics.documents import FrozenModel
+from ..methods.runtime_profile import Runtime
 from ..phases.tiling import LossHead
 from ..schema.optimizer import Optimizer
 from ..schema.training_options import LoraOptions, QuantizationOptions
+from ..schema.workload import DType
 
 
 class Tool(StrEnum):
@@ -132,6 +134,10 @@ class AskedRun(FrozenModel):
     prefetched_parameters: NonNegativeInt | None = None
     """Parameters that are gathered ahead; None: those of one block."""
     num_ranks: PositiveInt | None = None
+    runtime: Runtime | None = None
+    """Who has what ranks have in parts; None where nothing is known of what that copies."""
+    reduce_dtype: DType | None = None
+    """What gradients are reduced in; None: their own type."""
 
 
 class KeyValue(FrozenModel):

@@ -183,8 +183,9 @@ def _shared(walk: Walk, folder: Path | None) -> list[Reading]:
     if options is not None or config:
         settings = section(walk, "fsdp_config", folder)
         walk.means("fsdp", "ranks have parameters in parts (FSDP)")
-        walk.means("fsdp_version", "of FSDP; the answer is the same for both")
-        others.append(read_fsdp(options or [], settings))
+        walk.means("fsdp_version", "of FSDP")
+        version = {} if walk.value("fsdp_version") is None else {"fsdp_version": walk.value("fsdp_version")}
+        others.append(read_fsdp(options or [], version | dict(settings)))
     if walk.value("deepspeed"):
         if others:
             walk.contradict("fsdp and deepspeed are both asked for. Leave one of the two out.")

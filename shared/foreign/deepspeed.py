@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from ..methods.runtime_profile import Runtime
+from ..schema.workload import DType
 from .asked_run import Place, Precision, Reading, Split
 from .deepspeed_keys import DEEPSPEED_KEYS
 from .keys import AUTO, Walk, one_of, said
@@ -21,6 +23,15 @@ _STAGE_WORDS: Final = (
     "ZeRO-3: ranks have parameters, gradients and optimizer state in parts",
 )
 _DEVICES: Final = {"none": Place.DEVICE, "cpu": Place.HOST, "nvme": Place.DISK}
+_REDUCED: Final = {
+    "fp32": DType.FLOAT32,
+    "float32": DType.FLOAT32,
+    "bf16": DType.BFLOAT16,
+    "bfp16": DType.BFLOAT16,
+    "bfloat16": DType.BFLOAT16,
+    "fp16": DType.FLOAT16,
+    "float16": DType.FLOAT16,
+}
 _ZERO: Final = "zero_optimization"
 MAX_LIVE_PARAMETERS: Final = 10**9
 PREFETCHED_PARAMETERS: Final = 5 * 10**7
@@ -42,6 +53,9 @@ def read_deepspeed(content: Mapping[str, Any], *, prefix: str = "", by_transform
         "precision": _precision(walk, by_transformers=by_transformers),
         **_zero(walk),
     }
+    reduced = one_of(walk, "communication_data_type", _REDUCED, walk.text("communication_data_type"))
+    walk.means("communication_data_type", "what gradients are reduced in")
+    found["reduce_dtype"] = reduced
     found["max_gradient_norm"] = _norm(walk, by_transformers=by_transformers)
     walk.means("train_micro_batch_size_per_gpu", "samples of a micro-batch on one rank")
     walk.means("gradient_accumulation_steps", "micro-batches per step and rank")
@@ -114,6 +128,7 @@ def _zero(walk: Walk) -> dict[str, Any]:
         found["shard_ranks"] = group
         walk.means(f"{_ZERO}.mics_shard_size", "ranks that have parts between them, with replicas across such groups")
     if stage == 3:
+        found["runtime"] = Runtime.DEEPSPEED_ZERO3
         for key, name, usual, about in (
             ("stage3_max_live_parameters", "live_parameters", MAX_LIVE_PARAMETERS, "parameters gathered at a time"),
             ("stage3_prefetch_bucket_size", "prefetched_parameters", PREFETCHED_PARAMETERS, "parameters fetched ahead"),

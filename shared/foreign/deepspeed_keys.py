@@ -14,6 +14,7 @@ _ALL_READ: Final = (
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
     "gradient_clipping",
+    "communication_data_type",
     "optimizer.type",
     "bf16.enabled",
     "bfloat16.enabled",
@@ -32,7 +33,6 @@ _ALL_READ: Final = (
     f"{_ZERO}.mics_shard_size",
 )
 _LEFT_OUT: Final = {
-    "communication_data_type": LeftOut("gradients are reduced in another element type than in the answer"),
     "sparse_gradients": LeftOut("gradients of embeddings are reduced by rows: " + _FEWER_BYTES),
     "wall_clock_breakdown": LeftOut("the host waits for the device after every phase: steps take longer"),
     "disable_allgather": LeftOut("weights are broadcast in the place of gathers: steps take longer"),

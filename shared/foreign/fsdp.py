@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from ..methods.runtime_profile import Runtime
 from .asked_run import Checkpointing, Place, Reading, Split, Tool
 from .keys import AUTO, Contradicts, KeyTable, LeftOut, Walk, one_of, said, shown
 
@@ -25,6 +26,8 @@ _STRATEGIES: Final = {
 """What ranks have in parts, and whether within a node alone; accelerate numbers them too."""
 _OPTIONS: Final = ("offload", "auto_wrap")
 """Words of ``fsdp`` beside strategies."""
+_OF_THE_FIRST: Final = ("sharding_strategy", "backward_prefetch", "use_orig_params", "sync_module_states")
+_BEFORE: Final = "backward_pre"
 _WRAPS: Final = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 
 FSDP_KEYS: Final = KeyTable(
@@ -38,6 +41,9 @@ FSDP_KEYS: Final = KeyTable(
             "activation_checkpointing",
             "auto_wrap_policy",
             "version",
+            "backward_prefetch",
+            "use_orig_params",
+            "sync_module_states",
         }
     ),
     left_out={
@@ -45,9 +51,6 @@ FSDP_KEYS: Final = KeyTable(
         "mixed_precision_policy": LeftOut("element types are those of the rest of the file in the answer", ("bf16",)),
         "forward_prefetch": LeftOut("the next gather begins before the forward of a block; in the answer too", (True,)),
         "limit_all_gathers": LeftOut("gathers run ahead without a limit: they take more memory", (True,)),
-        "backward_prefetch": LeftOut(
-            "gathers of the backward do not run ahead of it: steps take longer", ("BACKWARD_PRE", "backward_pre")
-        ),
         "activation_checkpointing_offload": LeftOut("inputs of recomputed blocks go to the host"),
     },
     contradicts={
@@ -60,10 +63,8 @@ FSDP_KEYS: Final = KeyTable(
             "transformer_cls_names_to_wrap",
             "state_dict_type",
             "final_state_dict_type",
-            "sync_module_states",
             "cpu_ram_efficient_loading",
             "cpu_offload_pin_memory",
-            "use_orig_params",
             "xla_fsdp_settings",
             "xla_fsdp_grad_ckpt",
             "ignored_modules",
@@ -113,8 +114,30 @@ def read_fsdp(options: Sequence[str], config: Mapping[str, Any], *, prefix: str 
         walk.refuse("auto_wrap_policy", "TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP")
     elif wrap is not None and wrap.lower() != _WRAPS[0]:
         walk.leaves_out("auto_wrap_policy", "units are gathered otherwise; in the answer each holds one block")
-    walk.means("version", "of FSDP; the answer is the same for both")
+    found["runtime"] = _runtime(walk)
     return walk.reading(said(found))
+
+
+def _runtime(walk: Walk) -> Runtime:
+    """FSDP2, unless the file says 1 or has what FSDP1 alone takes."""
+    version = walk.number("version")
+    walk.means("version", "of FSDP")
+    is_old = version == 1 or (version is None and any(walk.has(key) for key in _OF_THE_FIRST))
+    if not is_old:
+        return Runtime.FSDP2
+    for key in ("use_orig_params", "sync_module_states"):
+        walk.means(key, "takes no time in a step; the first FSDP alone has it")
+    prefetch = (walk.text("backward_prefetch") or _BEFORE).lower()
+    if prefetch == "backward_post":
+        walk.means("backward_prefetch", "a block is gathered when the backward of the one before has ended")
+        return Runtime.FSDP_BACKWARD_POST
+    if prefetch == _BEFORE:
+        walk.means("backward_prefetch", "a block is gathered while the backward of the one before runs")
+    elif prefetch == "no_prefetch":
+        walk.leaves_out("backward_prefetch", "gathers of the backward do not run ahead of it: steps take longer")
+    else:
+        walk.refuse("backward_prefetch", "BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH")
+    return Runtime.FSDP
 
 
 def _strategy(walk: Walk, options: Sequence[str]) -> tuple[Split, bool]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from ..methods.runtime_profile import Runtime
 from ..phases.tiling import LossHead
-from .asked_run import Checkpointing, KeyNote, Place, Precision, Reading, Split
-from .keys import Walk, one_of, said, shown
+from ..schema.workload import DType
+from .asked_run import Checkpointing, Place, Precision, Reading, Split
+from .keys import Walk, one_of, said
 from .optimizers import optimizer_of
 from .torchtitan_keys import DEGREES, TORCHTITAN_KEYS
 
@@ -44,6 +46,7 @@ def read_torchtitan(content: Mapping[str, Any]) -> Reading:
     """What a file of torchtitan asks for.  Raises PlanError, one message, if it contradicts itself or a plan."""
     walk = Walk(TORCHTITAN_KEYS, content)
     ranks = _ranks(walk)
+    is_sharded = ranks["split"] is not Split.NOTHING
     found: dict[str, Any] = {
         "model": _model(walk),
         **_batch(walk),
@@ -52,7 +55,9 @@ def read_torchtitan(content: Mapping[str, Any]) -> Reading:
         "optimizer": optimizer_of(walk, "optimizer.name", walk.text("optimizer.name", "AdamW")),
         **ranks,
         **_checkpointing(walk),
-        "precision": _precision(walk, is_sharded=ranks["split"] is not Split.NOTHING),
+        "precision": _precision(walk, is_sharded=is_sharded),
+        "reduce_dtype": _reduced(walk, is_sharded=is_sharded),
+        "runtime": Runtime.FSDP2 if is_sharded else None,
     }
     walk.means("training.seq_len", "tokens of one row", usually=_LENGTH)
     walk.means("training.max_norm", "limit of the norm of all gradients together; 0 for none", usually=1.0)
@@ -161,15 +166,21 @@ def _precision(walk: Walk, *, is_sharded: bool) -> Precision | None:
         return None
     walk.means("training.dtype", "of weights, and of what is stepped", usually="float32")
     walk.means(of_products, "of products", usually="bfloat16")
-    reduced = walk.text("training.mixed_precision_reduce", "float32")
-    if reduced == "float32" and is_sharded and (products or weights):
-        why = "gradients are reduced in float32: twice the bytes of the answer pass between ranks"
-        walk.left_out.append(KeyNote(key="training.mixed_precision_reduce", value=shown(reduced), about=why))
     if weights:
         return Precision.PURE_BFLOAT16
     if not products:
         return Precision.FLOAT32
     return Precision.MIXED_BFLOAT16 if is_sharded else Precision.AUTOCAST_BFLOAT16
+
+
+def _reduced(walk: Walk, *, is_sharded: bool) -> DType | None:
+    """What FSDP reduces gradients in."""
+    key = "training.mixed_precision_reduce"
+    is_narrow = one_of(walk, key, _DTYPES, walk.text(key, "float32"))
+    if is_narrow is None or not is_sharded:
+        return None
+    walk.means(key, "what gradients are reduced in", usually="float32")
+    return DType.BFLOAT16 if is_narrow else DType.FLOAT32
 
 
 def _converters(walk: Walk) -> None:

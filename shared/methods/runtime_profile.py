@@ -31,16 +31,21 @@ class RuntimeProfile:
     runtime: Runtime = Runtime.OURS
     reduce_dtype: DType | None = None
     """What gradients are reduced in; None: their own type."""
+    loops_over_tensors: bool = False
+    """Whether AdamW is a loop over tensors, with an operation for every step of the update (``foreach=False``, and all
+    of PyTorch before 1.13)."""
 
     @property
     def is_ours(self) -> bool:
-        """Whether nothing is copied around collectives."""
-        return self.runtime is Runtime.OURS
+        """Whether nothing is copied around collectives, and AdamW is fused."""
+        return self.other is None
 
     @property
     def other(self) -> str | None:
-        """The other system's name; None where there is none."""
-        return None if self.is_ours else str(self.runtime)
+        """What is another than here, in words; None where there is nothing."""
+        words = [] if self.runtime is Runtime.OURS else [f"copies of {self.runtime} around collectives"]
+        words += ["AdamW as a loop over tensors"] if self.loops_over_tensors else []
+        return ", ".join(words) or None
 
 
 OUR_RUNTIME: Final = RuntimeProfile()

@@ -24,6 +24,7 @@ from ...shared.basics.errors import PlanError
 from ...shared.basics.units import format_bytes
 from ...shared.foreign.asked_run import Checkpointing, Place, Split, Tool
 from ...shared.layout.layout import Layout, aligned, layout_of
+from ...shared.methods.runtime_profile import OUR_RUNTIME, Runtime, RuntimeProfile
 from ...shared.schema.optimizer import HostGradients
 from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.workload import DType, Workload
@@ -37,6 +38,8 @@ class ConfiguredPlan:
 
     plan: Plan
     differences: tuple[str, ...]
+    runtime: RuntimeProfile
+    """Whose copies around collectives the prediction has."""
     other_plans: tuple[tuple[str, Plan], ...] = ()
     """Ends of what the run may be, with words, where a plan has no choice as fine."""
 
@@ -71,7 +74,17 @@ def configured_plan(settled: Settled, workload: Workload, tool: Tool) -> Configu
         fields["host_gradients"] = HostGradients.FLOAT32
     plan = Plan.model_validate(fields)
     other_plans = tuple((words, plan.model_copy(update={"n_checkpoint": number})) for words, number in others)
-    return ConfiguredPlan(plan, tuple(differences), other_plans)
+    return ConfiguredPlan(plan, tuple(differences), _runtime(settled, moves=moves), other_plans)
+
+
+def _runtime(settled: Settled, *, moves: bool) -> RuntimeProfile:
+    """Who carries the plan out, as far as it is known what that copies."""
+    run = settled.run
+    if settled.num_ranks > 1 and run.split in (None, Split.NOTHING):
+        return RuntimeProfile(Runtime.DDP)
+    if settled.num_ranks == 1 and not moves:
+        return OUR_RUNTIME
+    return RuntimeProfile(run.runtime or Runtime.OURS, run.reduce_dtype if run.runtime is not None else None)
 
 
 def _largest_block_bytes(workload: Workload) -> int:

@@ -11,6 +11,7 @@ from ...shared.basics.errors import InfeasibleError
 from ...shared.basics.progress import OnProgress, no_progress
 from ...shared.catalogue.rank_share import machine_of_rank
 from ...shared.foreign.asked_run import Reading, Tool
+from ...shared.methods.runtime_profile import RuntimeProfile
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan
@@ -34,6 +35,8 @@ _RUNTIMES = {
     Tool.TRAINING_ARGUMENTS: "the Trainer's runtime",
     Tool.AXOLOTL: "axolotl's runtime",
 }
+
+_OWN = "the run of the file"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +68,7 @@ def explain(
     settled = settle(reading, said, asked.machine, file=asked.file)
     workload, settled = workload_of(settled, cache=asked.cache, warn=warn)
     configured = configured_plan(settled, workload, reading.tool)
-    record = _predicted(configured.plan, workload, settled.machine, asked)
+    record = _predicted(configured.plan, workload, settled.machine, asked, configured.runtime)
     others = [
         OtherReading(
             name=words,
@@ -73,18 +76,16 @@ def explain(
             guaranteed_peak_device_bytes=other.guaranteed_peak_device_bytes,
         )
         for words, plan in configured.other_plans
-        for other in [_predicted(plan, workload, settled.machine, asked)]
+        for other in [_predicted(plan, workload, settled.machine, asked, configured.runtime)]
     ]
-    runtime = _RUNTIMES[reading.tool]
-    found, why = _searched(settled, workload, configured.plan, asked, on_progress) if asked.searches else (None, None)
+    found, why = _searched(settled, workload, record, asked, on_progress) if asked.searches else (None, None)
     lacking = _lacking(record, settled.machine, asked)
     return Explanation(
         file=asked.file,
         reading=reading,
         settled=settled.notes,
         differences=(
-            f"what is predicted is a plan here that does the same: {runtime} is not simulated, nor its costs of its "
-            f"own (allocations, synchronisation, Python), so that the run is hardly faster than the prediction.",
+            _what_is_predicted(reading.tool, configured.runtime),
             *settled.differences,
             *configured.differences,
         ),
@@ -99,12 +100,22 @@ def explain(
     )
 
 
-def _predicted(plan: Plan, workload: Workload, machine: Hardware, asked: Asked) -> Record:
-    return simulate(plan, workload, machine, asked.calibration).asking(device_budget_bytes=asked.device_budget_bytes)
+def _what_is_predicted(tool: Tool, runtime: RuntimeProfile) -> str:
+    copies = "" if runtime.is_ours else f", with the copies that {runtime.runtime} makes around its collectives"
+    return (
+        f"what is predicted is a plan here that does the same{copies}: {_RUNTIMES[tool]} is not simulated beyond that, "
+        f"nor its costs of its own (allocations, synchronisation, Python), so that the run is hardly faster than the "
+        f"prediction."
+    )
+
+
+def _predicted(plan: Plan, workload: Workload, machine: Hardware, asked: Asked, runtime: RuntimeProfile) -> Record:
+    record = simulate(plan, workload, machine, asked.calibration, runtime=runtime)
+    return record.asking(device_budget_bytes=asked.device_budget_bytes)
 
 
 def _searched(
-    settled: Settled, workload: Workload, configured: Plan, asked: Asked, on_progress: OnProgress
+    settled: Settled, workload: Workload, configured: Record, asked: Asked, on_progress: OnProgress
 ) -> tuple[SearchResult | None, str | None]:
     """The recommended plan within the same budgets, or why none fits."""
     tiles = {
@@ -126,12 +137,18 @@ def _searched(
             optimizer=settled.optimizer,
             num_ranks=settled.num_ranks,
         ),
-        baselines=(("the run of the file", configured),),
+        baselines=((_OWN, configured.plan),),
     )
     try:
-        return search_batches(request, on_progress=on_progress).result, None
+        found = search_batches(request, on_progress=on_progress).result
     except InfeasibleError as error:
         return None, str(error)
+    # A search knows plans alone, and not who carries them out.
+    beside = [
+        one.model_copy(update={"iteration_s": configured.iteration_s}) if one.name == _OWN else one
+        for one in found.baselines
+    ]
+    return found.model_copy(update={"baselines": tuple(beside)}), None
 
 
 def _lacking(record: Record, machine: Hardware, asked: Asked) -> tuple[Lack, ...]:

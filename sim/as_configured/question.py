@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...shared.basics.errors import PlanError
-from ...shared.catalogue.models import known_model
+from ...shared.catalogue.models import known_model, load_model_configuration
+from ...shared.catalogue.same_model import same_model
 from ...shared.foreign.asked_run import AskedRun, Precision, Reading, Split
 from ...shared.foreign.keys import words_of
 from ...shared.phases.tiling import LossHead
@@ -18,7 +19,7 @@ from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.training_options import LoraOptions, QuantizationOptions, TrainingOptions
 from ...shared.schema.workload import DType, Workload
 from ...shared.workloads.dtypes import choose_dtype, computes_in
-from ...shared.workloads.source import resolve_workload, untraced_workload
+from ...shared.workloads.source import is_saved_workload, resolve_workload, untraced_workload
 
 _DTYPES: Final = {
     Precision.FLOAT32: DType.FLOAT32,
@@ -78,8 +79,7 @@ def settle(reading: Reading, said: Said, machine: Hardware | None, *, file: str)
     """
     notes: list[str] = []
     run = _merged(reading.run, said, notes)
-    if said.model is None:
-        run = _found_by_name(run, notes)
+    run = _found_by_content(run if said.model is not None else _found_by_name(run, notes), notes)
     _check_known(run, said, machine, file)
     assert machine is not None
     assert run.model is not None
@@ -133,15 +133,7 @@ def workload_of(settled: Settled, *, cache: Path | None, warn: Callable[[str], N
 
     Raises ProtwinError if the model has none of this shape.
     """
-    is_special = settled.mlp_tiles > 1 or settled.loss_tiles > 1 or settled.options.is_fused
-    if is_special and not _has_torch() and _untraced(settled) is None:
-        why = (
-            "head, loss and MLPs run whole in the answer, and the loss is eager: a trace of it as it is needs torch, "
-            "which is not installed."
-        )
-        options = settled.options.model_copy(update={"loss_head": None})
-        differences = (*settled.differences, why)
-        settled = replace(settled, mlp_tiles=1, loss_tiles=1, options=options, differences=differences)
+    settled = _untiled(settled)
     found = resolve_workload(
         settled.model,
         batch_size=settled.batch_size,
@@ -156,6 +148,21 @@ def workload_of(settled: Settled, *, cache: Path | None, warn: Callable[[str], N
         loss_tiles=(settled.loss_tiles,),
     )
     return found, settled
+
+
+def _untiled(settled: Settled) -> Settled:
+    """The run as it is, or as near to it as is known without torch where that is missing."""
+    is_special = settled.mlp_tiles > 1 or settled.loss_tiles > 1 or settled.options.is_fused
+    if not is_special or _has_torch() or _untraced(settled) is not None:
+        return settled
+    fused = settled.options.model_copy(update={"loss_head": LossHead.FUSED})
+    whole = replace(settled, mlp_tiles=1, loss_tiles=1, options=fused)
+    has_logits = settled.loss_tiles == 1 and not settled.options.is_fused
+    if has_logits or _untraced(whole) is None:
+        whole = replace(whole, options=settled.options.model_copy(update={"loss_head": None}))
+    how = "the loss is fused" if whole.options.is_fused else "the loss is eager, with all logits"
+    why = f"blocks run whole in the answer, and {how}: a trace in tiles needs torch, which is not installed."
+    return replace(whole, differences=(*settled.differences, why))
 
 
 def _untraced(settled: Settled) -> Workload | None:
@@ -213,6 +220,18 @@ def _found_by_name(run: AskedRun, notes: list[str]) -> AskedRun:
     if known is None:
         return run
     notes.append(f"{name} is taken as {known}, by its name (--model config.json for another one).")
+    return run.model_copy(update={"model": known})
+
+
+def _found_by_content(run: AskedRun, notes: list[str]) -> AskedRun:
+    """The run with a model of the catalogue where the configuration that is named is one's: it needs no trace."""
+    name = run.model
+    if name is None or known_model(name) is not None or not Path(name).exists() or is_saved_workload(name):
+        return run
+    known = same_model(load_model_configuration(name).config)
+    if known is None:
+        return run
+    notes.append(f"{name} describes the model that the catalogue calls {known}.")
     return run.model_copy(update={"model": known})
 
 

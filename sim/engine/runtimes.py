@@ -1,4 +1,4 @@
-"""What other systems do on the device around their collectives, when a plan is theirs and not carried out here.
+"""What other systems do on the device around their collectives, and how they step, where they carry a plan out.
 
 [Note: Copies around collectives]
 Here a gather writes parameters where they are used, and a reduce-scatter reads gradients where they lie.  Others copy,
@@ -33,7 +33,15 @@ from ...shared.schema.workload import DType, Workload
 from ..costs.streams import elements_s
 from ..costs.task_costs import CostModel
 
+FUSED_BYTES: Final = 28
+"""Moved for one float32 scalar: parameter, gradient and two moments are read, all but the gradient written."""
+LOOPED_BYTES: Final = 80
+"""Where every step of the update is an operation of its own: decay 8, first moment 12, second moment 8 and 12, square
+root 8, bias correction 8, epsilon 8, update 16 (``torch.optim.AdamW`` with ``foreach=False``)."""
+LOOPED_OPERATIONS: Final = 8
+"""Of one tensor."""
 _MASTER_BYTES: Final = 4
+"""Of a float32 parameter."""
 _OF_BACKWARD: Final = frozenset({TaskKind.BACKWARD, TaskKind.RECOMPUTE})
 
 
@@ -62,6 +70,7 @@ _COPIES: Final = {
     Runtime.DDP: _Copies(reduced=4.0, casts_part=False),
     Runtime.DEEPSPEED_ZERO3: _Copies(gathered=2.0, reduced=6.0),
 }
+"""Reads and writes, counted in the code that [Note: Copies around collectives] names."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,8 @@ class RuntimeCosts(CostModel):
     profile: RuntimeProfile = OUR_RUNTIME
     dtype: DType = DType.BFLOAT16
     """Of parameters and their gradients."""
+    num_trained: int = 0
+    """Tensors that are trained."""
 
     @classmethod
     def like(cls, costs: CostModel, profile: RuntimeProfile, workload: Workload) -> Self:
@@ -81,7 +92,8 @@ class RuntimeCosts(CostModel):
             if parameter.trainable:
                 trained[parameter.dtype] += parameter.num_elements
         dtype = trained.most_common(1)[0][0] if trained else workload.compute_dtype
-        return cls(**shared, profile=profile, dtype=dtype)
+        num_trained = sum(parameter.trainable for parameter in workload.parameters)
+        return cls(**shared, profile=profile, dtype=dtype, num_trained=num_trained)
 
     def carried_out(self, schedule: Schedule) -> Schedule:
         """``schedule`` with what the runtime waits for besides."""
@@ -92,6 +104,10 @@ class RuntimeCosts(CostModel):
     def durations_s(self, schedule: Schedule) -> tuple[float, ...]:
         """Seconds of every task of ``schedule``, in its order, with the copies of the runtime."""
         seconds = list(super().durations_s(schedule))
+        if self.profile.loops_over_tensors:
+            for index, task in enumerate(schedule.tasks):
+                if task.kind is TaskKind.DEVICE_ADAM and task.num_stepped:
+                    seconds[index] = self._looping_s(task)
         copies = _COPIES.get(self.profile.runtime)
         if copies is None:
             return tuple(seconds)
@@ -131,6 +147,11 @@ class RuntimeCosts(CostModel):
         """Bytes of a gradient that is reduced over those that backward made."""
         reduced_in = self.profile.reduce_dtype
         return 1.0 if reduced_in is None else reduced_in.item_bytes / self.dtype.item_bytes
+
+    def _looping_s(self, task: Task) -> float:
+        """Seconds of an update whose every step is an operation of its own, on every tensor."""
+        streaming_s = LOOPED_BYTES / FUSED_BYTES * task.stepped_bytes / self._streamed_bytes_per_s
+        return max(streaming_s, LOOPED_OPERATIONS * self.num_trained * self._dispatch_s)
 
     def _joining_s(self, copies: _Copies, made_bytes: int, reduced_bytes: float) -> float:
         """Seconds of joining a chunk's gradients, between computations."""

@@ -119,8 +119,8 @@ def simulate_drawn(
         price_usd_per_hour=rent_of_stage(hardware, plan.num_ranks, num_stages),
     )
     record = predicted_record(plan, workload, rank, calibration, schedule, timing, layout=layout, method=method)
-    if not runtime.is_ours:
-        record = record.model_copy(update={"emulated": (f"copies of {runtime.runtime} around collectives",)})
+    if runtime.other is not None:
+        record = record.model_copy(update={"emulated": (runtime.other,)})
     durations_s, errors = costs.durations_s(schedule), ErrorModel.of(workload, hardware, calibration)
     limit_bytes = rank_device_bytes(hardware, plan.num_ranks * num_stages, plan.shard_ranks)
     return drawn_record(record, durations_s, contention, schedule, timing, errors, limit_bytes=limit_bytes)

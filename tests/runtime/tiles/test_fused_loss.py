@@ -12,7 +12,8 @@ import transformers
 from torch import nn
 from torch.nn import functional
 
-from protwin.runtime import CpuDevice, carry_out, trace
+from protwin.runtime import CpuDevice, carry_out, trace, trace_within
+from protwin.runtime.devices.ledger import MemoryLedger
 from protwin.runtime.tiles.fused_loss import loss_as
 from protwin.shared.basics.errors import PlanError, ScheduleError, WorkloadError
 from protwin.shared.compile.compile import compile_schedule
@@ -85,7 +86,12 @@ def test_a_model_as_it_is_has_the_loss_and_gradients_of_an_eager_one(
         # Of a model that copies what it hands to its loss, they are still there.
         assert found.get("logits") is None or (build is shifting and torch.equal(found["logits"], whole["logits"]))
         with torch.no_grad():
-            assert torch.equal(model(**given)["logits"], logits), "without gradients there are logits as ever"
+            judged = model(**given)
+            assert torch.equal(judged["logits"], logits), "without gradients there are logits as ever"
+            # Some have other kernels without gradients.
+            torch.testing.assert_close(judged["loss"], found["loss"].detach(), rtol=2e-3, atol=0)
+            if build is not t5:  # it makes what its decoder reads of labels
+                assert torch.equal(model(input_ids=given["input_ids"])["logits"], logits)
     # Logits that are not widened have a loss of the same 16 bit where it is eager, its sum rounded along the way.
     rtol = 1e-6 if loss.dtype is torch.float32 else 2e-2
     torch.testing.assert_close(found["loss"], loss.float(), rtol=rtol, atol=0)
@@ -149,6 +155,19 @@ def test_training_by_a_plan_equals_the_eager_loop_in_the_memory_of_the_account(
     other = guaranteed_device_peak(compile_schedule(plan.model_copy(update={"workload_id": eager.identity}), eager))
     # All logits are widened at once where they are so few; the copy of their log-softmax is not there.
     assert accounted <= other.size_bytes - 256 * 1000 * (4 if dtype is torch.float32 else 6) + 16 * 1024
+
+
+def test_logits_are_not_widened_for_a_loss_without_gradients() -> None:
+    model = built(llama).bfloat16()
+    logits = LONG["input_ids"].numel() * 1000
+    peaks = {}
+    for head in (LossHead.EAGER, LossHead.FUSED):
+        ledger = MemoryLedger()
+        with loss_as(model, head), torch.no_grad(), ledger.metering():
+            model(**LONG)
+            peaks[head] = ledger.watched_peak_bytes
+    # One widened copy is the scratch of so few logits.
+    assert peaks[LossHead.EAGER] - peaks[LossHead.FUSED] == pytest.approx(4 * logits, rel=0.05)
 
 
 def test_real_and_fake_tensors_tell_the_same() -> None:
@@ -215,3 +234,12 @@ def test_a_loss_that_is_computed_outside_of_the_model_is_refused() -> None:
         pytest.raises(ScheduleError, match=r"trained without labels.*or train with loss eager"),
     ):
         model(input_ids=LONG["input_ids"])
+
+
+def test_within_a_budget_it_is_timed_so() -> None:
+    model = built(llama)
+    known = trace_within(model, LONG, CpuDevice(budget_bytes=8 * 2**20), loss_head="fused", repeats=1)
+    assert known.loss_head is LossHead.FUSED
+    assert known.identity == trace(model, LONG, loss_head="fused", repeats=0).identity
+    assert known.epilogue_backward.measured_s
+    assert "forward" not in model.__dict__

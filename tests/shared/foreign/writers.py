@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from protwin.shared.foreign.asked_run import AskedRun, Checkpointing, Place, Precision, Split
+from protwin.shared.methods.runtime_profile import Runtime
 from protwin.shared.phases.quantization import Quantization, QuantizedType
 from protwin.shared.phases.tiling import LossHead
 from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.training_options import LoraOptions, QuantizationOptions
+from protwin.shared.schema.workload import DType
 
 STAGES = {Split.NOTHING: 0, Split.OPTIMIZER: 1, Split.GRADIENTS: 2, Split.PARAMETERS: 3}
 DEVICES = {Place.DEVICE: "none", Place.HOST: "cpu", Place.DISK: "nvme"}
@@ -36,7 +38,10 @@ def deepspeed_run(rng: random.Random) -> AskedRun:
         "optimizer_on": Place.DEVICE if split is Split.NOTHING else rng.choice(list(Place)),
         "parameters_on": rng.choice(list(Place)) if split is Split.PARAMETERS else Place.DEVICE,
     }
+    if rng.random() < 0.3:
+        fields["reduce_dtype"] = rng.choice([DType.FLOAT32, DType.BFLOAT16])
     if split is Split.PARAMETERS:
+        fields["runtime"] = Runtime.DEEPSPEED_ZERO3
         fields["live_parameters"] = rng.choice([10**9, rng.randint(0, 10**10)])
         fields["prefetched_parameters"] = rng.choice([5 * 10**7, rng.randint(0, 10**9)])
         fields["shard_ranks"] = rng.choice([None, 2, 8])
@@ -73,6 +78,8 @@ def deepspeed(run: AskedRun, rng: random.Random) -> dict[str, Any]:
     }
     if run.max_gradient_norm or rng.random() < 0.5:
         content["gradient_clipping"] = run.max_gradient_norm
+    if run.reduce_dtype is not None:
+        content["communication_data_type"] = {"float32": "fp32", "bfloat16": "bf16"}[run.reduce_dtype]
     match run.precision:
         case Precision.MIXED_BFLOAT16:
             content[rng.choice(["bf16", "bfloat16"])] = {"enabled": True}
@@ -108,6 +115,7 @@ def training_run(rng: random.Random) -> AskedRun:
             "split": split,
             "parameters_on": place,
             "optimizer_on": place,
+            "runtime": Runtime.FSDP2 if is_shared else None,
         }
     )
 
@@ -162,6 +170,8 @@ def torchtitan_run(rng: random.Random) -> AskedRun:
     fields |= rng.choice([{"micro_batches": 1}, {"global_batch_size": rng.randint(1, 2048)}])
     if checkpointing is Checkpointing.EVERY_NTH:
         fields["checkpointed_every"] = rng.randint(2, 5)
+    if is_sharded:
+        fields |= {"runtime": Runtime.FSDP2, "reduce_dtype": rng.choice([DType.FLOAT32, DType.BFLOAT16])}
     replicas, shards = rng.choice([1, 2, 4]), rng.choice([-1, 2, 8])
     if not is_sharded:
         fields["num_ranks"] = replicas
@@ -189,7 +199,7 @@ def torchtitan(run: AskedRun, *, is_old: bool) -> dict[str, Any]:
         "seq_len": run.sequence_length,
         "max_norm": run.max_gradient_norm,
         "enable_cpu_offload": run.parameters_on is Place.HOST,
-        "mixed_precision_reduce": "bfloat16",
+        "mixed_precision_reduce": str(run.reduce_dtype or DType.FLOAT32),
         "dtype": "bfloat16" if run.precision is Precision.PURE_BFLOAT16 else "float32",
         "mixed_precision_param": "float32" if run.precision is Precision.FLOAT32 else "bfloat16",
     }
@@ -235,6 +245,8 @@ def axolotl_run(rng: random.Random) -> AskedRun:
         "parameters_on": None if split is Split.NOTHING or place is Place.DEVICE else place,
         "optimizer_on": None if split is Split.NOTHING or place is Place.DEVICE else place,
     }
+    if split is not Split.NOTHING:
+        fields["runtime"] = rng.choice([Runtime.FSDP, Runtime.FSDP_BACKWARD_POST, Runtime.FSDP2])
     if fields["checkpointing"] is Checkpointing.FULL:
         fields["offloads_inputs"] = rng.choice([True, None])
     if fields["loss_head"] is LossHead.CHUNKED:
@@ -289,11 +301,17 @@ def axolotl(run: AskedRun, rng: random.Random) -> dict[str, Any]:
         names = {Split.GRADIENTS: "SHARD_GRAD_OP", Split.PARAMETERS: "FULL_SHARD"}
         assert run.split is not None
         offloads = run.parameters_on is Place.HOST
-        content["fsdp_config"] = rng.choice(
-            [
-                {"fsdp_sharding_strategy": names[run.split], "fsdp_offload_params": offloads},
-                {"reshard_after_forward": run.split is Split.PARAMETERS, "offload_params": offloads},
-            ]
-        )
-        content |= rng.choice([{"fsdp": ["full_shard", "auto_wrap"]}, {"fsdp_version": 2}])
+        if run.runtime is Runtime.FSDP2:
+            reshards = {"reshard_after_forward": run.split is Split.PARAMETERS, "offload_params": offloads}
+            content |= {"fsdp_config": reshards} | rng.choice(
+                [{"fsdp": ["full_shard", "auto_wrap"]}, {"fsdp_version": 2}]
+            )
+        else:
+            post = run.runtime is Runtime.FSDP_BACKWARD_POST
+            content["fsdp"] = ["full_shard", "auto_wrap"]
+            content["fsdp_config"] = {
+                "fsdp_sharding_strategy": names[run.split],
+                "fsdp_offload_params": offloads,
+                "fsdp_backward_prefetch": "BACKWARD_POST" if post else "BACKWARD_PRE",
+            }
     return content

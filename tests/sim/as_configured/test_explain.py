@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from protwin.shared.basics.errors import PlanError
 from protwin.shared.catalogue.machines import machine
+from protwin.shared.catalogue.models import model_configuration
 from protwin.shared.foreign.asked_run import AskedRun, Checkpointing, Place, Precision, Reading, Split, Tool
+from protwin.shared.methods.runtime_profile import Runtime, RuntimeProfile
 from protwin.shared.phases.tiling import LossHead
 from protwin.shared.schema.optimizer import HostGradients, Optimizer
 from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.schedule import TaskKind
 from protwin.shared.schema.training_options import LoraOptions
-from protwin.shared.schema.workload import Workload
+from protwin.shared.schema.workload import DType, Workload
 from protwin.shared.workloads.source import load_workload
 from protwin.sim.as_configured.configured_plan import ConfiguredPlan, configured_plan
 from protwin.sim.as_configured.explain import Asked, explain
@@ -62,10 +66,15 @@ def test_systems_with_a_baseline_are_planned_as_it_is() -> None:
     cases: list[tuple[str, dict[str, Any], Tool]] = [
         ("DDP", {"split": Split.NOTHING}, Tool.TRAINING_ARGUMENTS),
         ("DDP, checkpointed", {"checkpointing": Checkpointing.FULL}, Tool.TRAINING_ARGUMENTS),
-        ("FSDP2", {"split": Split.PARAMETERS}, Tool.TORCHTITAN),
+        ("FSDP2", {"split": Split.PARAMETERS, "runtime": Runtime.FSDP2}, Tool.TORCHTITAN),
         (
             "FSDP2, offloaded",
-            {"split": Split.PARAMETERS, "parameters_on": Place.HOST, "optimizer_on": Place.HOST},
+            {
+                "split": Split.PARAMETERS,
+                "parameters_on": Place.HOST,
+                "optimizer_on": Place.HOST,
+                "runtime": Runtime.FSDP2,
+            },
             Tool.TORCHTITAN,
         ),
         (
@@ -76,6 +85,7 @@ def test_systems_with_a_baseline_are_planned_as_it_is() -> None:
                 "optimizer_on": Place.HOST,
                 "live_parameters": 10**9,
                 "prefetched_parameters": 5 * 10**7,
+                "runtime": Runtime.DEEPSPEED_ZERO3,
             },
             Tool.TORCHTITAN,
         ),
@@ -95,7 +105,9 @@ def test_systems_with_a_baseline_are_planned_as_it_is() -> None:
     for name, changes, tool in cases:
         system = known[name]
         is_checkpointed = changes.get("checkpointing") is Checkpointing.FULL
-        assert planned(tool, **changes)[0].plan == system_plan(system, problem, like, is_checkpointed=is_checkpointed)
+        found = planned(tool, **changes)[0]
+        assert found.plan == system_plan(system, problem, like, is_checkpointed=is_checkpointed)
+        assert found.runtime.runtime is system.runtime
 
 
 def test_zero_2_gathers_once_per_step_and_holds_less_than_ddp() -> None:
@@ -113,6 +125,29 @@ def test_zero_2_gathers_once_per_step_and_holds_less_than_ddp() -> None:
     assert 0 < two < three
     assert any("ZeRO-1 keeps gradients whole" in one for one in found[Split.OPTIMIZER][0].differences)
     assert not any("ZeRO-1" in one for one in found[Split.GRADIENTS][0].differences)
+
+
+def test_what_others_copy_around_collectives_counts_in_the_run() -> None:
+    run = AskedRun.model_validate(
+        GOOD | {"split": Split.PARAMETERS, "runtime": Runtime.FSDP2, "reduce_dtype": "float32"}
+    )
+    on = "a100-80gb-x8"
+    asked = Asked(file="file.json", hardware_name=on, machine=machine(on), searches=False)
+    told = explain(Reading(tool=Tool.TORCHTITAN, run=run), Said(), asked, never)
+    found, workload, settled = planned(split=Split.PARAMETERS, runtime=Runtime.FSDP2, reduce_dtype="float32")
+    profile = RuntimeProfile(Runtime.FSDP2, DType.FLOAT32)
+    assert found.runtime == profile
+    own, plain = (simulate(found.plan, workload, settled.machine, runtime=one) for one in (profile, RuntimeProfile()))
+    assert told.configured.iteration_s == own.iteration_s > plain.iteration_s
+    assert "copies that fsdp2 makes" in told.differences[0]
+    assert told.found is None
+
+
+@pytest.mark.slow
+def test_a_search_lays_the_run_beside_its_plan_with_what_is_copied() -> None:
+    told = told_of(on="a100-80gb-x8", split=Split.PARAMETERS, runtime=Runtime.FSDP2, reduce_dtype="float32")
+    (row,) = [one for one in told.found.baselines if one.name == "the run of the file"]
+    assert row.iteration_s == told.configured.iteration_s
 
 
 def test_one_rank_keeps_offloads_or_has_its_host_step() -> None:
@@ -204,6 +239,16 @@ def test_options_overrule_the_file_and_it_is_told() -> None:
     assert (settled.batch_size, settled.num_ranks, settled.dtype) == (7, 2, "float16")
     assert "--batch-size 7 stands in the place of the file's 1." in settled.notes
     assert "--ranks 2 stands in the place of the file's 4." in settled.notes
+
+
+def test_a_configuration_of_a_catalogue_model_needs_no_trace(tmp_path: Path) -> None:
+    config = model_configuration("qwen2.5-0.5b").config
+    (tmp_path / "config.json").write_text(json.dumps(config | {"_name_or_path": "mine", "torch_dtype": "float16"}))
+    settled = settled_of(Said(model=str(tmp_path)))
+    assert settled.model == "qwen2.5-0.5b"
+    assert f"{tmp_path} describes the model that the catalogue calls qwen2.5-0.5b." in settled.notes
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    assert settled_of(Said(model=str(tmp_path))).model == str(tmp_path)
 
 
 def test_element_types_are_those_of_the_file_or_of_the_device() -> None:
