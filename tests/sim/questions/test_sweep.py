@@ -145,9 +145,9 @@ def test_plans_on_the_device_are_the_best_of_their_kinds(many: dict[Shape, Sweep
 
 @pytest.mark.slow
 def test_processes_find_the_same_points(many: dict[Shape, SweepPoint]) -> None:
-    assert {shape: one.found for shape, one in found_at(MANY, num_processes=2).items()} == {
-        shape: one.found for shape, one in many.items()
-    }
+    shapes = [shape for shape in MANY if many[shape].found is not None]
+    found = found_at(shapes, num_processes=2)
+    assert {shape: one.found for shape, one in found.items()} == {shape: many[shape].found for shape in shapes}
 
 
 @pytest.mark.parametrize("seed", range(10))
