@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from .tracing.configurations import workload_of_configuration as workload_of_configuration
     from .tracing.tracing import trace as trace
     from .training.carry_out import carry_out as carry_out
+    from .training.carry_out import fill_step as fill_step
     from .training.carry_out import training_of as training_of
     from .training.training import Training as Training
 
@@ -73,6 +74,7 @@ _HOMES = {
     "dense_state_dict": "osft.orthogonal_model",
     "distil": "distillation.distil",
     "family_of_configuration": "polynomials.families",
+    "fill_step": "training.carry_out",
     "freeze": "model.adapters",
     "load_quantized": "chunks.saved_weights",
     "load_student": "students.saving",

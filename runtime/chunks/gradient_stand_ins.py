@@ -251,6 +251,13 @@ def _changes_nothing(factor: Any, of: GradientStandIns) -> bool:
 def _refusal(function: Any, args: tuple[Any, ...]) -> ScheduleError:
     name = getattr(function, "__name__", str(function))
     attribute = getattr(getattr(function, "__self__", None), "__name__", "")
+    if name == "_amp_foreach_non_finite_check_and_unscale_":
+        return ScheduleError(
+            f"gradients were to be unscaled, as torch.amp.GradScaler does, but those of offloaded chunks have left the "
+            f"device. Leave the GradScaler out: carry_out(..., loss_scaling=protwin.runtime.LossScaling()) with a plan "
+            f"that has a max_gradient_norm scales, and training.scale(loss).backward() is the backward. In bfloat16 no "
+            f"loss has to be scaled. {_STEP_STILL}"
+        )
     return ScheduleError(
         f"gradients were to be read or changed ({attribute or name}) between backward() and step(), but the plan has "
         f"taken them over: those of offloaded chunks have left the device, and CPU Adam may have stepped them. Limit "

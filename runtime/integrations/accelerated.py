@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from torch import nn
 
 from ...shared.basics.errors import ScheduleError
@@ -125,15 +124,3 @@ def training_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, flag in flags:
             module.training = flag
-
-
-@contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """After the block the model's buffers hold what they held before."""
-    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in values:
-                buffer.copy_(value)

@@ -27,10 +27,9 @@ from ..model.snapshot import random_states_kept
 from ..planning.planned import Planned, planned
 from ..planning.request import PlanRequest, Tell
 from ..recording.counts import Counts
-from ..training.carry_out import carry_out
+from ..training.carry_out import carry_out, fill_step
 from ..training.training import Training
 from .accelerated import (
-    buffers_kept,
     clipping,
     planned_optimizer,
     prepare_forward,
@@ -101,7 +100,6 @@ class AcceleratorRun:
         self._ending = ExitStack()
         self._counts = Counts()
         self._called: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self._micro_batches = 0
 
     @property
     def counts(self) -> Counts:
@@ -131,7 +129,7 @@ class AcceleratorRun:
             undo.callback(self._ended)
             undo.push(training.__exit__)
             self.training, self.optimizer = training, planned_optimizer(training)
-            self._counts, self._micro_batches = Counts(), 0
+            self._counts = Counts()
             for bound, former in [] if scheduler is None else rebind(scheduler, training.optimizer):
                 undo.callback(setattr, bound, "optimizer", former)
             hearing = model.register_forward_pre_hook(self._hear, with_kwargs=True)
@@ -191,15 +189,9 @@ class AcceleratorRun:
         self._called = None
         if training is None or called is None:
             return
-        self._micro_batches += 1
-        if not accelerator.sync_gradients:
-            return
-        missing = training.plan.micro_batches - self._micro_batches
-        self._micro_batches = 0
-        for _ in range(missing):
-            with random_states_kept(), buffers_kept(training.model):
-                _zero_of(training.model(*called[0], **called[1])).backward()  # type: ignore[no-untyped-call]
-        self._called = None
+        if accelerator.sync_gradients:
+            fill_step(training, lambda: _loss_in(training.model(*called[0], **called[1])))
+            self._called = None
 
     def _ended(self) -> None:
         assert self.training is not None
@@ -211,11 +203,11 @@ class AcceleratorRun:
         self._ending.close()
 
 
-def _zero_of(output: Any) -> torch.Tensor:
-    """A loss of zeros, from what a model gives: from its loss, or else from all that has gradients."""
+def _loss_in(output: Any) -> torch.Tensor:
+    """A loss from what a model gives: its own, or else one of all that has gradients."""
     loss = getattr(output, "loss", None)
     found = [loss] if loss is not None else [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-    return torch.stack([(tensor.float() * 0.0).sum() for tensor in found]).sum()
+    return torch.stack([tensor.float().sum() for tensor in found]).sum()
 
 
 class PlannedLoop:

@@ -11,6 +11,7 @@ from typing import Any, Final
 from ...shared.basics.errors import CatalogueError, FileError, PlanError, ProtwinError
 from ...shared.catalogue.machines import load_hardware
 from ...shared.catalogue.models import known_model, load_model_configuration
+from ...shared.catalogue.names import hub_name, model_called
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.optimizer import Optimizer
@@ -162,12 +163,19 @@ def _model(step: AskedStep) -> str | None:
     if (known := known_model(name)) is not None:
         return known
     if not os.path.exists(name):
-        return None
+        return _original(step)
     try:
         load_model_configuration(name)
     except (CatalogueError, FileError) as error:
         raise PlanError(f"base_model: {error}") from error
     return name
+
+
+def _original(step: AskedStep) -> str | None:
+    """The model of the catalogue that ``base_model``, of another owner on the hub, has the name of; None if none."""
+    name = step.base_model_config or step.base_model
+    is_elsewhere = known_model(name) is None and not os.path.exists(name)
+    return model_called(hub_name(name)) if is_elsewhere else None
 
 
 def _obstacles(step: AskedStep, model: str | None) -> Iterator[str]:
@@ -264,6 +272,10 @@ def _space(section: PlanSection, hardware: Hardware | None) -> Iterator[str]:
 
 
 def _notes(section: PlanSection, step: AskedStep, files: NamedFiles) -> Iterator[str]:
+    if not section.workload and (original := _original(step)) is not None:
+        yield f"base_model: {step.base_model_config or step.base_model} is taken for a copy of {original}, by its name."
+    if section.hardware is None:
+        yield "the first command measures the machine that it runs on. Elsewhere name the one that trains: --hardware."
     yield "training plans for the longest batch that the data begin with; sequence_len is the most that it may have."
     if files.hardware is None or files.hardware.num_devices == 1 or not section.modes:
         modes = f" --parallel {' --parallel '.join(section.modes)}" if section.modes else ""

@@ -42,12 +42,14 @@ def refuse_other_systems(arguments: Any = None, environment: Mapping[str, str] =
 def refuse_arguments(arguments: Any, environment: Mapping[str, str] = os.environ) -> None:
     """Raise PlanError if TrainingArguments ask for what no plan is carried out with."""
     refuse_other_systems(arguments, environment)
-    for field in ("activation_checkpointing", "gradient_checkpointing"):
-        if getattr(arguments, field, None):
-            raise PlanError(
-                f"{field} is True, but the plan decides which blocks are checkpointed (n_checkpoint). Set "
-                f"{field}=False."
-            )
+    # transformers 5 has both names for one argument, and each says what the other one does.
+    named = [name for name in ("activation_checkpointing", "gradient_checkpointing") if getattr(arguments, name, None)]
+    if named:
+        former = f" ({named[1]}=False by its former name)" if len(named) > 1 else ""
+        raise PlanError(
+            f"{named[0]} is True, but the plan decides which blocks are checkpointed (n_checkpoint). Set "
+            f"{named[0]}=False{former}."
+        )
     if getattr(arguments, "activation_offloading", None):
         raise PlanError(
             "activation_offloading is True, but the plan decides which activations go to the host (n_swap, "

@@ -24,11 +24,10 @@ from ..planning.planned import Planned, planned
 from ..planning.request import PlanRequest, Tell
 from ..ranks.own_device import device_of_rank
 from ..recording.counts import Counts
-from ..training.carry_out import carry_out
+from ..training.carry_out import carry_out, fill_step
 from ..training.training import Training
 from .accelerated import (
     FOLDER,
-    buffers_kept,
     clipping,
     planned_optimizer,
     prepare_forward,
@@ -122,8 +121,6 @@ class TrainerRun:
         self._planned_for: tuple[Any, ...] = ()
         self._counts = Counts()
         self._peak_bytes = 0
-        self._micro_batches = 0
-        """Of the running step, done."""
         self._traced_size = 0
         self.weights: dict[str, Any] | None = None
         """All weights on the host, while they are being saved."""
@@ -190,7 +187,6 @@ class TrainerRun:
         prepare_forward(accelerator, model, self._ending)
         self._find(trainer, optimizer.name)
         training = self._take_over(model, self._ending, optimizer=optimizer.make, parameter_groups=optimizer.groups)
-        self._micro_batches = 0
         if trainer.lr_scheduler is not None:
             for scheduler, former in rebind(trainer.lr_scheduler, training.optimizer):
                 self._ending.callback(setattr, scheduler, "optimizer", former)
@@ -298,17 +294,17 @@ class TrainerRun:
         """
         if self.training is None:
             return
-        self._micro_batches += 1
-        if not trainer.accelerator.sync_gradients:
-            return
-        missing = self.training.plan.micro_batches - self._micro_batches
-        self._micro_batches = 0
-        for _ in range(missing):
-            with random_states_kept(), buffers_kept(trainer.model):
-                twin = with_own_notes(trainer)
-                with twin.compute_loss_context_manager():
-                    loss = twin.compute_loss(trainer.model, twin._prepare_inputs(inputs), num_items_in_batch=num_items)
-                (loss * 0.0).backward()
+        if trainer.accelerator.sync_gradients:
+            fill_step(self.training, lambda: self._loss_again(trainer, inputs, num_items))
+
+    @staticmethod
+    def _loss_again(trainer: Any, inputs: Mapping[str, Any], num_items: Any) -> torch.Tensor:
+        twin = with_own_notes(trainer)
+        with twin.compute_loss_context_manager():
+            loss: torch.Tensor = twin.compute_loss(
+                trainer.model, twin._prepare_inputs(inputs), num_items_in_batch=num_items
+            )
+        return loss
 
     def given_to(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """``inputs`` before a step has taken what it wants out of them."""

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from ...shared.basics.errors import PlanError, WorkloadError
-from ..integrations.accelerated import buffers_kept
 from ..integrations.largest_batch import generators_kept, largest_batch
 from ..model.batches import Batch
 from ..model.kept_tensors import attributes_as_found
-from ..model.snapshot import random_states_kept
+from ..model.snapshot import buffers_kept, random_states_kept
 
 PREFIX: Final = "module."
 """Of the names that parameters of a LightningModule have within a ``StepModule``."""

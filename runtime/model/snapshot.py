@@ -30,6 +30,18 @@ def random_states_kept() -> Iterator[None]:
 
 
 @contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """After the block the model's buffers hold what they held before."""
+    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)
+
+
+@contextmanager
 def left_as_found(model: nn.Module) -> Iterator[None]:
     """Run measurements on ``model`` in training mode and leave it as it was, whether or not they raise.
 

@@ -136,8 +136,8 @@ class TrainingSettings:
             )
         if isinstance(self.optimizer, torch.optim.Optimizer):
             raise PlanError(
-                "optimizer is an optimizer already, but every chunk needs one of its own. Pass what makes one, such as "
-                "functools.partial(torch.optim.AdamW, lr=1e-4, fused=True), and groups as parameter_groups=."
+                f"optimizer is made already; each chunk needs its own. Pass optimizer={type(self.optimizer).__name__}, "
+                "parameter_groups=optimizer.param_groups, which have its options, and schedulers training.optimizer."
             )
         if self.meter_every is not None and self.meter_every < 1:
             raise PlanError(f"meter_every is {self.meter_every}; it must be positive.")

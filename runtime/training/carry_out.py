@@ -22,6 +22,7 @@ from ..devices.cpu_device import CpuDevice
 from ..devices.cuda_device import CudaDevice
 from ..devices.device import TrainingDevice
 from ..model.ownership import owner_of
+from ..model.snapshot import buffers_kept, random_states_kept
 from ..optimizers.chunk_optimizer import MakeOptimizer
 from ..optimizers.loss_scaling import LossScaling
 from ..optimizers.named import named_optimizer
@@ -31,7 +32,7 @@ from ..ranks.own_device import device_of_rank
 from ..ranks.world import World, exchanged, join_world
 from ..recording.replanning import Replan, Replanning
 from .assembly import TrainingSettings
-from .progress import Call
+from .progress import Call, TrainingPhase
 from .training import Training
 
 _T = TypeVar("_T", bound=Training)
@@ -155,6 +156,8 @@ def checked_plan(model: nn.Module, plan: Plan | None, workload: Workload) -> Pla
         for name, given, kind in (("model", model, nn.Module), ("plan", plan, Plan), ("workload", workload, Workload)):
             if not isinstance(given, kind) and not (name == "plan" and given is None):
                 how = f" {kind.__name__}.load(path) reads a file." if issubclass(kind, Document) else ""
+                if isinstance(getattr(given, name, None), kind):
+                    how = f" It has one: pass its .{name}."
                 raise PlanError(f"{name} is a {type(given).__name__}; it must be a {kind.__name__}.{how}")
         return None if plan is None else with_values_of_a_file(plan)
     except ProtwinError as error:
@@ -241,6 +244,27 @@ def gradient_norm(training: Training) -> torch.Tensor | None:
     progress, task = training._progress, training._compute.task_at_hand
     progress.check(Call.STEP, task)
     return training._lanes.norm(progress.iteration)
+
+
+def fill_step(training: Training, loss: Callable[[], torch.Tensor]) -> int:
+    """Fill a step up that has fewer micro-batches than its plan, as an epoch's last one may: before ``step()``.
+
+    For each that is missing ``loss`` runs the model once more, on a batch of training of any kind, and gives its loss,
+    whose gradients are made zeros; random states and buffers are put back.  So the step is, bit for bit in float32,
+    that of a plain loop which steps early.  Of several ranks all call it.  Gives how many micro-batches were missing.
+
+    Raises ScheduleError if the step has none yet, or a backward is missing.
+    """
+    progress, task = training._progress, training._compute.task_at_hand
+    progress.check_usable()
+    if progress.phase is not TrainingPhase.BETWEEN_MICRO_BATCHES:
+        progress.check(Call.STEP, task)
+        return 0
+    missing = training.plan.micro_batches - task.micro_batch
+    for _ in range(missing):
+        with random_states_kept(), buffers_kept(training.model):
+            (loss() * 0.0).backward()  # type: ignore[no-untyped-call]
+    return missing
 
 
 def device_for(model: nn.Module, named: str | None, world: World | None = None) -> TrainingDevice:

@@ -131,7 +131,8 @@ class Progress:
             raise ScheduleError(
                 f"forward began before the last one was complete: the iteration is at {task.name}. Call "
                 f"loss.backward() after every forward, and step() after as many of both as the plan has micro-batches "
-                f"({self._micro_batches}); if something failed on the way, call skip_step() to begin a new iteration."
+                f"({self._micro_batches}); a search for more has step=Step(micro_batches=...). If something failed on "
+                f"the way, call skip_step() to begin a new iteration."
             )
         if call is Call.STEP:
             raise self._no_step(task)
@@ -146,7 +147,8 @@ class Progress:
         if self.phase is TrainingPhase.BETWEEN_MICRO_BATCHES:
             return ScheduleError(
                 f"step() after {task.micro_batch} of {self._micro_batches} micro-batches. Call the model and "
-                f"loss.backward() for each of them first, or change micro_batches of the plan."
+                f"loss.backward() for each of them first, or change micro_batches of the plan. Where an epoch ends and "
+                f"there are no more, call protwin.runtime.fill_step(training, lambda: loss_of(batch)) before step()."
             )
         if self.phase in (TrainingPhase.FORWARD, TrainingPhase.BACKWARD):
             return ScheduleError(

@@ -32,9 +32,11 @@ from .efficiency import efficiency_frac, multiplies_by_warpgroups, sustained_flo
 _SCORE_TILE: Final = 128
 """Rows and columns of scores that attention kernels compute at a time."""
 _FLASH_DTYPES: Final = frozenset({DType.FLOAT16, DType.BFLOAT16})
+"""Types that FlashAttention and cuDNN's kernel take (torch/nn/attention, and their papers)."""
 _WIDEST: Final = {AttentionKernel.CUDNN: 128}
 """Heads that a kernel takes; others 256, and the memory-efficient one any."""
 _FLASH_MAX_WIDTH: Final = 256
+"""Widest heads of FlashAttention-2 (github.com/Dao-AILab/flash-attention, README)."""
 _SUM_BYTES: Final = 4
 """Of the logarithm of a row's sum of exponentials."""
 _STATE_BYTES: Final = 64
@@ -75,6 +77,7 @@ _BEFORE_HOPPER: Final = {
     AttentionKernel.FLASH_1: _Rates(_FLASH_2.forward, _FLASH_2.backward, slower=2.0),
     AttentionKernel.TRITON: _Rates(_FLASH_2.forward, _FLASH_2.backward, slower=1.8),
 }
+"""Of Ampere and Ada; how many times as long FlashAttention-1 and Triton's take: arXiv 2307.08691, section 4.1."""
 _HOPPER_FLASH_2 = _Rates(_Direction(0.45, 12.7), _Direction(0.40, 24.8, passes=20.0))
 _HOPPER_CUDNN = _Rates(_Direction(1.0, 11.2), _Direction(0.77, 22.8, passes=10.0))
 _HOPPER: Final = {
@@ -86,6 +89,7 @@ _HOPPER: Final = {
     AttentionKernel.FLASH_3: _Rates(_HOPPER_CUDNN.forward, _HOPPER_CUDNN.backward, slower=600 / 648),
     AttentionKernel.MEMORY_EFFICIENT: _Rates(_Direction(0.31, 40.0), _Direction(0.20, 104.0, passes=13.0)),
 }
+"""Of Hopper and later: solved from kernels that were measured one by one on an H100 (``make bench-sheets``)."""
 _MEMORY_EFFICIENT_FRAC: Final = 0.6
 """The memory-efficient kernel's rate over FlashAttention-2's in their products, before Hopper and in float32: it takes
 1.5 to 2 times as long (xformers' kernel in arXiv 2307.08691, figures 4 to 6)."""

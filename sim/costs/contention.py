@@ -52,7 +52,7 @@ def _sets_of(lanes: tuple[Lane, ...]) -> tuple[LaneSet, ...]:
 
 
 _WHOLE: Final = dict.fromkeys(Resource, 1.0)
-"""Demands are shares of a resource."""
+"""Demands are shares of a resource, by definition."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ _CUDA: Final[dict[OperationClass, float]] = {
     # Rows are fetched by index, and the backward adds into them with atomics.
     OperationClass.EMBEDDING: 0.5,
 }
+"""Shares of the roofline on a CUDA device, by class; the comments name the sources."""
 _CPU: Final[dict[OperationClass, float]] = {
     # A blocked product keeps its fused multiply-add units fed except while it packs panels.
     OperationClass.MATMUL: 0.8,
@@ -37,6 +38,7 @@ _CPU: Final[dict[OperationClass, float]] = {
     OperationClass.REDUCTION: 0.6,
     OperationClass.EMBEDDING: 0.5,
 }
+"""The same on a CPU, measured where nothing else is named: products by ``protwin hardware probe`` on an AMD EPYC."""
 CPU_ADAM_FRAC: Final = 0.7
 """Share of the host's memory bandwidth that fused CPU Adam reaches: a stream that reads before it writes, so nearly
 all of its traffic is counted, less what hosts of several sockets lose between them."""
@@ -63,7 +65,7 @@ Largest products in 16 bit, measured: A100 79 to 85 %, H100 and H200 80 %, RTX A
 """
 WARPGROUP_RATE: Final = 8.0
 """Matrix over vector FLOP/s above which a device with 8-bit matrix types multiplies by warpgroups: of those before
-Hopper, none has more than 4 times."""
+Hopper, none has more than 4 times (NVIDIA's data sheets, as in the catalogue)."""
 PRODUCTS_ALONE_FRAC: Final = 0.69
 """The same share on Hopper and later where nothing but products runs: an H100 sustained 682 of 989 TFLOP/s for 20
 seconds, of random numbers, at 698 of 700 W and 1,360 MHz (``make bench-sheets``)."""

@@ -57,10 +57,10 @@ CPU_DEVICE: Final = (0.6, 2.0)
 """Of compute on a CPU that nobody has measured: one thread dispatches and computes, caches decide."""
 MEASURED_PHASES: Final = (0.85, 1.5)
 """Of compute whose phases were timed on this very machine one by one, without a calibration: training meets other
-caches, clocks and neighbours."""
+caches, clocks and neighbours.  An estimate."""
 UNMEASURED_KIND: Final = (0.7, 2.5)
 """Of kinds of tasks that no run of a calibration had, and that are like none that one had.  Plans with five to seven
-swapped blocks took 1.25 to 1.6 times as long as predicted while no fitted run swapped."""
+swapped blocks took 1.25 to 1.6 times as long as predicted while no fitted run swapped (``make bench-fidelity``)."""
 ALIKE_STD: Final = 0.15
 """Of a kind whose figures are those of another one ([Note: Kinds without runs] in ``shared/schema/calibration.py``), on
 top of that one's.  Recomputation and forward, fitted each by itself, differ by up to a fifth."""
@@ -72,21 +72,21 @@ UNKNOWN_PLAN_STD: Final = 0.13
 its own calibration of three runs, was 8 to 24 %, 12.6 % in the mean."""
 TRANSFER_STD: Final = 0.10
 """Of all plans for a workload that a calibration of one or two models was not fitted to.  Factors of one kind differ by
-up to a tenth between fits to different models on one machine."""
+up to a tenth between fits to different models on one machine. (``make bench-fidelity``)"""
 FEWEST_MODELS: Final = 3
 """That a calibration must have been fitted to, for its errors of models left out to count: of two, each is predicted
 by one other, which is not what predicts the third."""
 RUN_NOISE: Final = 0.93
 """Standard deviation of what a run measures, over the median absolute deviation of its iterations: 1.48 makes a
 standard deviation of it, 1.25 that of a median of one, and what disturbs a machine lasts: of all iterations of a run
-about four are independent, which halves it."""
+about four are independent, which halves it.  Found in runs of ``make bench-fidelity``."""
 MEMORY_MODEL: Final = (0.97, 1.06)
 """Measured over predicted peak of what is allocated, of workloads that were not run on the machine: three published
 peaks of known plans are 1.01 to 1.03 times the prediction, those of eight LoRA runs 0.98 to 1.09, but for one."""
 
 
 _MOST_STD: Final = 1.0
-"""Of a coefficient that may as well be nothing."""
+"""Of a coefficient that may as well be nothing, by definition."""
 
 
 @dataclass(frozen=True)

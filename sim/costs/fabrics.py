@@ -39,6 +39,7 @@ from .fair_share import fair_shares
 from .rank_lines import RankLine
 
 _LARGE_BYTES: Final = 2**18
+"""From which a measured collective is bound by its links rather than by its latency."""
 CALL_OVERHEAD_S: Final = 8.4e-6
 """Seconds of a collective that moves nothing: NCCL's base latency of its protocol for large messages (baseLatencies in
 src/graph/tuning.cc of github.com/NVIDIA/nccl, version 2.28)."""

@@ -25,6 +25,7 @@ from .projections import host_flop_per_s
 HOST_FRAC: Final = 0.5
 """Of the host's rate of float32 products.  ``benchmarks/factorisation.py`` on one core of a Xeon: 0.4 to 0.9."""
 _ITEM_BYTES: Final = DType.FLOAT32.item_bytes
+"""Matrices are factorised in float32."""
 
 
 def factorised_sizes(workload: Workload) -> list[tuple[int, int]]:

@@ -7,7 +7,7 @@ from typing import Final, TypeVar
 
 _Resource = TypeVar("_Resource", bound=Hashable)
 _ROUNDING: Final = 1e-12
-"""Relative: a resource that is this close to its capacity is full."""
+"""Relative, of float64, by definition: a resource that is this close to its capacity is full."""
 
 
 def fair_shares(

@@ -37,18 +37,21 @@ _SHARES: Final = {
     # Nothing but zeros is written: 98 %.
     "nll_loss_backward": 0.95,
 }
-"""By operation, where it is far from that of its class."""
+"""Share of the bandwidth by operation, where it is far from that of its class; the comments name the sources."""
 _COLUMN_SUM_FRAC: Final = 0.35
 """Of sums of 16-bit tensors, which are gradients of biases and norms, over columns: 35 % on an H100."""
 _OF_BYTES: Final = {"nll_loss_forward": 0.0, "nll_loss_backward": 0.5, "nll_loss2d_forward": 0.0}
 """Share of an operation's bytes that are moved; see [Note: What a loss reads]."""
 _BROADCASTING: Final = frozenset({"mul", "add", "sub", "div"})
 _HALF: Final = frozenset({DType.FLOAT16, DType.BFLOAT16})
+"""Types of 16 bits."""
 _LANES: Final = 128
 """Float32 units of one multiprocessor; Volta, Turing and the A100 have half as many."""
 _HALVED_CLOCK_HZ: Final = 1.6e9
-"""At which those with half as many clock at most, and all others at least."""
+"""At which those with half as many clock at most, and all others at least (NVIDIA's data sheets: 1,410 to 1,590 MHz,
+1,690 and more)."""
 _SCALAR_BYTES: Final = 64
+"""Less than any operand that is broadcast has."""
 
 
 def moved_bytes(operation: Operation) -> float:

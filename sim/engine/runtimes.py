@@ -41,6 +41,7 @@ root 8, bias correction 8, epsilon 8, update 16 (``torch.optim.AdamW`` with ``fo
 LOOPED_OPERATIONS: Final = 8
 """Of one tensor."""
 _MASTER_BYTES: Final = 4
+"""Of a float32 parameter."""
 _OF_BACKWARD: Final = frozenset({TaskKind.BACKWARD, TaskKind.RECOMPUTE})
 
 
@@ -69,6 +70,7 @@ _COPIES: Final = {
     Runtime.DDP: _Copies(reduced=4.0, casts_part=False),
     Runtime.DEEPSPEED_ZERO3: _Copies(gathered=2.0, reduced=6.0),
 }
+"""Reads and writes, counted in the code that [Note: Copies around collectives] names."""
 
 
 @dataclass(frozen=True)

@@ -208,10 +208,20 @@ def test_a_packed_base_and_what_lora_has_beside_its_rank_are_asked_about(told: A
     assert not [option for option in said["dora"] if option.startswith("--quantize")]
 
 
+def test_a_copy_of_a_model_of_the_catalogue_is_asked_about_as_the_original(told: Any) -> None:
+    copied = told(base_model="NousResearch/Meta-Llama-3-8B")
+    (command,) = commands(copied.stdout)
+    assert "--model=llama-3-8b" in command
+    assert "NousResearch/Meta-Llama-3-8B is taken for a copy of llama-3-8b" in copied.stdout
+    assert "taken for a copy" not in told(base_model="meta-llama/Meta-Llama-3-8B").stdout
+    assert commands(told(base_model="NousResearch/Meta-Llama-3-9B").stdout) == []
+
+
 def test_a_machine_that_is_not_named_is_probed_first(told: Any) -> None:
     result = told(protwin={"budget": "9 GiB"}, adapter="lora", lora_r=8, lora_target_modules=["q_proj", "v_proj"])
     probe, search = commands(result.stdout)
     assert probe == ["protwin", "hardware", "probe", "--output", "machine.toml"]
+    assert "measures the machine that it runs on" in result.stdout
     assert {"--hardware=machine.toml", "--device-budget=9 GiB", "--lora-targets=q_proj,v_proj"} < set(search)
 
 

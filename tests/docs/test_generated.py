@@ -43,6 +43,16 @@ def test_combinations_are_fresh_and_name_tests_that_are_there() -> None:
         assert (ROOT / path).is_file(), path
 
 
+def test_every_constant_of_the_cost_model_is_listed_with_its_source() -> None:
+    """A count may be what its words say; a rate, or a table, must say where it comes from."""
+    made = script("constants_page")
+    assert made["page"]() == (DOCS / "constants.md").read_text(), "run make docs"
+    found = list(made["constants"]())
+    assert len(found) > 60
+    assert [one.name for one in found if not one.words] == []
+    assert [one.name for one in found if not one.is_counted and not one.has_source] == []
+
+
 def test_the_page_of_families_is_what_the_kept_sweep_found() -> None:
     """Every family that is swept has a row, none failed or differs, and refusals have their reasons."""
     made, found = script("families_page"), kept("families")

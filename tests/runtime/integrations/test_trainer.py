@@ -176,6 +176,10 @@ def test_a_trainer_of_ones_own(workload: Workload, tmp_path: Path) -> None:
         ({"max_grad_norm": 0.0}, r"max_grad_norm is 0, .* but the plan limits their norm to 0\.5"),
         ({"per_device_train_batch_size": 4}, "per_device_train_batch_size is 4, .* traced with 2 samples"),
         ({"activation_checkpointing": True}, r"activation_checkpointing is True, but the plan .*n_checkpoint"),
+        (
+            {"activation_checkpointing": True},
+            r"Set activation_checkpointing=False \(gradient_checkpointing=False by its",
+        ),
         ({"torch_compile": True}, "torch_compile is set, but a plan"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size is True, but a plan is for one batch size"),
         ({"optim": "adamw_8bit"}, "optim is 'adamw_8bit', an optimizer that no plan accounts for"),
