@@ -29,6 +29,7 @@ from ...shared.cli.options import (
     LoraDropout,
     LoraRank,
     LoraTargets,
+    LossName,
     OptimizerName,
     OsftTargets,
     OutputPath,
@@ -44,7 +45,7 @@ from ...shared.cli.options import (
     writable_json,
 )
 from ...shared.cli.output import give
-from ...shared.cli.trained_as import images_of, options_of, osft_of, quantized_of
+from ...shared.cli.trained_as import images_of, options_of, osft_of, quantized_of, whole_loss
 from ...shared.schema.optimizer import Optimizer
 from ...shared.students.student import Student
 from ...shared.tables.calibration import calibration_tables
@@ -93,6 +94,7 @@ def calibrate_command(
     image_size: ImageSize = None,
     images: ImageCount = None,
     autocast: AutocastName = None,
+    loss: LossName = None,
     optimizer: OptimizerName = None,
     student: Annotated[
         Path | None,
@@ -159,6 +161,7 @@ def calibrate_command(
             lora_dropout=lora_dropout,
             use_dora=use_dora,
             images=images_of(image_size, images),
+            loss=whole_loss(loss),
         ),
         optimizer=optimizer or Optimizer.ADAMW,
         device_budget_bytes=device_budget_bytes,

@@ -30,6 +30,7 @@ from ...shared.cli.options import (
     LoraDropout,
     LoraRank,
     LoraTargets,
+    LossName,
     OptimizerName,
     OsftTargets,
     OutputPath,
@@ -45,7 +46,7 @@ from ...shared.cli.options import (
 )
 from ...shared.cli.output import give
 from ...shared.cli.report_options import ReportPath, write_report
-from ...shared.cli.trained_as import images_of, options_of, osft_of, quantized_of
+from ...shared.cli.trained_as import images_of, options_of, osft_of, quantized_of, whole_loss
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.plan import TrainingMethod
@@ -113,6 +114,7 @@ def validate_command(
     image_size: ImageSize = None,
     images: ImageCount = None,
     autocast: AutocastName = None,
+    loss: LossName = None,
     optimizer: OptimizerName = None,
     dtype: DTypeName = None,
     disk_folder: Annotated[
@@ -157,6 +159,7 @@ def validate_command(
             lora_dropout=lora_dropout,
             use_dora=use_dora,
             images=images_of(image_size, images),
+            loss=whole_loss(loss),
         ),
         optimizer=optimizer or Optimizer.ADAMW,
         device_budget_bytes=device_budget_bytes,

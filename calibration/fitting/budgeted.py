@@ -71,11 +71,11 @@ class BudgetedSubject(Subject):
 
         The device is the machine's own, CUDA's first or the CPU, unless ``make_device`` gives another one with that
         budget, which is enforced.  ``weights``: the folder whose files have the values of parameters on the meta
-        device.  ``fields``: ``blocks``, ``repeats`` and ``on_progress`` as of ``trace_within``, ``disk_folder``,
-        ``scratch_folder`` and ``is_kept``.  Raises InfeasibleError, with the least that would do, if the budget is too
-        small, and what ``trace_within`` raises.
+        device.  ``fields``: ``blocks``, ``repeats``, ``on_progress`` and ``loss_head`` as of ``trace_within``,
+        ``disk_folder``, ``scratch_folder`` and ``is_kept``.  Raises InfeasibleError, with the least that would do, if
+        the budget is too small, and what ``trace_within`` raises.
         """
-        traced = {key: fields.pop(key) for key in ("blocks", "repeats", "on_progress") if key in fields}
+        traced = {key: fields.pop(key) for key in ("blocks", "repeats", "on_progress", "loss_head") if key in fields}
         kind = "cuda" if hardware.device.kind is DeviceKind.CUDA and torch.cuda.is_available() else "cpu"
         made = make_device or partial(device_of_rank, kind, 0, budget_bytes=device_budget_bytes)
         device = made()

@@ -62,6 +62,7 @@ def configured_subject(
             trained_as.device_budget_bytes,
             optimizer=optimizer,
             autocast=autocast,
+            loss_head=trained_as.loss_head,
             name=name,
             make_device=make_device,
             is_kept=False,
@@ -72,7 +73,7 @@ def configured_subject(
         pair = PairSubject.of(model, trained_as.student, batch, name=name, hardware=hardware, make_device=make_device)
         return replace(pair, workload=chosen.note_in(pair.workload))
     with autocast_on(device.torch_device.type, autocast):
-        workload = chosen.note_in(trace(model, batch, name=name))
+        workload = chosen.note_in(trace(model, batch, name=name, loss_head=trained_as.loss_head))
     make_optimizer = default_optimizer if optimizer is Optimizer.ADAMW else named_optimizer(optimizer)
     return Subject(
         model, batch, workload, hardware, make_device, make_optimizer, optimizer=optimizer, autocast=autocast

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ...shared.basics.errors import PlanError
+from ...shared.phases.tiling import LossHead
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.training_options import FULL_TRAINING, TrainingOptions
 from ...shared.students.student import Student
@@ -22,6 +23,11 @@ class TrainedAs:
     student: Student | None = None
     """What learns from the model, block by block; None: the model itself learns."""
 
+    @property
+    def loss_head(self) -> LossHead:
+        """How the loss is made of hidden states."""
+        return self.options.loss_head or LossHead.EAGER
+
     def check(self, num_ranks: int) -> None:
         """Raise PlanError if it contradicts itself, or ``num_ranks`` cannot measure it."""
         if self.student is not None:
@@ -33,8 +39,8 @@ class TrainedAs:
             if replace(self, student=None) != TRAINED_WHOLE:
                 raise PlanError(
                     "a student is measured as it is distilled, with AdamW and everything on the device. Leave out "
-                    "--student, or --device-budget, --lora-rank, --unfreeze-rank-ratio, --freeze, --autocast and "
-                    "--optimizer."
+                    "--student, or --device-budget, --lora-rank, --unfreeze-rank-ratio, --freeze, --autocast, "
+                    "--loss and --optimizer."
                 )
         if self.device_budget_bytes is not None and num_ranks > 1:
             raise PlanError(

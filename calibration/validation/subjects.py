@@ -140,13 +140,14 @@ def factory_subject(
             optimizer=optimizer,
             loss=loss,
             autocast=autocast,
+            loss_head=trained_as.loss_head,
             name=name,
             make_device=make_device,
             is_kept=False,
         )
     model, batch = model.to(device.torch_device), on_device(batch, device.torch_device)
     with autocast_on(device.torch_device.type, autocast):
-        workload = trace(model, batch, loss=loss, name=name)
+        workload = trace(model, batch, loss=loss, name=name, loss_head=trained_as.loss_head)
     return Subject(
         model,
         batch,

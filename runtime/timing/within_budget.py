@@ -21,6 +21,7 @@ from ...shared.basics.units import format_bytes, format_enough_bytes
 from ...shared.compile.compile import compile_schedule
 from ...shared.layout.layout import layout_of
 from ...shared.observed.observed_inputs import PhaseKey
+from ...shared.phases.tiling import LossHead
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import ActivationMode, Plan
 from ...shared.schema.workload import DType, Workload
@@ -31,6 +32,7 @@ from ..model.batches import Batch, Loss
 from ..model.ownership import check_untaken
 from ..model.snapshot import left_as_found
 from ..quantized.states import relink, with_states
+from ..tiles.fused_loss import loss_as
 from ..tracing.stopwatch import WARM_UP_ITERATIONS
 from ..tracing.tracing import trace
 from ..training.initial_values import check_values, fill_buffers, values_for
@@ -53,6 +55,7 @@ def trace_within(
     repeats: int = 5,
     name: str | None = None,
     autocast: DType | None = None,
+    loss_head: LossHead | str = LossHead.EAGER,
     weights: str | Path | SavedWeights | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Workload:
@@ -75,7 +78,7 @@ def trace_within(
     kind = DeviceKind.CUDA if device.torch_device.type == "cuda" else DeviceKind.CPU
     # The twin's tensors are the CPU's; what CUDA casts is the trace's affair.
     with autocast_on("cpu", autocast):
-        workload = trace(twin, batch, loss=loss, blocks=blocks, name=name, device_kind=kind)
+        workload = trace(twin, batch, loss=loss, blocks=blocks, name=name, device_kind=kind, loss_head=loss_head)
     del twin
     check_enough(workload, device.limit_bytes)
     rows = tuple(mode_rows(workload, device.limit_bytes))
@@ -87,6 +90,7 @@ def trace_within(
         undo.enter_context(buffers_on(device.torch_device, model))
         visiting = VisitingModel(model, workload, device, values_for(model, saved, None))
         undo.callback(visiting.close)
+        undo.enter_context(loss_as(model, workload.loss_head))
         for turn in range(WARM_UP_ITERATIONS + repeats):
             # Modes take turns: a slow moment of a shared machine must not make one look dearer.
             for place, modes in enumerate(rows):

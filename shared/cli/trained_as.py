@@ -160,6 +160,16 @@ def loss_tiles_of(loss: LossHead | None, loss_tiles: Sequence[int] | None) -> li
     return [1]
 
 
+def whole_loss(loss: LossHead | None) -> LossHead | None:
+    """How whole logits become a loss.  Raises ProtwinError if there are to be none: what is measured has no chunks."""
+    if loss is LossHead.CHUNKED:
+        raise ProtwinError(
+            "--loss chunked is for plans in chunks, and the plans that are measured here have none. Write --loss eager "
+            "or fused, or leave it out."
+        )
+    return loss
+
+
 def check_loss_of_plan(loss: LossHead | None, plan: Plan, workload: Workload | None = None) -> None:
     """Raise ProtwinError if a plan, or its workload, has the loss made another way than the option says."""
     chunks = f"the plan has loss_tiles {plan.loss_tiles}"

@@ -98,7 +98,6 @@ def _precision(walk: Walk, *, by_transformers: bool) -> Precision | None:
 def _zero(walk: Walk) -> dict[str, Any]:
     stage = walk.number(f"{_ZERO}.stage", 0, least=0)
     if stage is None:
-        walk.refuse(f"{_ZERO}.stage", "0, 1, 2 or 3")
         return {}
     if stage >= len(_STAGES):
         walk.refuse(f"{_ZERO}.stage", "0, 1, 2 or 3")

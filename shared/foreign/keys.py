@@ -188,6 +188,9 @@ class Walk:
             named = self.prefix + key
             if key in self.table.read:
                 continue
+            if key in self.table.sections and not _is_off(value, ()):
+                self.contradictions.append(f"{named} is {shown(value)}, where a section of keys belongs. Write one.")
+                continue
             if (left := self.table.left_out.get(key)) is not None:
                 if _is_off(value, left.off):
                     silent.append(named)

@@ -74,8 +74,7 @@ class _Loss:
     made: int
     """Index of the call that gives its logits in float32: the one that widens them if ``logits_bytes`` is less."""
     softmax: int
-    """Index of the call that takes their log-softmax; the one that picks the labels' losses follows."""
-    seed: int
+    """Index of the call that takes their log-softmax; the one that picks the labels' losses follows, and the seed."""
     undone: slice
     """Calls of backward that undo them."""
     num_tokens: int
@@ -95,8 +94,7 @@ class _Loss:
             if calls[index].writes_bytes[:1] == (exact_bytes,):
                 made = index
         product = max((i for i in range(made + 1) if calls[i].name in _PRODUCTS), default=-1)
-        seed = max((i for i in range(softmax + 2, len(calls)) if calls[i].name == _SEED), default=-1)
-        if min(made, product, seed) < 0 or calls[made].name not in _LEFT_ALONE:
+        if min(made, product) < 0 or calls[made].name not in _LEFT_ALONE:
             raise UnknownLossError("no logits of a matrix product")
         is_widened = calls[made].name == _WIDENED
         logits_bytes = calls[made].reads[0][1] if is_widened else exact_bytes
@@ -104,7 +102,7 @@ class _Loss:
         if (
             len(labels) != 2
             or prod(labels) != num_tokens
-            or _only(calls, _PICKED) != softmax + 1
+            or [call.name for call in calls[softmax + 1 : softmax + 3]] != [_PICKED, _SEED]
             or calls[softmax + 1].reads[:2] != ((0, exact_bytes), (1, _LABEL_BYTES * num_tokens))
             or calls[softmax].dtype is not DType.FLOAT32
             or num_tokens * vocabulary * _ITEM_BYTES != exact_bytes
@@ -118,7 +116,7 @@ class _Loss:
         if tuple(call.name for call in backward.calls[begin : begin + len(names)]) != names:
             raise UnknownLossError("a backward of another form")
         undone = slice(begin, begin + len(names))
-        return cls(made, softmax, seed, undone, num_tokens, vocabulary, logits_bytes, exact_bytes)
+        return cls(made, softmax, undone, num_tokens, vocabulary, logits_bytes, exact_bytes)
 
     @property
     def is_widened(self) -> bool:
@@ -155,7 +153,7 @@ class _Loss:
                 return -copy_bytes
             if index == picked:
                 return self._sums_bytes + self.scratch_bytes - copy_bytes - self.exact_bytes
-            return self._sums_bytes - self.exact_bytes + (self.logits_bytes if index >= self.seed else 0)
+            return self._sums_bytes - self.exact_bytes + self.logits_bytes
 
         left_out = {self.softmax, *([self.made] if self.is_widened else [])}
         return _changed(seen, {picked: fused}, left_out, more)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ..basics.units import format_bytes, format_number, format_seconds
-from ..tables.advice import short_reason
+from ..tables.advice import TIGHT_NOTE, short_reason
 from ..tables.labels import LANE_NAMES, NO_VALUE, format_share
 from ..tables.table import Parts, Row, Table
 from .sweep import FREE_FRAC, Sweep, SweepPlan, SweepPoint
@@ -14,6 +14,7 @@ from .sweep import FREE_FRAC, Sweep, SweepPlan, SweepPoint
 _TOKENS: Final = ">tokens\nper step"
 _PEAK: Final = ">device\npeak"
 _HOST: Final = ">host"
+_MFU: Final = ">MFU"
 _ITERATION: Final = ">iteration"
 _ON_DEVICE: Final = ">on device,\ntokens/s"
 _MOST_NAMED: Final = 2
@@ -44,11 +45,11 @@ def point_table(sweep: Sweep, title: str | None = None) -> Table:
         ">sequence",
         ">batch",
         ">tokens\nper s",
-        ">MFU",
+        _MFU,
         "plan",
         "binds",
-        ">offloading\ncosts",
-        ">recomputation\ncosts",
+        ">costs of\noffloading",
+        ">costs of\nrecompute",
         _PEAK,
         _HOST,
         _ITERATION,
@@ -73,7 +74,10 @@ def point_table(sweep: Sweep, title: str | None = None) -> Table:
         columns=tuple(columns[place] for place in kept),
         rows=[tuple(row[place] for place in kept) for row in rows],
         always=5,
-        expendable=tuple(name for name in (_COST, _TOKENS, _ITERATION, _ON_DEVICE, _HOST, _PEAK) if name not in unused),
+        notes=[TIGHT_NOTE] if any(point.found and point.found.survives is False for point in sweep.points) else [],
+        expendable=tuple(
+            name for name in (_COST, _TOKENS, _ITERATION, _ON_DEVICE, _MFU, _HOST, _PEAK) if name not in unused
+        ),
         ruled=frozenset(_first_of_lengths(sweep.with_plan)),
     )
 
@@ -149,7 +153,7 @@ def _cells(point: SweepPoint, found: SweepPlan) -> Row:
         f"{point.batch_size:,}",
         format_number(found.tokens_per_s),
         NO_VALUE if found.mfu_frac is None else f"{found.mfu_frac * 100:.1f} %",
-        f"{found.plan_kind}{'' if found.survives is not False else ', tight'}",
+        f"{found.plan_kind}{'*' if found.survives is False else ''}",
         NO_VALUE if found.bottleneck is None else LANE_NAMES[found.bottleneck],
         _share(point.offloading_cost_frac),
         _share(point.recomputation_cost_frac),

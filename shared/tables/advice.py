@@ -19,6 +19,10 @@ _PEAK: Final = ">device\npeak"
 _EXPECTED: Final = "expected"
 _MICRO_BATCH: Final = ">micro-\nbatch"
 _LONGEST: Final = ">longest\nsequence"
+TIGHT_NOTE: Final = (
+    f"* fits without the margin, or with {EXPANDABLE_SETTING} alone; protwin search says which of the two."
+)
+"""What a star behind a plan means."""
 
 
 def advice_tables(advice: Advice) -> Parts:
@@ -210,9 +214,7 @@ def largest_tables(answer: LargestModels) -> Parts:
     )
     notes = []
     if any(one.found is not None and one.found.survives is False for one in answer.machines):
-        notes.append(
-            f"* fits without the margin, or with {EXPANDABLE_SETTING} alone; protwin search says which of the two."
-        )
+        notes.append(TIGHT_NOTE)
     if answer.left_out:
         notes.append(f"Left out, for they have no such sequences: {', '.join(answer.left_out)}.")
     title = f"The largest models that train: {step}"

@@ -172,7 +172,8 @@ def command_line(settled: Settled, asked: Asked) -> str:
     network = settled.machine.network
     if asked.machine is not None and network is not None and network != asked.machine.network:
         words.append(f"--set=network.num_nodes={network.num_nodes}")
-    words += [f"--batch-size={settled.batch_size}", f"--sequence-length={settled.sequence_length}"]
+    words.append(f"--batch-size={settled.batch_size}")
+    words += [f"--sequence-length={settled.sequence_length}"] if settled.sequence_length is not None else []
     words += [f"--packed-lengths={settled.packed_lengths}"] if settled.packed_lengths is not None else []
     words += [f"--dtype={settled.dtype}", f"--micro-batches={settled.micro_batches}"]
     if run.max_gradient_norm:

@@ -19,7 +19,7 @@ from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.training_options import LoraOptions, QuantizationOptions, TrainingOptions
 from ...shared.schema.workload import DType, Workload
 from ...shared.workloads.dtypes import choose_dtype, computes_in
-from ...shared.workloads.source import is_saved_workload, resolve_workload, untraced_workload
+from ...shared.workloads.source import is_saved_workload, resolve_workload, untraced_workload, usual_shape
 
 _DTYPES: Final = {
     Precision.FLOAT32: DType.FLOAT32,
@@ -57,7 +57,8 @@ class Settled:
     model: str
     batch_size: int
     micro_batches: int
-    sequence_length: int
+    sequence_length: int | None
+    """None for models without sequences."""
     num_ranks: int
     optimizer: Optimizer
     dtype: DType
@@ -83,7 +84,6 @@ def settle(reading: Reading, said: Said, machine: Hardware | None, *, file: str)
     _check_known(run, said, machine, file)
     assert machine is not None
     assert run.model is not None
-    assert run.sequence_length is not None
     num_ranks, machine = _ranks(run, machine, notes)
     batch_size, micro_batches = _batch(run, num_ranks, notes, file)
     precision = _precision(run, machine, notes)
@@ -244,7 +244,7 @@ def _check_known(run: AskedRun, said: Said, machine: Hardware | None, file: str)
     is_sized = run.global_batch_size is not None and (run.micro_batches is not None or run.batch_size is not None)
     if run.batch_size is None and not is_sized:
         missing.append("how many samples a micro-batch has (--batch-size 4)")
-    if run.sequence_length is None:
+    if run.sequence_length is None and _has_sequences(run.model):
         missing.append("how many tokens a sample has (--sequence-length 2048)")
     if missing:
         listed = missing[0] if len(missing) == 1 else f"{', '.join(missing[:-1])} and {missing[-1]}"
@@ -254,6 +254,11 @@ def _check_known(run: AskedRun, said: Said, machine: Hardware | None, file: str)
             f"{file} trains {run.model}, which is neither a model of the catalogue (protwin models) nor a file or "
             f"folder here. Name its configuration: --model config.json."
         )
+
+
+def _has_sequences(model: str | None) -> bool:
+    """Whether samples of the model have tokens, as far as its configuration is there to say."""
+    return model is None or not is_reachable(model) or is_saved_workload(model) or usual_shape(model)[1] is not None
 
 
 def _ranks(run: AskedRun, machine: Hardware, notes: list[str]) -> tuple[int, Hardware]:

@@ -124,10 +124,14 @@ def _ratio(told: Explanation) -> str:
     assert told.found is not None
     assert told.speedup is not None
     plan = told.found.prediction
-    rate = f"{format_number(plan.tokens_per_s)} tokens per second"
+    has_tokens = plan.question is None or plan.question.sequence_length is not None
+    speed = plan.tokens_per_s if has_tokens else plan.samples_per_s
+    rate = f"{format_number(speed)} {'tokens' if has_tokens else 'samples'} per second"
     if told.lacking:
         return f"The plan fits, where the run does not: {rate}, {format_seconds(plan.iteration_s)} per step."
     own = told.configured
     less = own.guaranteed_peak_device_bytes - plan.guaranteed_peak_device_bytes
-    memory = f"{format_bytes(abs(less))} {'less' if less >= 0 else 'more'} device memory at the peak"
-    return f"The plan: {rate}, {told.speedup:.3g} times those of the run as predicted, with {memory}."
+    memory = f"{format_bytes(abs(less))} {'less' if less > 0 else 'more'} device memory at the peak"
+    if not less:
+        memory = "as much device memory"
+    return f"The plan: {rate}, {told.speedup:.2f} times those of the run as predicted, with {memory}."

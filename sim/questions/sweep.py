@@ -2,7 +2,8 @@
 
 [Note: Points that need no search]
 A larger batch, or a longer sequence, needs more memory.  Points are searched in the order of their tokens.  Where no
-plan fits one, those that are at least as large in both are left out, and answered with it.
+plan fits one, those that are at least as large in both are left out, and answered with it.  Some of them may be under
+way in other processes by then, and are answered by themselves.
 
 [Note: Unlimited memory]
 The best plan on a device with memory for everything keeps everything and recomputes nothing.  What is left open is the

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from protwin.shared.basics.errors import ProtwinError
-from protwin.shared.cli.trained_as import USUAL_CHUNKS, check_loss_of_plan, loss_tiles_of, options_of
+from protwin.shared.cli.trained_as import USUAL_CHUNKS, check_loss_of_plan, loss_tiles_of, options_of, whole_loss
 from protwin.shared.phases.tiling import LossHead
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.record import Record
@@ -50,6 +50,12 @@ def test_ways_that_contradict_the_number_are_refused() -> None:
 def test_chunks_are_no_part_of_the_options() -> None:
     found = [options_of(None, None, None, None, loss=loss).loss_head for loss in (None, *LossHead)]
     assert found == [None, LossHead.EAGER, LossHead.FUSED, LossHead.EAGER]
+
+
+def test_what_is_measured_has_no_chunks() -> None:
+    assert [whole_loss(loss) for loss in (None, LossHead.EAGER, LossHead.FUSED)] == [None, *list(LossHead)[:2]]
+    with pytest.raises(ProtwinError, match="Write --loss eager or fused"):
+        whole_loss(LossHead.CHUNKED)
 
 
 def test_plans_that_make_it_another_way_are_refused() -> None:

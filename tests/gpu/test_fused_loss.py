@@ -39,4 +39,4 @@ def test_values_are_those_of_torch_and_memory_is_that_of_the_logits(dtype: torch
     torch.testing.assert_close(found, wanted)
     # A gradient of 16 bit is rounded once, here and there.
     spacing = {torch.bfloat16: 2**-7, torch.float16: 2**-9}.get(dtype, 1e-4)
-    torch.testing.assert_close(kept[0], gradient, rtol=spacing, atol=1e-8)
+    torch.testing.assert_close(kept[0], gradient, rtol=spacing, atol=1e-7)

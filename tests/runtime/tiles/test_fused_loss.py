@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 from torch.nn import functional
 
-from protwin.runtime import CpuDevice, carry_out, trace
+from protwin.runtime import CpuDevice, carry_out, trace, trace_within
 from protwin.runtime.devices.ledger import MemoryLedger
 from protwin.runtime.tiles.fused_loss import loss_as
 from protwin.shared.basics.errors import PlanError, ScheduleError, WorkloadError
@@ -234,3 +234,12 @@ def test_a_loss_that_is_computed_outside_of_the_model_is_refused() -> None:
         pytest.raises(ScheduleError, match=r"trained without labels.*or train with loss eager"),
     ):
         model(input_ids=LONG["input_ids"])
+
+
+def test_within_a_budget_it_is_timed_so() -> None:
+    model = built(llama)
+    known = trace_within(model, LONG, CpuDevice(budget_bytes=8 * 2**20), loss_head="fused", repeats=1)
+    assert known.loss_head is LossHead.FUSED
+    assert known.identity == trace(model, LONG, loss_head="fused", repeats=0).identity
+    assert known.epilogue_backward.measured_s
+    assert "forward" not in model.__dict__

@@ -217,6 +217,8 @@ def test_fused_losses_make_no_logits() -> None:
         ({"sequence_parallel_size": 4}, "sequence_parallel_size is 4: "),
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size is 2: no plan splits layers"),
         ({"elasticity": {"enabled": True}}, "elasticity.enabled is true"),
+        ({"bf16": True}, "bf16 is true, where a section of keys belongs"),
+        ({"optimizer": "AdamW"}, 'optimizer is "AdamW", where a section of keys belongs'),
     ],
     ids=str,
 )

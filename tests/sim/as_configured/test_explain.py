@@ -241,6 +241,13 @@ def test_options_overrule_the_file_and_it_is_told() -> None:
     assert "--ranks 2 stands in the place of the file's 4." in settled.notes
 
 
+def test_a_model_of_images_has_no_length() -> None:
+    settled = settled_of(model="vit-huge", sequence_length=None)
+    assert settled.sequence_length is None
+    workload, _ = workload_of(settled, cache=None, warn=never)
+    assert workload.num_samples == 1
+
+
 def test_a_configuration_of_a_catalogue_model_needs_no_trace(tmp_path: Path) -> None:
     config = model_configuration("qwen2.5-0.5b").config
     (tmp_path / "config.json").write_text(json.dumps(config | {"_name_or_path": "mine", "torch_dtype": "float16"}))
