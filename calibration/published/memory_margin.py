@@ -50,14 +50,22 @@ def memory_of_runs(predicted: Mapping[str, PredictedRun]) -> list[MemoryOfRun]:
             one = predicted[run.id]
             found.append(
                 MemoryOfRun(
-                    run.id, kind, measured_bytes, _of_kind(one, kind), one.device_bytes, differs=run.memory_differs
+                    run.id,
+                    kind,
+                    measured_bytes,
+                    memory_of_kind(one, kind),
+                    one.device_bytes,
+                    differs=run.memory_differs,
                 )
             )
     return found
 
 
-def _of_kind(predicted: PredictedRun, kind: MemoryKind) -> int:
-    """Allocated memory on CUDA comes as early and goes as late as in any timing: the guaranteed peak is expected."""
+def memory_of_kind(predicted: PredictedRun, kind: MemoryKind) -> int:
+    """The predicted bytes of what a published memory counts.
+
+    Allocated memory on CUDA comes as early and goes as late as in any timing: the guaranteed peak is expected.
+    """
     match kind:
         case MemoryKind.ALLOCATED:
             return predicted.guaranteed_peak_bytes

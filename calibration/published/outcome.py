@@ -5,10 +5,10 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Iterable
+from importlib.resources import files
 from pathlib import Path
 from typing import Final, Self
 
-from ...runtime.model.identity import software_versions
 from ...shared.basics.documents import FrozenModel, write_atomically
 from ...shared.catalogue.machines import machine
 from .comparisons import Comparison, comparisons, modes_of_r1, published_comparisons, timed_plans
@@ -20,6 +20,8 @@ from .runs import DATA_PARALLEL, ON_DEVICE, PLAN_OF_130_CHUNKS, REPLICATED, SHAR
 
 _KNOWN_PLANS: Final = (("R1", ON_DEVICE), ("R1", DATA_PARALLEL), ("R2", PLAN_OF_130_CHUNKS))
 """Runs of ``runs.toml`` whose plan is known, so that their memory can be held against a prediction."""
+_SHIPPED: Final = "outcome.json"
+"""A copy of the newest in ``benchmarks/results``."""
 _BOARD: Final = "rtx-3090"
 """On which those ran."""
 
@@ -40,6 +42,8 @@ class Outcome(FrozenModel):
     @classmethod
     def of(cls, predictions: Iterable[Prediction], runs: Iterable[PredictedRun]) -> Self:
         """Of today, by the installed software."""
+        from ...runtime.model.identity import software_versions
+
         return cls(
             date=datetime.date.today().isoformat(),
             software=software_versions(),
@@ -57,6 +61,15 @@ class Outcome(FrozenModel):
         path = folder / f"published-{self.date}.json"
         write_atomically(path, self.model_dump_json(indent=1) + "\n")
         return path
+
+    @classmethod
+    def shipped(cls) -> Self:
+        """The outcome that comes with protwin."""
+        return cls.model_validate_json(files(__package__).joinpath(_SHIPPED).read_text(encoding="utf-8"))
+
+    def ship(self) -> None:
+        """Make it the one that comes with protwin; of a checkout."""
+        write_atomically(Path(__file__).with_name(_SHIPPED), self.model_dump_json(indent=1) + "\n")
 
     @property
     def predicted(self) -> dict[str, PredictedRun]:

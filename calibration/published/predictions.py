@@ -48,7 +48,6 @@ from .runs import (
     Quantity,
 )
 from .sharded import sharded_predictions
-from .workloads import adapted_workload, llama, with_divisions
 
 NUM_RANKS: Final = 4
 BUDGET_BYTES: Final = 4 * 2**30
@@ -101,12 +100,16 @@ class _Scenario:
 
 def _scenarios(machines: Range, configuration: dict[str, Any], name: str, batch_size: int) -> list[_Scenario]:
     """Favourable, likely and unfavourable."""
+    from .workloads import adapted_workload  # traces, with torch
+
     workload = adapted_workload(configuration, name, batch_size=batch_size, sequence_length=256)
     return [_Scenario(workload, hardware) for hardware in machines.all]
 
 
 def _small_llama() -> list[Prediction]:
     """R1."""
+    from .workloads import llama
+
     scenarios = _scenarios(four_rank_machine(), llama(2560, 26, 20, 6912), "llama-2.2b-lora", batch_size=2)
     found = _all_on_device("R1", scenarios) + _data_parallel("R1", scenarios)
     found += _offloaded(
@@ -230,6 +233,8 @@ def plan_of_figures(case: str, scenario: _Scenario, num_shards: int) -> Plan:
 
 def _llama_7b() -> list[Prediction]:
     """R2."""
+    from .workloads import llama
+
     shape = llama(4096, 32, 32, 11008)
     records, numbers = [], set()
     for scenario in _scenarios(one_rank_machine(), shape, "llama-7b-lora", batch_size=1):
@@ -290,6 +295,8 @@ def _all_on_device(row: str, scenarios: Sequence[_Scenario]) -> list[Prediction]
 
 def _data_parallel(row: str, scenarios: Sequence[_Scenario]) -> list[Prediction]:
     """As on one device; each gradient is divided by itself, and all are reduced from a bucket that stays."""
+    from .workloads import with_divisions
+
     workload = scenarios[0].workload
     records = [
         _simulated(plan_on_device(s.workload), replace(s, workload=with_divisions(s.workload)), ParallelMode.DDP)

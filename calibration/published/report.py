@@ -44,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Predict all published runs and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print a JSON document instead of tables")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="write the predictions there, by their date")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="write the predictions there, by their date, and beside this module"
+    )
     parser.add_argument("--fidelity", type=Path, metavar="FILE", help="a result of bench-fidelity, whose plans compare")
     options = parser.parse_args(arguments)
     with progress_bar("predicting published figures") as on_progress:
@@ -53,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         outcome = Outcome.of(predictions, predict_runs(on_progress))
     if options.keep is not None:
         outcome.keep(options.keep)
+        outcome.ship()
     calibrated = calibrated_comparisons(options.fidelity) if options.fidelity is not None else []
     if options.json:
         document = published_document(outcome.predictions) | {

@@ -12,7 +12,6 @@ from typing import Final
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from ...runtime.tracing.configurations import workload_of_configuration
 from ...shared.basics.documents import FrozenModel
 from ...shared.basics.interval import Interval
 from ...shared.catalogue.machines import machine, override_hardware
@@ -29,7 +28,6 @@ from ...shared.workloads.source import load_workload
 from ...sim.engine.simulator import simulate
 from .measured_runs import MEASURED_RUNS, MeasuredRun, configuration_of
 from .sharded import block_chunk_bytes
-from .workloads import partly_trained_workload
 
 _POSITIONS: Final = "max_position_embeddings"
 
@@ -106,6 +104,8 @@ def workload_of(run: MeasuredRun) -> Workload:
     if lora is not None and run.trained_whole:
         configuration = configuration_of(run.model)
         assert configuration is not None, "models of the catalogue are not trained so"
+        from .workloads import partly_trained_workload
+
         return partly_trained_workload(
             {_POSITIONS: run.sequence_length} | configuration,
             run.model,
@@ -150,6 +150,8 @@ def _workload(
             options=options,
             loss_tiles=loss_tiles,
         )
+    from ...runtime.tracing.configurations import workload_of_configuration
+
     return workload_of_configuration(
         {_POSITIONS: sequence_length} | configuration,
         name=model,

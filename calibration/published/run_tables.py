@@ -11,6 +11,7 @@ from .comparisons import COVERED_FRAC, Comparison, Difference, Spread
 from .measured_runs import MEASURED_RUNS, SOURCES, MeasuredRun, Unit
 from .memory_margin import (
     MemoryOfRun,
+    memory_of_kind,
     num_refused,
     quantiles_of_ratio,
     share_covered,
@@ -46,6 +47,55 @@ def in_own_units(predicted: Predicted) -> Parts:
     lines += [f"{name}: {SOURCES[name].about}. {SOURCES[name].url}" for name in used]
     columns = ("trained", "on", "unit", ">measured", ">predicted", ">error", "differs")
     return Table(title="Published runs in their own units", columns=columns, rows=rows), "\n".join(lines)
+
+
+def of_runs(runs: Sequence[MeasuredRun], predicted: Predicted) -> Parts:
+    """Every one of ``runs``: its own unit, prediction, measurement, signed error, and the interval of the time."""
+    notes: list[str] = []
+    rows, errors = [], []
+    for run in runs:
+        numbers = ", ".join(str(_number(note, notes)) for note in run.approximations)
+        found = predicted[run.id]
+        speed = run.measured.speed
+        if speed is not None:
+            unit, measured = speed
+            likely, measured_s = own_figure(found, unit), run.iteration_s
+            assert measured_s is not None
+            error = found.iteration_s / measured_s - 1
+            interval = found.iteration_interval_s
+            within = "" if interval is None else f"{interval.low / measured_s:.2f} to {interval.high / measured_s:.2f}"
+            told = (str(unit), _show(measured), _show(likely), f"{error:+.1%}", within)
+        else:
+            error, told = None, ("", "", "", "", "")
+        memory = run.measured.memory
+        if memory is None:
+            of_memory_cells = ("", "", "")
+        else:
+            kind, measured_bytes = memory
+            likely_bytes = memory_of_kind(found, kind)
+            gib = f"{measured_bytes / 2**30:.2f}"
+            of_memory_cells = (str(kind), gib, f"{likely_bytes / measured_bytes - 1:+.1%}")
+        rows.append((run.trained, run.where, *told, *of_memory_cells, numbers))
+        errors.append(error)
+    columns = (
+        "trained",
+        "on",
+        "unit",
+        ">measured",
+        ">predicted",
+        ">error\nof time",
+        ">interval /\nmeasured",
+        "memory",
+        ">GiB",
+        ">error",
+        "differs",
+    )
+    lines = [f"{number}: {note}" for number, note in enumerate(notes, start=1)]
+    used = dict.fromkeys(run.source for run in runs)
+    lines += [f"{name}: {' '.join(SOURCES[name].about.split())}. {SOURCES[name].url}" for name in used]
+    expendable = ("differs", "memory", ">GiB", ">error", "unit")
+    table = Table(title="Published runs", columns=columns, rows=rows, errors_frac=errors, expendable=expendable)
+    return table, "\n".join(lines)
 
 
 def _number(note: str, notes: list[str]) -> int:

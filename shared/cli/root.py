@@ -42,6 +42,7 @@ COMMANDS: Final[dict[str, str]] = {
     "explain-config": "Say what another tool's file asks for, takes, and what a plan would do.",
     "bypass": "Distil a student of a teacher, block by block.",
     "checkpoint": "Inspect, consolidate and reshard checkpoints.",
+    "published": "Show predictions beside training runs that others measured.",
     "compare": "Lay two records side by side, a prediction and a measurement above all.",
 }
 """What each command does, in the order of a user's work; shown by ``protwin --help`` without importing anything."""
@@ -61,6 +62,7 @@ APPS: Final[dict[str, str]] = {
     "explain-config": "protwin.calibration.commands.explain_config:explain_config",
     "bypass": "protwin.calibration.commands.bypass:bypass",
     "checkpoint": "protwin.runtime.offline.command:checkpoint",
+    "published": "protwin.calibration.commands.published:published",
     "compare": "protwin.calibration.commands.compare:compare",
 }
 """Where the app of each command stands, as module:attribute."""

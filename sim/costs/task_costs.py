@@ -49,6 +49,8 @@ from .streams import DEVICE_STEP_FRAC, element_s, moved_bytes, share_of
 _OF_PHASES: Final = frozenset(
     {TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.TEACHER_FORWARD, TaskKind.LOSS}
 )
+FLAT_PASSES: Final = 3
+"""Over gradients that are laid flat, counted in ``runtime/chunks/sharded_chunk.py``."""
 _MATRIX_CLASSES: Final = frozenset({OperationClass.MATMUL, OperationClass.ATTENTION})
 
 
@@ -292,8 +294,17 @@ class CostModel:
             assert self.together is not None, "several ranks have a machine together"
             collective = Collective.ALL_TO_ALL if kind in ALL_TO_ALLS else Collective(kind.value)
             found = machine_collective(collective, size_bytes, self.together, line)
-            seconds = self._collective_s[key] = found.seconds
+            seconds = self._collective_s[key] = found.seconds + self._laying_flat_s(kind, size_bytes)
         return seconds
+
+    def _laying_flat_s(self, kind: TaskKind, size_bytes: int) -> float:
+        """Seconds of laying gradients flat on an accelerator before they are scattered: zeros, a read, a write.
+
+        ``ShardedChunk.flattened`` in the runtime does it.  A CPU has it in what its collectives were measured to take.
+        """
+        if kind is not TaskKind.REDUCE_SCATTER or self.hardware.device.kind is DeviceKind.CPU:
+            return 0.0
+        return FLAT_PASSES * size_bytes / self._streamed_bytes_per_s
 
     def adam_s(self, num_stepped: int, stepped_bytes: int, num_tensors: int, kind: TaskKind) -> float:
         """Seconds of a step over ``num_stepped`` scalars that moves ``stepped_bytes``; calibrated.

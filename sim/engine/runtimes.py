@@ -1,8 +1,8 @@
 """What other systems do on the device around their collectives, and how they step, where they carry a plan out.
 
 [Note: Copies around collectives]
-Here a gather writes parameters where they are used, and a reduce-scatter reads gradients where they lie.  Others copy,
-as their code has it (torch 2.13, DeepSpeed 0.16):
+Here a gather writes parameters where they are used, and gradients are laid flat beside computations before they are
+scattered (``CostModel._laying_flat_s``).  Others copy as their code has it (torch 2.13, DeepSpeed 0.16):
 
 * FSDP (``torch/distributed/fsdp/_runtime_utils.py``) gathers into a flat parameter of which weights are views.
   Autograd joins the gradients of these views, which copies them once; behind backward, on a stream of its own, they are
@@ -141,6 +141,10 @@ class RuntimeCosts(CostModel):
                 if made:
                     seconds[made[-1]] += self._joining_s(copies, task.moved_bytes, reduced_bytes)
         return tuple(seconds)
+
+    def _laying_flat_s(self, kind: TaskKind, size_bytes: int) -> float:
+        """As here, where nobody else carries the plan out."""
+        return super()._laying_flat_s(kind, size_bytes) if self.profile.runtime is Runtime.OURS else 0.0
 
     @property
     def _widening(self) -> float:

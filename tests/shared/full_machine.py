@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 import protwin.shared.schema.hardware
 from protwin.shared.schema.hardware import (
+    AttentionKernel,
     Collective,
     Device,
     DeviceKind,
@@ -44,6 +45,7 @@ def full_hardware() -> Hardware:
             launch_overhead_s=5e-324,
             power_w=312.5,
             num_multiprocessors=7,
+            attention_kernel=AttentionKernel.TRITON,
             efficiency={OperationClass.MATMUL: 0.7, OperationClass.EMBEDDING: 1.0},
             optimizer_s_per_scalar={Optimizer.ADAMW_8BIT: 3e-12},
             source="a = 1 # no comment",

@@ -41,6 +41,7 @@ VALUES = {
     "num_cores": ("12", 12),
     "num_memory_channels": ("4", 4),
     "num_multiprocessors": ("100", 100),
+    "attention_kernel": ("flash-1", "flash-1"),
     "name": ("another", "another"),
     "source": ("my notes", "my notes"),
     "kind": ("cpu", "cpu"),

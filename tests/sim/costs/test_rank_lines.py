@@ -182,6 +182,9 @@ def test_tasks_cost_what_their_axis_costs(kind: DeviceKind) -> None:
                 (Collective.ALL_GATHER, task.moved_bytes, within),
             ]
         expected = sum(machine_collective(what, size, hardware, line).seconds for what, size, line in parts)
+        if task.kind is TaskKind.REDUCE_SCATTER and kind is DeviceKind.CUDA:
+            # Gradients are laid flat before: zeros are written, then they are read and written, at 0.85 of 3.35 TB/s.
+            expected += 3 * task.moved_bytes / (0.85 * 3.35e12)
         assert durations_s[task.id] == pytest.approx(expected), task
     assert len(seen) == 4
 
