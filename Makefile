@@ -70,6 +70,7 @@ docs: $(DOCS_STAMP) ## Write the generated pages and build the site (out/site/in
 	$(BIN)/python docs/combinations_page.py
 	$(BIN)/python docs/constants_page.py
 	$(BIN)/python docs/families_page.py
+	$(BIN)/python docs/published_picture.py
 	$(BIN)/python docs/results_page.py
 	$(BIN)/python docs/iteration_picture.py
 	$(BIN)/python -m mkdocs build --strict

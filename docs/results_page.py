@@ -459,6 +459,7 @@ def published(content: Any) -> Iterator[str]:
     """Runs that others measured, in their own units, by class, as comparisons of plans, and their memory."""
     fidelity = kept_files(RESULTS, "fidelity")
     calibrated = calibrated_comparisons(fidelity[-1]) if fidelity else []
+    yield from ("![Predicted against measured seconds of a step, one colour for classes alike](published.svg)", "")
     for part in run_tables(Outcome.model_validate(content), calibrated):
         if isinstance(part, Table):
             words = next(place for place in range(len(part.columns)) if part.is_figure(place))

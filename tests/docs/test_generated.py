@@ -81,8 +81,9 @@ def test_python_pages_are_fresh(face: str) -> None:
     assert script("python_reference")["page"](face) == (DOCS / "python" / f"{face}.md").read_text(), "run make docs"
 
 
-def test_the_picture_is_fresh() -> None:
+def test_the_pictures_are_fresh() -> None:
     assert script("iteration_picture")["picture"]() == (DOCS / "iteration.svg").read_text(), "run make docs"
+    assert script("published_picture")["picture"]() == (DOCS / "published.svg").read_text(), "run make docs"
 
 
 def test_results_are_fresh(results: dict[str, Any]) -> None:
