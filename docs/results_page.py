@@ -78,6 +78,7 @@ def summary(results: Path = RESULTS) -> str:
         "proof": _proof_lines,
         "fidelity": _fidelity_lines,
         "fidelity_ranks": _fidelity_lines,
+        "published": runpy.run_path(str(Path(__file__).with_name("results_published.py")))["published_lines"],
         "peers": _peer_lines,
     }
     for files, show in shown.items():
