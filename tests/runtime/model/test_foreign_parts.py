@@ -85,7 +85,7 @@ def test_parameter_groups(case: Case, model: nn.Module, groups: Callable[[nn.Mod
 
 def test_an_optimizer_that_is_made_already(case: Case, model: nn.Module) -> None:
     made: Any = adamw([{"params": list(model.parameters())}])
-    refused(model, plan_for(case.workload), case, PlanError, "functools.partial", optimizer=made)
+    refused(model, plan_for(case.workload), case, PlanError, "parameter_groups=optimizer.param_groups", optimizer=made)
 
 
 def test_two_trainings_of_one_model(case: Case, model: nn.Module, training: Training) -> None:
