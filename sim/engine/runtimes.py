@@ -2,7 +2,7 @@
 
 [Note: Copies around collectives]
 Here a gather writes parameters where they are used, and gradients are laid flat beside computations before they are
-scattered (``CostModel._laying_flat_s``).  Others copy as their code has it (torch 2.13, DeepSpeed 0.16):
+scattered (``CostModel._laying_flat_s``).  Others copy as their code has it (torch 2.13, DeepSpeed 0.18):
 
 * FSDP (``torch/distributed/fsdp/_runtime_utils.py``) gathers into a flat parameter of which weights are views.
   Autograd joins the gradients of these views, which copies them once; behind backward, on a stream of its own, they are
@@ -11,8 +11,8 @@ scattered (``CostModel._laying_flat_s``).  Others copy as their code has it (tor
 * FSDP2 (``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``) copies what was gathered out to the weights,
   before a block's forward and backward, and joins its gradients by ``_chunk_cat`` in the type that is reduced in.
 * DDP (``torch/csrc/distributed/c10d/reducer.cpp``) copies each gradient into its bucket, and back from it.
-* ZeRO-3 (``deepspeed/runtime/zero/partition_parameters.py``, ``stage3.py``) joins every weight of its parts, copies its
-  gradient into a bucket, divides it, and joins it again to be reduced.
+* ZeRO-3 (``deepspeed/runtime/zero/partition_parameters.py``, ``stage3.py``) joins every weight of its parts; on a
+  stream of its own it copies gradients into a bucket, divides them, and joins them again to be reduced.
 
 FSDP, FSDP2 and ZeRO keep parameters in float32 where there are masters, and cast their part before each gather.
 
@@ -68,7 +68,7 @@ _COPIES: Final = {
     Runtime.FSDP_BACKWARD_POST: _Copies(reduced=2.0, beside=2.0, casts_beside=True),
     Runtime.FSDP2: _Copies(gathered=2.0, joins_by_elements=True),
     Runtime.DDP: _Copies(reduced=4.0, casts_part=False),
-    Runtime.DEEPSPEED_ZERO3: _Copies(gathered=2.0, reduced=6.0),
+    Runtime.DEEPSPEED_ZERO3: _Copies(gathered=2.0, beside=6.0),
 }
 """Reads and writes, counted in the code that [Note: Copies around collectives] names."""
 
