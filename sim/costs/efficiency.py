@@ -63,9 +63,10 @@ POWER_LIMITED_FRAC: Final = 0.8
 Largest products in 16 bit, measured: A100 79 to 85 %, H100 and H200 80 %, RTX A6000 80 %, L40S 74 %, B200 75 %, V100
 68 to 76 % (github.com/zzc0721/torch-performance-test-data; github.com/mli/transformers-benchmarks).
 """
-WARPGROUP_RATE: Final = 8.0
-"""Matrix over vector FLOP/s above which a device with 8-bit matrix types multiplies by warpgroups: of those before
-Hopper, none has more than 4 times (NVIDIA's data sheets, as in the catalogue)."""
+WARPGROUP_RATE: Final = 10.0
+"""Matrix over vector FLOP/s above which a device with 8-bit matrix types multiplies by warpgroups: Hopper has 14 to 15
+times, Blackwell's data-centre boards 30, NVIDIA's boards before them 4 at most and AMD's 8 (data sheets, as in the
+catalogue)."""
 PRODUCTS_ALONE_FRAC: Final = 0.69
 """The same share on Hopper and later where nothing but products runs: an H100 sustained 682 of 989 TFLOP/s for 20
 seconds, of random numbers, at 698 of 700 W and 1,360 MHz (``make bench-sheets``)."""

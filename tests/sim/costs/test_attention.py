@@ -60,6 +60,9 @@ def test_which_kernel_runs() -> None:
     assert kernel_of(flash.model_copy(update={"dtype": DType.FLOAT32}), a100) is efficient
     assert kernel_of(wide, a100) is efficient
     assert attention_s(wide, a100, 312e12) > 1.3 * attention_s(attention(2, 4096, 256), a100, 312e12)
+    # Neither boards of another maker nor those without 8-bit types are Hopper's, whatever their matrix units do.
+    for name in ("mi300x-192gb", "mi250x-64gb", "a100-40gb", "l40s", "rtx-5090"):
+        assert kernel_of(flash, device_part(name)) is flash_2, name
     # Hopper has cuDNN's, up to 128 wide.
     assert kernel_of(flash, h100) is AttentionKernel.CUDNN
     assert kernel_of(attention(2, 256, 192), h100) is flash_2
