@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from ..basics.errors import PlanError
+from ..schema.plan import ParallelMode, Plan
 from ..schema.workload import DType
 
 
@@ -47,5 +49,23 @@ class RuntimeProfile:
         words += ["AdamW as a loop over tensors"] if self.loops_over_tensors else []
         return ", ".join(words) or None
 
+    def check(self, plan: Plan) -> None:
+        """Raise PlanError if the runtime carries out no plans like ``plan``."""
+        modes = _MODES.get(self.runtime)
+        if modes is None or plan.parallel in modes:
+            return
+        reason = "one rank, which has no collectives" if plan.num_ranks == 1 else f"parallel {plan.parallel}"
+        raise PlanError(
+            f"{self.runtime} carries out plans with parallel {' or '.join(modes)}, but this one has {reason}. Ask "
+            f"about such a plan, or leave the runtime out."
+        )
 
+
+_MODES: Final = {
+    Runtime.FSDP: (ParallelMode.SHARDED,),
+    Runtime.FSDP_BACKWARD_POST: (ParallelMode.SHARDED,),
+    Runtime.FSDP2: (ParallelMode.SHARDED,),
+    Runtime.DDP: (ParallelMode.DDP,),
+    Runtime.DEEPSPEED_ZERO3: (ParallelMode.SHARDED,),
+}
 OUR_RUNTIME: Final = RuntimeProfile()

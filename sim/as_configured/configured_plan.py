@@ -74,16 +74,16 @@ def configured_plan(settled: Settled, workload: Workload, tool: Tool) -> Configu
         fields["host_gradients"] = HostGradients.FLOAT32
     plan = Plan.model_validate(fields)
     other_plans = tuple((words, plan.model_copy(update={"n_checkpoint": number})) for words, number in others)
-    return ConfiguredPlan(plan, tuple(differences), _runtime(settled, moves=moves), other_plans)
+    return ConfiguredPlan(plan, tuple(differences), _runtime(settled), other_plans)
 
 
-def _runtime(settled: Settled, *, moves: bool) -> RuntimeProfile:
+def _runtime(settled: Settled) -> RuntimeProfile:
     """Who carries the plan out, as far as it is known what that copies."""
     run = settled.run
     if settled.num_ranks > 1 and run.split in (None, Split.NOTHING):
         return RuntimeProfile(Runtime.DDP)
-    if settled.num_ranks == 1 and not moves:
-        return OUR_RUNTIME
+    if settled.num_ranks == 1:
+        return OUR_RUNTIME  # nothing is gathered or reduced
     return RuntimeProfile(run.runtime or Runtime.OURS, run.reduce_dtype if run.runtime is not None else None)
 
 

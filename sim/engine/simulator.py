@@ -68,8 +68,8 @@ def simulate(
         runtime: Who carries the plan out; others copy around their collectives what is not copied here.
         on_progress: Told of every simulated iteration; the memory that follows takes about as long.
 
-    Raises PlanError if the plan does not fit the workload, ScheduleError if ``schedule`` is unsafe, CalibrationError if
-    the calibration belongs to another machine, HardwareError if the machine lacks a figure that the workload needs or a
+    Raises PlanError if the plan fits neither the workload nor ``runtime``, ScheduleError if ``schedule`` is unsafe,
+    CalibrationError if the calibration belongs to another machine, HardwareError if the machine lacks a figure that the workload needs or a
     device for a rank, and WorkloadError if the workload says nothing of how long it takes on this machine.
     """
     record, _ = simulate_drawn(
@@ -99,6 +99,7 @@ def simulate_drawn(
     on_progress: OnProgress = no_progress,
 ) -> tuple[Record, PlanDraws]:
     """``simulate``, with the time under every draw, which intervals of several plans together are made of."""
+    runtime.check(plan)
     costs = CostModel.of(workload, hardware, calibration, num_ranks=plan.num_ranks)
     if not runtime.is_ours:
         costs = RuntimeCosts.like(costs, runtime, workload)

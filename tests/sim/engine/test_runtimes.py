@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protwin.shared import load_workload
+from protwin.shared.basics.errors import PlanError
 from protwin.shared.catalogue.machines import machine
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import layout_of
@@ -143,3 +144,24 @@ def test_nobody_carries_a_plan_out_faster_than_without_copies(
     ]
     assert all(b >= a * (1 - 1e-12) for a, b in zip(bare, theirs, strict=True))
     assert (own == theirs) == (runtime is Runtime.OURS)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "update", "words"),
+    [
+        (Runtime.DDP, {}, "ddp carries out plans with parallel ddp, but this one has parallel sharded"),
+        (Runtime.FSDP2, {"parallel": ParallelMode.DDP}, "fsdp2 carries out plans with parallel sharded, but .* ddp"),
+        (
+            Runtime.DEEPSPEED_ZERO3,
+            {"parallel": ParallelMode.SINGLE, "num_ranks": 1},
+            "but this one has one rank, which has no collectives",
+        ),
+    ],
+)
+def test_nobody_carries_out_another_ones_plans(runtime: Runtime, update: dict[str, object], words: str) -> None:
+    workload = model()
+    chunks = len(layout_of(workload, sharded(workload).chunk_bytes).chunks)
+    resident = {"n_persist": chunks, "n_shard": 0, "n_buffer": 0} if update else {}
+    plan = Plan.model_validate(sharded(workload).model_dump() | resident | update)
+    with pytest.raises(PlanError, match=words):
+        simulate(plan, workload, MACHINE, runtime=RuntimeProfile(runtime))
