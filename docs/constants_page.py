@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FILES = (*sorted((ROOT / "sim" / "costs").glob("*.py")), ROOT / "sim" / "engine" / "runtimes.py")
+FILES = (*sorted((ROOT / "sim" / "costs").glob("*.py")), ROOT / "sim" / "engine" / "error_sources.py")
 SOURCE = re.compile(
     r"arXiv|doi|github|NVIDIA|NCCL|CUTLASS|PTX|bench-|benchmarks/|[Mm]easured|published|torch|Little|definition"
     r"|estimate|\d %|counted|Note:"

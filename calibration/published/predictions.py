@@ -17,8 +17,8 @@ from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.record import Record
 from ...shared.schema.workload import Workload
 from ...sim.costs.efficiency import CORE_BYTES_PER_S
+from ...sim.costs.runtimes import FUSED_BYTES, LOOPED_BYTES
 from ...sim.costs.task_costs import host_adam_bytes_per_s
-from ...sim.engine.runtimes import FUSED_BYTES, LOOPED_BYTES
 from ...sim.engine.simulator import simulate
 from ...sim.searching.request import SearchRequest
 from ...sim.searching.search import search

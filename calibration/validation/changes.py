@@ -31,7 +31,7 @@ from ...shared.schema.record import Record
 from ...shared.schema.schedule import Lane
 from ...shared.schema.workload import Workload
 from ...shared.tables.labels import LANE_NAMES
-from ...sim.costs.error_sources import transfer_of
+from ...sim.engine.error_sources import transfer_of
 from ..fitting.fit import pairs_of
 from ..fitting.since_ready import seconds_since_ready
 from .fidelity import MachineChange

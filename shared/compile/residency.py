@@ -13,7 +13,19 @@ from ..schema.schedule import Content, Memory, TaskKind
 from .chunk_facts import Stays
 from .family import Family
 from .homes import Homes
-from .program import NOT_THERE, BufferGroup, Draft, IntArray, Integers, Operand, Part, TaskGroup, Work, spread
+from .program import (
+    NOT_THERE,
+    BoolArray,
+    BufferGroup,
+    Draft,
+    IntArray,
+    Integers,
+    Operand,
+    Part,
+    TaskGroup,
+    Work,
+    spread,
+)
 from .sections import Sections
 
 READS, COPIES, EXCHANGES, _PER_STAY = range(4)
@@ -137,14 +149,16 @@ class Residency:
         """Let the first task of each of ``steps`` be the first that reads so many bytes since they came."""
         self.draft.arrive(self.sections.step_begin[steps], self.sections.step_end[steps], size_bytes)
 
-    def coming(self, kind: TaskKind, work: Work, stays: IntArray, *, number: int = COPIES) -> IntArray:
+    def coming(
+        self, kind: TaskKind, work: Work, stays: IntArray, *, number: int = COPIES, part: Part = Part.COMES
+    ) -> IntArray:
         """Add the ``number``th task of these stays' gathers."""
         steps, chunks = self.stays.first_step[stays], self.stays.chunk[stays]
         return self.draft.tasks(
             TaskGroup(
                 kind,
                 self._send_position[..., steps],
-                Part.COMES,
+                part,
                 work,
                 chunks,
                 within=_PER_STAY * self._gather_rank[stays] + number,
@@ -350,3 +364,27 @@ class Residency:
         draft.read(end, where, Operand.PARAMETERS.at(places))
         # Steps of two tasks: the epilogue's, and backwards with their recomputation.
         draft.read(np.where(begin == end, NOT_THERE, begin), where, Operand.PARAMETERS.at(places))
+
+
+class GatheredBehind(Residency):
+    """What a backward needs is gathered when the computation before it has ended, however deep the look-ahead.
+
+    And ahead of that one's gradients.  So FSDP gathers with ``BackwardPrefetch.BACKWARD_POST``
+    (``_post_backward_reshard`` in ``torch/distributed/fsdp/_runtime_utils.py``).
+    """
+
+    def coming(
+        self, kind: TaskKind, work: Work, stays: IntArray, *, number: int = COPIES, part: Part = Part.COMES
+    ) -> IntArray:
+        """Add the ``number``th task of these stays' gathers."""
+        is_backward, tasks = self._is_backward(self.stays.first_step[stays]), np.full(len(stays), NOT_THERE)
+        for chosen, of_chosen in ((is_backward, Part.LEADS), (~is_backward, part)):
+            tasks[chosen] = super().coming(kind, work, stays[chosen], number=number, part=of_chosen)
+        return tasks
+
+    def _window(self, steps: IntArray) -> IntArray:
+        return np.where(self._is_backward(steps), steps - 1, super()._window(steps))
+
+    def _is_backward(self, steps: IntArray) -> BoolArray:
+        blocks = np.arange(1 + self.family.workload.num_blocks)
+        return np.isin(steps, self.sections.backward_step(blocks))

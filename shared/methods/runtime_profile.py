@@ -1,14 +1,16 @@
-"""Who carries a plan out, where it is not protwin ([Note: Copies around collectives] in ``sim/engine/runtimes.py``)."""
+"""Who carries a plan out, where it is not protwin ([Note: Copies around collectives] in ``sim/costs/runtimes.py``)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
 from ..basics.errors import PlanError
-from ..schema.plan import ParallelMode, Plan
+from ..compile.residency import GatheredBehind
+from ..schema.plan import ParallelMode, Plan, TrainingMethod
 from ..schema.workload import DType
+from .method import Method
 
 
 class Runtime(StrEnum):
@@ -51,6 +53,8 @@ class RuntimeProfile:
 
     def check(self, plan: Plan) -> None:
         """Raise PlanError if the runtime carries out no plans like ``plan``."""
+        if self.runtime is not Runtime.OURS and plan.method is not TrainingMethod.FULL:
+            raise PlanError(f"{self.runtime} carries out no plans of method {plan.method}. Leave the runtime out.")
         modes = _MODES.get(self.runtime)
         if modes is None or plan.parallel in modes:
             return
@@ -59,6 +63,12 @@ class RuntimeProfile:
             f"{self.runtime} carries out plans with parallel {' or '.join(modes)}, but this one has {reason}. Ask "
             f"about such a plan, or leave the runtime out."
         )
+
+    def method(self, method: Method) -> Method:
+        """``method``, with the runtime's answers to the compiler's questions."""
+        if self.runtime is not Runtime.FSDP_BACKWARD_POST:
+            return method
+        return replace(method, policies=replace(method.policies, residency=GatheredBehind))
 
 
 _MODES: Final = {

@@ -1,7 +1,7 @@
 """The interval of a predicted time, and of a predicted peak: what the sources of error make of them.
 
 [Note: Drawn durations]
-Every source of error ([Note: Sources of error] in ``sim/costs/error_sources.py``) is drawn ``NUM_DRAWS`` times, one
+Every source of error ([Note: Sources of error] in ``sim/engine/error_sources.py``) is drawn ``NUM_DRAWS`` times, one
 value from each of as many equally likely parts of its distribution (a Latin hypercube: McKay, Beckman, Conover,
 doi 10.2307/1268522), and the schedule is replayed under each draw.  Values depend on the source's name alone: two plans
 meet the same machines, draw by draw, so that what they share cancels in the ratio of their times.  The errors that
@@ -32,9 +32,9 @@ from ...shared.basics.interval import Interval
 from ...shared.schema.record import Record
 from ...shared.schema.schedule import Lane, Memory, Schedule, TaskKind
 from ..costs.contention import ContentionModel
-from ..costs.error_sources import ErrorModel, Source
 from .device_memory import DeviceMemory
 from .drawn_timings import DrawnTimings
+from .error_sources import ErrorModel, Source
 from .timing import Timing
 
 FloatArray = NDArray[np.float64]

@@ -21,9 +21,9 @@ from ...shared.schema.record import OF_RANKS, RankRecord, RankWait, Record
 from ...shared.schema.schedule import Lane, Schedule, TaskId
 from ...shared.schema.workload import Workload
 from ..costs.contention import ContentionModel
-from ..costs.error_sources import ErrorModel
 from ..costs.task_costs import CostModel
 from ..memory.libraries import collective_bytes
+from .error_sources import ErrorModel
 from .intervals import DrawnMachine, PlanDraws
 from .joint_intervals import draws_of, interval_of_groups
 from .lanes import LaneProcesses

@@ -21,15 +21,15 @@ from ...shared.schema.record import Record
 from ...shared.schema.schedule import Lane, Schedule
 from ...shared.schema.workload import Workload
 from ..costs.contention import ContentionModel
-from ..costs.error_sources import ErrorModel
+from ..costs.runtimes import RuntimeCosts
 from ..costs.task_costs import CostModel
 from ..memory.libraries import collective_bytes, rank_device_bytes
+from .error_sources import ErrorModel
 from .folding import MORE_KEPT, Folds, find_folds, kept_micro_batches
 from .intervals import PlanDraws, drawn_record
 from .kept_schedule import KeptSchedule, kept_schedule
 from .lanes import LaneProcesses
 from .prediction import RankMachine, predicted_record
-from .runtimes import RuntimeCosts, carried_out
 from .timing import Fold, Seconds, Timing, slowest_period_s, steady_period_s
 from .unfolding import names_each_once
 
@@ -69,8 +69,8 @@ def simulate(
         on_progress: Told of every simulated iteration; the memory that follows takes about as long.
 
     Raises PlanError if the plan fits neither the workload nor ``runtime``, ScheduleError if ``schedule`` is unsafe,
-    CalibrationError if the calibration belongs to another machine, HardwareError if the machine lacks a figure that the workload needs or a
-    device for a rank, and WorkloadError if the workload says nothing of how long it takes on this machine.
+    CalibrationError if the calibration belongs to another machine, HardwareError if the machine lacks a figure that the
+    workload needs or a device for a rank, and WorkloadError if the workload says nothing of how long it takes here.
     """
     record, _ = simulate_drawn(
         plan,
@@ -100,6 +100,7 @@ def simulate_drawn(
 ) -> tuple[Record, PlanDraws]:
     """``simulate``, with the time under every draw, which intervals of several plans together are made of."""
     runtime.check(plan)
+    method = runtime.method(method_named(plan.method, method))
     costs = CostModel.of(workload, hardware, calibration, num_ranks=plan.num_ranks)
     if not runtime.is_ours:
         costs = RuntimeCosts.like(costs, runtime, workload)
@@ -110,7 +111,6 @@ def simulate_drawn(
             plan, workload, costs, contention, layout=layout, method=method, on_progress=on_progress
         )
     else:
-        schedule = carried_out(schedule, costs)
         timing = simulate_timing(
             schedule, costs.durations_s(schedule), contention, num_more_iterations=1, on_progress=on_progress
         )
@@ -149,14 +149,13 @@ def simulate_plan(
     # Where the least do not settle, a few more often do, and cost far less than all.
     for num_kept in (number for number in (least, MORE_KEPT * least) if number < plan.micro_batches):
         few = compile_schedule(plan.model_copy(update={"micro_batches": num_kept}), workload, layout, policies=policies)
-        few = carried_out(few, costs)
         kept = kept_schedule(few, plan.micro_batches - num_kept)
         if kept is not None:
             timing = _simulate_kept(kept, costs.durations_s(few), contention, on_progress)
             if timing is not None:
                 return few, timing
     if schedule is None:
-        schedule = carried_out(compile_schedule(plan, workload, layout, policies=policies), costs)
+        schedule = compile_schedule(plan, workload, layout, policies=policies)
     durations_s = costs.durations_s(schedule)
     return schedule, simulate_timing(schedule, durations_s, contention, num_more_iterations=1, on_progress=on_progress)
 

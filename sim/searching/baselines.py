@@ -5,7 +5,7 @@ A unit of FSDP2 is a block: every block a chunk, the next one gathered while one
 has windows in parameters: 10**9 that live at a time, and 5 * 10**7 that are fetched ahead (DeepSpeed, zero/config.py:
 stage3_max_live_parameters, stage3_prefetch_bucket_size).  Both step after backward has ended: a limit of the gradients'
 norm has CPU Adam wait for it here too, and where the request has none, theirs is 1.0.  Copies around collectives are
-counted ([Note: Copies around collectives] in ``sim/engine/runtimes.py``), other costs of their own (allocations,
+counted ([Note: Copies around collectives] in ``sim/costs/runtimes.py``), other costs of their own (allocations,
 synchronisation, Python) are not.  So these baselines are at least as fast as the systems are.  ZeRO-2 with offload
 keeps parameters on the device and steps them on the host, for which there is no plan yet.
 """
@@ -27,8 +27,8 @@ from ...shared.schema.plan import ParallelMode, Plan, TrainingMethod, why_not_pa
 from ...shared.schema.schedule import Memory
 from ...shared.schema.search_result import Baseline, Lack
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
+from ..costs.runtimes import RuntimeCosts
 from ..engine.kept_schedule import memory_schedule
-from ..engine.runtimes import RuntimeCosts
 from ..engine.simulator import simulate_plan
 from ..memory.host import planned_host_bytes
 from ..memory.reserved import expected_segments_bytes

@@ -23,7 +23,7 @@ from typing import Final
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.plan_kind import Uncertainty
 from ...shared.schema.schedule import Lane
-from ..costs.error_sources import RUN_NOISE
+from ..engine.error_sources import RUN_NOISE
 
 DATA_SHEETS: Final = Uncertainty(device_frac=0.10, host_frac=0.26, source="data sheets")
 """Kept against checkpointed: 80 % of 25 published pairs stay within 10.1 %, of the 10 at equal micro-batches within

@@ -26,8 +26,8 @@ from ..bounds.round_trips import RoundTrips
 from ..bounds.stretches import least_periods_s
 from ..bounds.throughput import Throughput
 from ..costs.contention import ContentionModel
-from ..costs.error_sources import ErrorModel
 from ..costs.task_costs import CostModel
+from ..engine.error_sources import ErrorModel
 from ..engine.folding import MORE_KEPT, kept_micro_batches
 from ..engine.intervals import DrawnMachine
 from ..memory.host import default_host_budget_bytes, shares_of_one_memory

@@ -21,7 +21,7 @@ from protwin.shared.schema.calibration import Calibration
 from protwin.shared.schema.record import Origin
 from protwin.shared.schema.workload import Workload
 from protwin.sim import simulate
-from protwin.sim.costs.error_sources import TRANSFER_STD, ErrorModel, transfer_of
+from protwin.sim.engine.error_sources import TRANSFER_STD, ErrorModel, transfer_of
 from tests.calibration.fitting.test_fit import MACHINE, a_workload, true_calibration
 from tests.calibration.fitting.test_updating import told
 from tests.calibration.validation.test_changes import scaled

@@ -34,9 +34,9 @@ from protwin.shared.schema.record import Origin, Record
 from protwin.shared.schema.schedule import Lane, TaskKind
 from protwin.sim import simulate
 from protwin.sim.costs.contention import ContentionModel
-from protwin.sim.costs.error_sources import ErrorModel
 from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.engine.drawn_timings import DrawnTimings
+from protwin.sim.engine.error_sources import ErrorModel
 from protwin.sim.engine.intervals import DrawnMachine, interval_of, time_logs
 from protwin.sim.engine.simulator import simulate_plan
 from tests.calibration.fitting.test_budgeted import swappable

@@ -24,11 +24,11 @@ from protwin.shared.schema.schedule import Memory, TaskKind
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.costs.contention import ContentionModel
-from protwin.sim.costs.error_sources import ErrorModel, Source
 from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.engine import drawn_timings
 from protwin.sim.engine.device_memory import DeviceMemory
 from protwin.sim.engine.drawn_timings import DrawnTimings
+from protwin.sim.engine.error_sources import ErrorModel, Source
 from protwin.sim.engine.intervals import (
     SCALARS_FRAC,
     DrawnMachine,

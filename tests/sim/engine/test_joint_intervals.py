@@ -19,7 +19,7 @@ from protwin.shared.schema.calibration import Calibration, Factor
 from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.schedule import Lane, TaskKind
 from protwin.sim.costs.contention import ContentionModel
-from protwin.sim.costs.error_sources import ErrorModel
+from protwin.sim.engine.error_sources import ErrorModel
 from protwin.sim.engine.intervals import DrawnMachine, PlanDraws, interval_of
 from protwin.sim.engine.joint_intervals import draws_of, interval_of_groups, interval_of_slowest
 from protwin.sim.engine.rank_groups import RankGroup, simulate_group_timings, simulate_groups

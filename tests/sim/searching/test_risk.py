@@ -10,9 +10,9 @@ from protwin.shared.schema.calibration import Calibration, Factor
 from protwin.shared.schema.schedule import TaskKind
 from protwin.shared.schema.search_result import Risk, SearchResult
 from protwin.sim.costs.contention import ContentionModel
-from protwin.sim.costs.error_sources import ErrorModel
 from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.engine.drawn_timings import DrawnTimings
+from protwin.sim.engine.error_sources import ErrorModel
 from protwin.sim.engine.intervals import DrawnMachine, interval_of, time_logs
 from protwin.sim.engine.simulator import simulate_plan
 from protwin.sim.searching.confidence import CALIBRATED, DATA_SHEETS, NO_UNCERTAINTY, uncertainty_of

@@ -11,12 +11,13 @@ from protwin.shared.basics.errors import PlanError
 from protwin.shared.catalogue.machines import machine
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import layout_of
+from protwin.shared.methods.full_training import FULL_TRAINING
 from protwin.shared.methods.runtime_profile import Runtime, RuntimeProfile
 from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.schedule import Lane, TaskKind
 from protwin.shared.schema.workload import DType, Workload
+from protwin.sim.costs.runtimes import RuntimeCosts
 from protwin.sim.costs.task_costs import CostModel
-from protwin.sim.engine.runtimes import RuntimeCosts
 from protwin.sim.engine.simulator import simulate
 
 MACHINE = machine("a100-80gb-x8")
@@ -103,7 +104,8 @@ def test_behind_backward_nothing_is_gathered_beside_it(n_checkpoint: int) -> Non
     record = simulate(plan, workload, MACHINE, runtime=RuntimeProfile(Runtime.FSDP_BACKWARD_POST))
     early = simulate(plan, workload, MACHINE, runtime=RuntimeProfile(Runtime.FSDP))
     assert record.iteration_s > early.iteration_s
-    schedule = costs_of(workload, Runtime.FSDP_BACKWARD_POST).carried_out(compile_schedule(plan, workload))
+    method = RuntimeProfile(Runtime.FSDP_BACKWARD_POST).method(FULL_TRAINING)
+    schedule = compile_schedule(plan, workload, policies=method.policies)
     order = [task for task in schedule.tasks if task.lane is Lane.COMPUTE]
     places = {task.id: place for place, task in enumerate(order)}
     waiting = 0
@@ -113,7 +115,13 @@ def test_behind_backward_nothing_is_gathered_beside_it(n_checkpoint: int) -> Non
         for other in task.after:
             gather = schedule.tasks[other]
             if gather.kind is TaskKind.ALL_GATHER:
-                assert order[places[task.id] - 1].id in gather.after
+                before = order[places[task.id] - 1]
+                assert before.id in gather.after
+                # Ahead of the gradients of that computation, on the one lane of collectives.
+                reductions = [
+                    t.id for t in schedule.tasks if t.kind is TaskKind.REDUCE_SCATTER and before.id in t.after
+                ]
+                assert all(gather.id < reduction for reduction in reductions)
                 waiting += 1
     assert waiting >= workload.num_blocks
     # Nothing else is: the same tasks, each once.

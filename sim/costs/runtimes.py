@@ -7,7 +7,7 @@ scattered (``CostModel._laying_flat_s``).  Others copy as their code has it (tor
 * FSDP (``torch/distributed/fsdp/_runtime_utils.py``) gathers into a flat parameter of which weights are views.
   Autograd joins the gradients of these views, which copies them once; behind backward, on a stream of its own, they are
   cast to the type that is reduced in, and divided.  With ``BackwardPrefetch.BACKWARD_POST``, which Composer sets, the
-  next block is gathered when the backward of this one has ended.
+  next block is gathered when the backward of this one has ended (``GatheredBehind`` in ``shared/compile``).
 * FSDP2 (``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``) copies what was gathered out to the weights,
   before a block's forward and backward, and joins its gradients by ``_chunk_cat`` in the type that is reduced in.
 * DDP (``torch/csrc/distributed/c10d/reducer.cpp``) copies each gradient into its bucket, and back from it.
@@ -23,15 +23,14 @@ gathers), and what DeepSpeed's own CPU Adam takes.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, fields, replace
-from itertools import pairwise
+from dataclasses import dataclass, fields
 from typing import Final, Self
 
 from ...shared.methods.runtime_profile import OUR_RUNTIME, Runtime, RuntimeProfile
 from ...shared.schema.schedule import Lane, Schedule, Task, TaskKind
 from ...shared.schema.workload import DType, Workload
-from ..costs.streams import elements_s
-from ..costs.task_costs import CostModel
+from .streams import elements_s
+from .task_costs import CostModel
 
 FUSED_BYTES: Final = 28
 """Moved for one float32 scalar: parameter, gradient and two moments are read, all but the gradient written."""
@@ -42,7 +41,6 @@ LOOPED_OPERATIONS: Final = 8
 """Of one tensor."""
 _MASTER_BYTES: Final = 4
 """Of a float32 parameter."""
-_OF_BACKWARD: Final = frozenset({TaskKind.BACKWARD, TaskKind.RECOMPUTE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +92,6 @@ class RuntimeCosts(CostModel):
         dtype = trained.most_common(1)[0][0] if trained else workload.compute_dtype
         num_trained = sum(parameter.trainable for parameter in workload.parameters)
         return cls(**shared, profile=profile, dtype=dtype, num_trained=num_trained)
-
-    def carried_out(self, schedule: Schedule) -> Schedule:
-        """``schedule`` with what the runtime waits for besides."""
-        if self.profile.runtime is not Runtime.FSDP_BACKWARD_POST:
-            return schedule
-        return replace(schedule, tasks=_gathered_behind(schedule))
 
     def durations_s(self, schedule: Schedule) -> tuple[float, ...]:
         """Seconds of every task of ``schedule``, in its order, with the copies of the runtime."""
@@ -165,11 +157,6 @@ class RuntimeCosts(CostModel):
         return max(streaming_s, elements_s(made_bytes / self.dtype.item_bytes, self.hardware.device))
 
 
-def carried_out(schedule: Schedule, costs: CostModel) -> Schedule:
-    """``schedule`` as the runtime of ``costs`` carries it out."""
-    return costs.carried_out(schedule) if isinstance(costs, RuntimeCosts) else schedule
-
-
 def _first_users(schedule: Schedule) -> dict[int, int]:
     """For every gather, the place of the first computation that waits for it."""
     gathers = {task.id for task in schedule.tasks if task.kind is TaskKind.ALL_GATHER}
@@ -180,29 +167,3 @@ def _first_users(schedule: Schedule) -> dict[int, int]:
                 if waited in gathers:
                     found.setdefault(waited, index)
     return found
-
-
-def _gathered_behind(schedule: Schedule) -> tuple[Task, ...]:
-    """The tasks, with every gather that a backward or a recomputation needs behind the computation before that."""
-    users, computing = _first_users(schedule), [task for task in schedule.tasks if task.lane is Lane.COMPUTE]
-    before = {task.id: earlier for earlier, task in pairwise(computing)}
-    moved: dict[int, list[Task]] = {}
-    kept: list[Task] = []
-    for task in schedule.tasks:
-        user = None if task.id not in users else schedule.tasks[users[task.id]]
-        earlier = None if user is None or user.kind not in _OF_BACKWARD else before.get(user.id)
-        if earlier is None or earlier.id < task.id:
-            kept.append(task)
-        else:
-            moved.setdefault(earlier.id, []).append(replace(task, after=(*task.after, earlier.id)))
-    ordered = [one for task in kept for one in (task, *moved.get(task.id, ()))]
-    place = {task.id: index for index, task in enumerate(ordered)}
-    return tuple(
-        replace(
-            task,
-            id=index,
-            after=tuple(place[other] for other in task.after),
-            after_previous=tuple(place[other] for other in task.after_previous),
-        )
-        for index, task in enumerate(ordered)
-    )
