@@ -96,6 +96,52 @@ def test_ddp_copies_gradients_into_buckets_and_back() -> None:
     assert sum(theirs) - sum(own) == pytest.approx(4 * reduced / STREAMED, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("runtime", "reduce_dtype", "between", "beside"),
+    [
+        # Views are joined (read, write); beside: cast from 2 to 4 bytes, and 4 read and written to be divided.
+        (Runtime.FSDP, DType.FLOAT32, 2 * 2, 2 + 4 + 2 * 4),
+        (Runtime.FSDP, None, 2 * 2, 2 * 2),
+        # A bucket, a division and a join, each a read and a write, all beside.
+        (Runtime.DEEPSPEED_ZERO3, None, 0, 3 * 2 * 2),
+    ],
+)
+def test_copies_of_gradients_by_hand(runtime: Runtime, reduce_dtype: DType | None, between: int, beside: int) -> None:
+    """Bytes for each gradient of bfloat16, whatever the links take for what is reduced."""
+    workload = model()
+    schedule = compile_schedule(sharded(workload), workload)
+    # What the collectives themselves take, with as many bytes: those of FSDP2, which copies nothing beside them.
+    alone, theirs = (costs_of(workload, of, reduce_dtype).durations_s(schedule) for of in (Runtime.FSDP2, runtime))
+    gathered = sum(task.moved_bytes for task in schedule.tasks if task.kind is TaskKind.ALL_GATHER)
+    gradients = sum(task.moved_bytes for task in schedule.tasks if task.kind is TaskKind.REDUCE_SCATTER) / 2
+    own = costs_of(workload, Runtime.OURS).durations_s(schedule)
+
+    def more(first: tuple[float, ...], second: tuple[float, ...], lane: Lane) -> float:
+        return sum(b - a for task, a, b in zip(schedule.tasks, first, second, strict=True) if task.lane is lane)
+
+    copied_out = 2 * gathered / STREAMED if runtime is Runtime.DEEPSPEED_ZERO3 else 0.0
+    assert more(own, theirs, Lane.COMPUTE) == pytest.approx(between * gradients / STREAMED + copied_out, rel=1e-6)
+    assert more(alone, theirs, Lane.COLLECTIVE) == pytest.approx(beside * gradients / STREAMED, rel=1e-6)
+
+
+def test_a_loop_over_tensors_moves_eighty_bytes_for_twenty_eight_or_waits_for_its_dispatches() -> None:
+    workload = model()
+    layout = layout_of(workload, 2**25)
+    plan = Plan(workload_id=workload.identity, chunk_bytes=2**25, n_persist=len(layout.chunks), n_buffer=0)
+    schedule = compile_schedule(plan, workload)
+    (step,) = (task for task in schedule.tasks if task.kind is TaskKind.DEVICE_ADAM)
+    profile = RuntimeProfile(loops_over_tensors=True)
+
+    def seconds(launch_overhead_s: float) -> float:
+        device = MACHINE.device.model_copy(update={"launch_overhead_s": launch_overhead_s})
+        costs = CostModel.of(workload, MACHINE.model_copy(update={"device": device}))
+        return RuntimeCosts.like(costs, profile, workload).durations_s(schedule)[step.id]
+
+    assert seconds(5e-7) == pytest.approx(80 / 28 * step.stepped_bytes / STREAMED)
+    # A slow host: eight operations for each of the tensors.
+    assert seconds(5e-4) == pytest.approx(8 * sum(p.trainable for p in workload.parameters) * 5e-4)
+
+
 @pytest.mark.parametrize("n_checkpoint", [0, 12])
 def test_behind_backward_nothing_is_gathered_beside_it(n_checkpoint: int) -> None:
     """With BACKWARD_POST, no gather that a backward waits for begins before the computation ahead of it has ended."""
