@@ -54,6 +54,7 @@ from ...shared.cli.output import save, tell
 from ...shared.cli.report_options import ReportPath, write_report
 from ...shared.cli.trained_as import check_loss_of_plan, images_of, quantized_of
 from ...shared.compile.compile import compile_schedule
+from ...shared.methods.known import method_named
 from ...shared.methods.runtime_profile import Runtime
 from ...shared.pipelines.pipeline import Pipeline, load_plan_or_pipeline
 from ...shared.schema.calibration import Calibration
@@ -212,7 +213,7 @@ def simulate_command(
     chosen = with_ranks(load_plan(plan, optimizer), machine, num_ranks, parallel, n_shard, shard_ranks)
     workload = choice.workload()
     with progress_bar("simulating") as on_progress:
-        schedule = compile_schedule(chosen, workload)
+        schedule = compile_schedule(chosen, workload, policies=profile.method(method_named(chosen.method)).policies)
         ask = partial(simulate_plan, schedule=schedule, runtime=profile, on_progress=on_progress)
         record = ask(chosen, workload, machine, factors)
     record = record if tokens is None else record.for_tokens(tokens)

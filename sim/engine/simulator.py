@@ -100,7 +100,10 @@ def simulate_drawn(
 ) -> tuple[Record, PlanDraws]:
     """``simulate``, with the time under every draw, which intervals of several plans together are made of."""
     runtime.check(plan)
-    method = runtime.method(method_named(plan.method, method))
+    own = method_named(plan.method, method)
+    method = runtime.method(own)
+    if method is not own:
+        schedule = None  # it was compiled by other policies
     costs = CostModel.of(workload, hardware, calibration, num_ranks=plan.num_ranks)
     if not runtime.is_ours:
         costs = RuntimeCosts.like(costs, runtime, workload)

@@ -150,6 +150,9 @@ def test_behind_backward_nothing_is_gathered_beside_it(n_checkpoint: int) -> Non
     record = simulate(plan, workload, MACHINE, runtime=RuntimeProfile(Runtime.FSDP_BACKWARD_POST))
     early = simulate(plan, workload, MACHINE, runtime=RuntimeProfile(Runtime.FSDP))
     assert record.iteration_s > early.iteration_s
+    # A schedule that was compiled by other policies is not taken.
+    plain, post = compile_schedule(plan, workload), RuntimeProfile(Runtime.FSDP_BACKWARD_POST)
+    assert simulate(plan, workload, MACHINE, schedule=plain, runtime=post).iteration_s == record.iteration_s
     method = RuntimeProfile(Runtime.FSDP_BACKWARD_POST).method(FULL_TRAINING)
     schedule = compile_schedule(plan, workload, policies=method.policies)
     order = [task for task in schedule.tasks if task.lane is Lane.COMPUTE]
