@@ -104,10 +104,12 @@ def _named(kind: str) -> str:
 def describe(error: ValidationError, model: type[BaseModel] | None = None) -> str:
     """The first three complaints of a validation, each with its field, on one line.
 
-    An unknown field gets the one of ``model``, which was validated, that it resembles.
+    An unknown field gets the one of ``model``, which was validated, that it resembles, and comes first: what is missing
+    follows from it.
     """
     complaints = []
-    for item in error.errors(include_url=False)[:3]:
+    every = sorted(error.errors(include_url=False), key=lambda item: item["type"] != "extra_forbidden")
+    for item in every[:3]:
         where = "".join(f"{part}." for part in item["loc"]).removesuffix(".")
         message = item["msg"].removeprefix("Value error, ").removesuffix(".")
         value = item.get("input")

@@ -46,3 +46,14 @@ def test_fields_of_other_parts_are_not_meant(tmp_path: Path) -> None:
     content["device"]["num_multiprocessor"] = content["host"].pop("num_multiprocessor")
     (tmp_path / "machine.json").write_text(json.dumps(content))
     assert "Did you mean num_multiprocessors" in refused(tmp_path / "machine.json")
+
+
+def test_an_unknown_field_is_told_ahead_of_what_is_missing(tmp_path: Path) -> None:
+    """With a typo in a field that must be there, many are missing, and the typo is the one to know."""
+    content = json.loads(machine("rtx-3090").to_json())
+    content["device"] = {"memory_byts": 1}
+    (tmp_path / "machine.json").write_text(json.dumps(content))
+    told = refused(tmp_path / "machine.json")
+    assert "inconsistent: device.memory_byts: " in told
+    assert "Did you mean memory_bytes" in told
+    assert "Field required" in told
