@@ -42,6 +42,7 @@ from .refusals import (
     second_backward,
     unreached_block,
 )
+from .selective import selecting
 
 
 class SectionListener(Protocol):
@@ -65,6 +66,7 @@ class SectionWalker:
     """Hooks on one model; ``remove`` takes all of them off again.
 
     ``swapping`` runs the forwards of blocks in mode SWAP, ``inputs`` keeps those of blocks in mode OFFLOAD_INPUT.
+    ``product_stride``: of the products of blocks in mode SELECTIVE, the first of every so many is kept.
     ``is_training``: whether results matter, as in no trace.
     """
 
@@ -77,8 +79,10 @@ class SectionWalker:
         swapping: Mapping[int, RunsForward] | None = None,
         *,
         inputs: Mapping[int, OffloadedInput] | None = None,
+        product_stride: int = 1,
         is_training: bool = False,
     ) -> None:
+        self._product_stride = product_stride
         self._inputs = inputs or {}
         self._handed_on = {index: HandedOn(model, blocks[index - 1].module) for index in self._inputs}
         """By block whose input travels, what the block before hands on."""
@@ -251,7 +255,10 @@ class SectionWalker:
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             state = BlockState(self._names[block], modules, is_training=self._is_training)
-            return state.noting(), Recomputation(module, state, lambda: self._advance(TaskKind.BACKWARD, block))
+            again = Recomputation(module, state, lambda: self._advance(TaskKind.BACKWARD, block))
+            if self._modes[block] is ActivationMode.SELECTIVE:
+                return selecting(self._product_stride, state.noting(), again)
+            return state.noting(), again
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():

@@ -385,7 +385,16 @@ class Assembly:
         if self.settings.follow is not None:
             return self.settings.follow(compute)
         modes = self.plan.modes(self.workload.num_blocks)
-        return SectionWalker(self.model, blocks, modes, compute, swapping, inputs=inputs, is_training=True)
+        return SectionWalker(
+            self.model,
+            blocks,
+            modes,
+            compute,
+            swapping,
+            inputs=inputs,
+            product_stride=self.plan.product_stride,
+            is_training=True,
+        )
 
     def _shared_buffers(self, ranks: Collectives | None) -> SharedBuffers | None:
         if ranks is None or next(self.model.buffers(), None) is None:
