@@ -186,6 +186,7 @@ def plan_of(run: MeasuredRun, workload: Workload) -> Plan:
     layout = layout_of(workload, chunk_bytes)
     is_sharded = run.parallel is ParallelMode.SHARDED and not run.offloaded
     is_resident = not (is_sharded or run.offloaded)
+    n_checkpoint = round(workload.num_blocks * run.checkpointed_frac)
     return Plan(
         workload_id=workload.identity,
         optimizer=run.optimizer,
@@ -193,7 +194,9 @@ def plan_of(run: MeasuredRun, workload: Workload) -> Plan:
         n_persist=len(layout.chunks) if is_resident else 0,
         n_shard=len(layout.chunks) if is_sharded else 0,
         n_buffer=0 if is_resident else 2 * layout.min_buffers(0),
-        n_checkpoint=round(workload.num_blocks * run.checkpointed_frac),
+        n_checkpoint=n_checkpoint,
+        n_selective=0 if run.product_stride is None else n_checkpoint,
+        product_stride=run.product_stride or 1,
         micro_batches=run.micro_batches,
         loss_tiles=run.loss_tiles,
         parallel=run.parallel,

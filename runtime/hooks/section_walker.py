@@ -257,7 +257,7 @@ class SectionWalker:
             state = BlockState(self._names[block], modules, is_training=self._is_training)
             again = Recomputation(module, state, lambda: self._advance(TaskKind.BACKWARD, block))
             if self._modes[block] is ActivationMode.SELECTIVE:
-                return selecting(self._product_stride, state.noting(), again)
+                return selecting(self._names[block], self._product_stride, state.noting(), again)
             return state.noting(), again
 
         def forward(*args: Any, **kwargs: Any) -> Any:

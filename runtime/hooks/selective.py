@@ -10,9 +10,11 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Final
 
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
+from ...shared.basics.errors import ScheduleError
 from ...shared.phases.kept_results import KeptResults
+from ..model.nested_tensors import tensors_in
 
 _DROPOUTS: Final = ("dropout_p", "p_dropout")
 """What kernels of attention call the share of probabilities that they drop."""
@@ -20,8 +22,8 @@ _DROPOUTS: Final = ("dropout_p", "p_dropout")
 
 def draws_dropout(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of a kernel of attention draws dropout by itself."""
-    if "dropout_p" in kwargs or "p_dropout" in kwargs:
-        return any(bool(kwargs.get(name, 0.0)) for name in _DROPOUTS)
+    if any(kwargs.get(name) for name in _DROPOUTS):
+        return True
     names = (argument.name for argument in operator._schema.arguments)
     return any(name in _DROPOUTS and bool(value) for name, value in zip(names, args, strict=False))
 
@@ -29,13 +31,35 @@ def draws_dropout(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 class _Policy:
     """Which results of one forward of one block are kept."""
 
-    def __init__(self, product_stride: int) -> None:
+    def __init__(self, block: str, product_stride: int) -> None:
+        self._block = block
         self._kept = KeptResults(product_stride)
+        self._storages: set[int] = set()
+        """Of what was kept so far, which lives as long as this."""
 
-    def __call__(self, _: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        name = operator._schema.name.rpartition("::")[2]
-        is_kept = self._kept.keeps(name, draws=draws_dropout(operator, args, kwargs))
-        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+    def __call__(
+        self, context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any
+    ) -> CheckpointPolicy:
+        schema = operator._schema
+        if schema.is_mutable:
+            self._check_left_alone(operator, args, kwargs)
+        name = schema.name.rpartition("::")[2]
+        if not self._kept.keeps(name, draws=draws_dropout(operator, args, kwargs)):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        self._storages.update(tensor.untyped_storage()._cdata for tensor in tensors_in(context.op_output))
+        return CheckpointPolicy.MUST_SAVE
+
+    def _check_left_alone(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise ScheduleError if ``operator`` changes a result that is kept."""
+        arguments = operator._schema.arguments
+        named = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
+        written = [named.get(argument.name) for argument in arguments if argument.is_write]
+        if any(tensor.untyped_storage()._cdata in self._storages for tensor in tensors_in(written)):
+            raise ScheduleError(
+                f"block {self._block} changes what a matrix product or attention gave in place "
+                f"({operator._schema.name}), so that mode selective cannot hand it to the recomputation. Checkpoint or "
+                f"keep this block (n_selective, activation_modes), or let it make a new tensor."
+            )
 
 
 class _Both:
@@ -58,8 +82,9 @@ class _Both:
 
 
 def selecting(
-    product_stride: int, forward: AbstractContextManager[Any], again: AbstractContextManager[Any]
+    block: str, product_stride: int, forward: AbstractContextManager[Any], again: AbstractContextManager[Any]
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Both contexts of a checkpointed block, within which results are kept and handed back."""
-    keeping, handing = create_selective_checkpoint_contexts(_Policy(product_stride))
+    """Both contexts of the checkpointed ``block``, within which results are kept and handed back."""
+    policy = _Policy(block, product_stride)
+    keeping, handing = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
     return _Both(forward, keeping), _Both(again, handing)

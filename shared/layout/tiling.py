@@ -17,7 +17,7 @@ from ..schema.workload import BlockProfile, Workload
 
 
 def tiled(workload: Workload, plan: Plan) -> Workload:
-    """``workload`` with the phases of ``plan``'s share, tiles and modes; of the same identity.  Itself where all is whole.
+    """``workload`` with the phases of ``plan``'s share, tiles and modes, of the same identity; itself if it has them.
 
     Raises PlanError if the workload does not know so many ranks that share a sequence, so many tiles, or which results
     blocks may keep.

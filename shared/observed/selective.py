@@ -28,6 +28,7 @@ from .observation import Observation
 _MOST_BEFORE: Final = 8
 """Calls between a block's output and its recomputation."""
 
+
 def selective_recomputations(
     forward: Observation, recompute: Observation, backward: Observation
 ) -> tuple[SelectiveRecomputation, ...]:

@@ -32,7 +32,7 @@ class ActivationMode(StrEnum):
 
 
 def mode_counts(modes: Sequence[ActivationMode]) -> dict[str, int]:
-    """The knobs of a plan that count these modes: ``n_swap``, ``n_checkpoint``, ``n_offload_input``, ``n_selective``."""
+    """The knobs of a plan that count these modes."""
     return {
         "n_swap": modes.count(ActivationMode.SWAP),
         "n_checkpoint": sum(mode.is_recomputed for mode in modes),

@@ -166,8 +166,8 @@ def why_not_selective(plan: Plan) -> str | None:
     if plan.n_selective + plan.n_offload_input > plan.n_checkpoint:
         more = f" and n_offload_input {plan.n_offload_input}" if plan.n_offload_input else ""
         return (
-            f"n_selective: {plan.n_selective} with n_checkpoint {plan.n_checkpoint}{more}; blocks that keep results are "
-            f"recomputed, with their input on the device. Raise n_checkpoint to "
+            f"n_selective: {plan.n_selective} with n_checkpoint {plan.n_checkpoint}{more}; blocks that keep results "
+            f"are recomputed, with their input on the device. Raise n_checkpoint to "
             f"{plan.n_selective + plan.n_offload_input}, or lower n_selective"
         )
     if plan.product_stride > 1 and not plan.n_selective:
@@ -265,8 +265,8 @@ class Plan(Document):
     """Of the matrix products of a block in mode SELECTIVE, the first of every so many is kept; 1: all.  A file has the
     field where it is not 1."""
     activation_modes: tuple[ActivationMode, ...] | None = Field(default=None)
-    """One mode per block, instead of ``n_swap``, ``n_checkpoint``, ``n_offload_input``, ``n_selective`` and their placement
-    rule."""
+    """One mode per block, instead of ``n_swap``, ``n_checkpoint``, ``n_offload_input``, ``n_selective`` and their
+    placement rule."""
     mlp_tiles: PositiveInt = 1
     """Tiles of tokens that the MLPs of blocks run in, forward and backward (``Workload.tilings``); 1: whole.  A file
     has the field where it is not 1."""
