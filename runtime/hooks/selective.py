@@ -13,7 +13,7 @@ from typing import Any, Final
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
 from ...shared.basics.errors import ScheduleError
-from ...shared.phases.kept_results import KeptResults
+from ...shared.phases.activation_modes import KeptResults
 from ..model.nested_tensors import tensors_in
 
 _DROPOUTS: Final = ("dropout_p", "p_dropout")

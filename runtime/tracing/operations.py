@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 from ...shared.observed.observation import OperatorCall
-from ...shared.phases.kept_results import ATTENTION
+from ...shared.phases.activation_modes import ATTENTION
 from ...shared.schema.workload import DType, Operation, OperationClass
 from ..hooks.selective import draws_dropout
 from ..model.nested_tensors import tensors_in

@@ -1,11 +1,11 @@
 """Device bytes of activations at every compute position, for every choice of activation modes at once.
 
 A block's forward leaves its output and what it saves; what a forward frees that was there before, its input if nobody
-saves that, is taken off its output. Whatever a checkpointed forward leaves beside its output and the results that it
-keeps (the random generator's state) goes with the output. While a task runs, everything that the tasks before it left
-is alive, and the task adds its own peak. What backwards leave is the measured level, or what must still be alive if
+saves that, is taken off its output.  Whatever a checkpointed forward leaves beside its output and the results that it
+keeps (the random generator's state) goes with the output.  While a task runs, everything that the tasks before it left
+is alive, and the task adds its own peak.  What backwards leave is the measured level, or what must still be alive if
 that is more: the gradient that a backward hands on is the difference, and not below 0; a part of a gradient that
-another section completes goes along with it. What swaps, and inputs that are offloaded, are counted by those who know
+another section completes goes along with it.  What swaps, and inputs that are offloaded, are counted by those who know
 when they travel; here they are only taken off what the phases leave.
 
 Two things go before the backward of the section that made them.  Shared inputs that no block holds go with the forward

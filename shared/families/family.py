@@ -38,7 +38,7 @@ from ..observed.assembly import TracedModel, TracedShape, assemble
 from ..observed.observation import Observation, OperatorCall
 from ..observed.observed_inputs import ObservedInput, PhaseKey
 from ..observed.packed import attending_within_samples
-from ..phases.kept_results import FUSED_DROPOUT
+from ..phases.activation_modes import FUSED_DROPOUT
 from ..phases.packing import Packing
 from ..phases.quadratic import SHORTEST_SQUARE
 from ..schema.plan import ActivationMode

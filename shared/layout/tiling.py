@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..basics.errors import PlanError
-from ..phases.kept_results import why_no_product_stride
+from ..phases.activation_modes import why_no_product_stride
 from ..schema.plan import ActivationMode, Plan
 from ..schema.workload import BlockProfile, Workload
 

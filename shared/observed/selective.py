@@ -20,8 +20,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from ..phases.activation_modes import PRODUCT_STRIDES, KeptResults
 from ..phases.block_profile import SelectiveRecomputation
-from ..phases.kept_results import PRODUCT_STRIDES, KeptResults
 from ..phases.phase import Phase
 from .observation import Observation
 

@@ -29,7 +29,7 @@ from transformers import (
 
 from protwin.runtime import carry_out, trace
 from protwin.runtime.devices.ledger import MemoryLedger
-from protwin.runtime.hooks.section_walker import SectionWalker
+from protwin.runtime.hooks.section_walker import Recomputing, SectionWalker
 from protwin.runtime.hooks.selective import draws_dropout
 from protwin.runtime.model.blocks import find_blocks
 from protwin.runtime.model.snapshot import left_as_found
@@ -39,7 +39,7 @@ from protwin.shared.basics.errors import PlanError, ScheduleError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import layout_of
 from protwin.shared.observed.observation import Observation
-from protwin.shared.phases.kept_results import KeptResults
+from protwin.shared.phases.activation_modes import KeptResults
 from protwin.shared.schema.plan import ActivationMode, Plan, mode_counts
 from protwin.shared.schema.schedule import Content, TaskKind
 from protwin.shared.schema.workload import BlockId, Phase, Workload
@@ -210,7 +210,9 @@ def test_phases_that_are_derived_are_those_of_a_run(
     """
     model = built(name)
     workload, blocks = trace(model, BATCH, repeats=0), find_blocks(model)
-    monkeypatch.setattr(observing, "SectionWalker", partial(SectionWalker, product_stride=product_stride))
+    monkeypatch.setattr(
+        observing, "SectionWalker", partial(SectionWalker, recomputing=Recomputing(product_stride=product_stride))
+    )
     with left_as_found(model):
         plain, seen = (
             observe_sections(model, BATCH, None, blocks, mode, lambda: None, passes=2).sections
