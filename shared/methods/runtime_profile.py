@@ -59,6 +59,11 @@ class RuntimeProfile:
         """Raise PlanError if the runtime carries out no plans like ``plan``."""
         if self.runtime is not Runtime.OURS and plan.method is not TrainingMethod.FULL:
             raise PlanError(f"{self.runtime} carries out no plans of method {plan.method}. Leave the runtime out.")
+        if self.recomputes_whole and plan.n_selective:
+            raise PlanError(
+                f"reentrant checkpointing recomputes blocks whole, but {plan.n_selective} blocks of the plan keep "
+                f"results (n_selective). Ask about a plan with n_selective 0, or leave reentrant checkpointing out."
+            )
         modes = _MODES.get(self.runtime)
         if modes is None or plan.parallel in modes:
             return

@@ -104,7 +104,9 @@ def test_every_kind_of_plan_comes() -> None:
     of_methods |= {kind for kind in TaskKind if "projection" in kind}
     assert kinds == set(TaskKind) - of_ranks - of_methods
     mixtures = {frozenset(plan.activation_modes or ()) for plan in drawn}
-    assert {frozenset(ActivationMode), frozenset({ActivationMode.KEEP, ActivationMode.SWAP})} <= mixtures
+    others = frozenset(ActivationMode) - {ActivationMode.SELECTIVE}
+    pairs = {frozenset({ActivationMode.KEEP, mode}) for mode in (ActivationMode.SWAP, ActivationMode.SELECTIVE)}
+    assert {others, *pairs} <= mixtures
     assert {plan.micro_batches for plan in drawn} == {1, 2, 3}
     assert any(plan.num_kept == 0 for plan in drawn)
     together = draw_plans(workload, Draw(num_ranks=2), number=40)
