@@ -16,7 +16,7 @@ scattered (``CostModel._laying_flat_s``).  Others copy as their code has it (tor
 * ZeRO-1 and ZeRO-2 (``deepspeed/runtime/zero/stage_1_and_2.py``) copy gradients into a bucket between computations,
   divide it, join it again and all-reduce it (``allreduce_and_scatter``): every rank receives all, and copies its own
   part out twice; ZeRO-2 adds it to that of the micro-batch before.  ZeRO-1 reduces once per step, behind the last
-  backward.  On one rank the same copies are made.
+  backward.  One rank makes the same copies, between computations.
 
 FSDP and FSDP2 keep parameters in float32 where there are masters, and cast their part before each gather.  ZeRO keeps
 its part in both types; its step joins and widens the part's gradients, scales them, takes their norm, and casts the
@@ -179,7 +179,7 @@ class RuntimeCosts(CostModel):
         self._step_on_hosts(schedule, seconds)
         if self.profile.runtime is Runtime.OFFLOADED_STATES:
             self._move_moments(schedule, seconds)
-        copies = _COPIES.get(self.profile.runtime)
+        copies = _COPIES.get(self._engine)
         if copies is not None:
             self._copy(schedule, seconds, copies)
         return tuple(seconds)
@@ -190,7 +190,7 @@ class RuntimeCosts(CostModel):
         users = _first_users(schedule)
         index_of = {task.id: index for index, task in enumerate(schedule.tasks)}
         casts_part = copies.casts_part and self.dtype.item_bytes < _MASTER_BYTES
-        if schedule.num_ranks == 1:
+        if schedule.num_ranks == 1 and copies is _ZERO_12:
             self._copy_alone(schedule, seconds, copies)
         for index, task in enumerate(schedule.tasks):
             if task.kind is TaskKind.DEVICE_ADAM and self.dtype.item_bytes < _MASTER_BYTES:
@@ -238,8 +238,8 @@ class RuntimeCosts(CostModel):
 
     def _add_hooks(self, schedule: Schedule, seconds: list[float]) -> None:
         """Add what Python in hooks takes, where the host is slower than the device ([Note: Hooks])."""
-        is_zero_3 = self._has_hooks_of is Runtime.DEEPSPEED_ZERO3
-        hooks = _HOOKS.get(self._has_hooks_of)
+        is_zero_3 = self._engine is Runtime.DEEPSPEED_ZERO3
+        hooks = _HOOKS.get(self._engine)
         if hooks is None:
             return
         forward, backward = hooks
@@ -261,8 +261,8 @@ class RuntimeCosts(CostModel):
             seconds[index] = max(seconds[index], host_s)
 
     @property
-    def _has_hooks_of(self) -> Runtime:
-        """Offloading is a matter of either of DeepSpeed's two engines: one rank has that of ZeRO-2."""
+    def _engine(self) -> Runtime:
+        """Whose copies and hooks these are: with offloading those of ZeRO-2 on one rank, else those of ZeRO-3."""
         runtime = self.profile.runtime
         if runtime is not Runtime.DEEPSPEED_OFFLOAD:
             return Runtime.FSDP if runtime is Runtime.FSDP_BACKWARD_POST else runtime
