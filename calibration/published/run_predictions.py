@@ -104,7 +104,13 @@ def figures_of(run: MeasuredRun, record: Record) -> PredictedRun:
 def profile_of(run: MeasuredRun) -> RuntimeProfile:
     """Who carried ``run`` out."""
     keeps_parts = run.host_stepped and run.num_ranks > 1
-    return RuntimeProfile(run.runtime, run.reduce_dtype, run.loops_over_tensors, keeps_parts)
+    return RuntimeProfile(
+        run.runtime,
+        run.reduce_dtype,
+        run.loops_over_tensors,
+        keeps_parts=keeps_parts,
+        recomputes_whole=run.recomputes_whole,
+    )
 
 
 def workload_of(run: MeasuredRun) -> Workload:
@@ -199,7 +205,8 @@ def plan_of(run: MeasuredRun, workload: Workload) -> Plan:
     is_sharded = run.parallel is ParallelMode.SHARDED and not is_offloaded
     is_resident = not (is_sharded or is_offloaded or has_whole_host)
     num_chunks = len(layout.chunks)
-    num_places = num_chunks if run.runtime in _GATHERING_ONCE else 2 * layout.min_buffers(0)
+    has_places = run.keeps_gathered or run.runtime in _GATHERING_ONCE
+    num_places = num_chunks if has_places else 2 * layout.min_buffers(0)
     steps_alone = profile_of(run).steps_alone and (is_offloaded or has_whole_host)
     return Plan(
         workload_id=workload.identity,

@@ -71,9 +71,13 @@ class RuntimeProfile:
     keeps_parts: bool = False
     """Whether every device keeps its part of what the hosts step, so that it is copied once per step."""
 
+    recomputes_whole: bool = False
+    """Whether checkpointed blocks are recomputed to their end, not just up to what backward reads: reentrant
+    checkpointing, and all of it in PyTorch before 2.1 (github.com/pytorch/pytorch pull request 96866)."""
+
     @property
     def is_ours(self) -> bool:
-        """Whether nothing is copied around collectives, nothing waits for more than here, and AdamW is fused."""
+        """Whether nothing is copied, waits or is computed otherwise than here, and AdamW is fused."""
         return self.other is None
 
     @property
@@ -82,6 +86,7 @@ class RuntimeProfile:
         words = [] if self.runtime is Runtime.OURS else [_WORDS.get(self.runtime, f"copies of {self.runtime}")]
         words += ["AdamW as a loop over tensors"] if self.loops_over_tensors else []
         words += ["devices keep parts of what hosts step"] if self.keeps_parts else []
+        words += ["blocks recomputed whole"] if self.recomputes_whole else []
         return ", ".join(words) or None
 
     @property
@@ -96,7 +101,8 @@ class RuntimeProfile:
 
     def check(self, plan: Plan) -> None:
         """Raise PlanError if the runtime carries out no plans like ``plan``."""
-        if self.other is not None and plan.method is not TrainingMethod.FULL:
+        is_here = self.runtime is Runtime.OURS and not self.keeps_parts
+        if not is_here and plan.method is not TrainingMethod.FULL:
             raise PlanError(f"{self.runtime} carries out no plans of method {plan.method}. Leave the runtime out.")
         modes = _MODES.get(self.runtime)
         if modes is not None and plan.parallel not in modes:
