@@ -19,6 +19,7 @@ from typing import Final
 
 from ...shared.schema.hardware import Device, DeviceKind
 from ...shared.schema.workload import DType, Operation, OperationClass
+from .efficiency import HALVED_CLOCK_HZ, LANES
 
 ELEMENTS_PER_CLOCK: Final = 1.2
 """Of one multiprocessor, in kernels that are not vectorized; see [Note: Vectorized kernels]."""
@@ -45,11 +46,6 @@ _OF_BYTES: Final = {"nll_loss_forward": 0.0, "nll_loss_backward": 0.5, "nll_loss
 _BROADCASTING: Final = frozenset({"mul", "add", "sub", "div"})
 _HALF: Final = frozenset({DType.FLOAT16, DType.BFLOAT16})
 """Types of 16 bits."""
-_LANES: Final = 128
-"""Float32 units of one multiprocessor; Volta, Turing and the A100 have half as many."""
-_HALVED_CLOCK_HZ: Final = 1.6e9
-"""At which those with half as many clock at most, and all others at least (NVIDIA's data sheets: 1,410 to 1,590 MHz,
-1,690 and more)."""
 _SCALAR_BYTES: Final = 64
 """Less than any operand that is broadcast has."""
 
@@ -98,5 +94,5 @@ def goes_by_elements(operation: Operation) -> bool:
 def clock_hz(device: Device) -> float:
     """Clocks per second at which a device reaches its peak outside the matrix units; it must state multiprocessors."""
     assert device.num_multiprocessors is not None
-    clock = device.vector_flop_per_s / (2 * _LANES * device.num_multiprocessors)
-    return max(clock, min(2 * clock, _HALVED_CLOCK_HZ))
+    clock = device.vector_flop_per_s / (2 * LANES * device.num_multiprocessors)
+    return max(clock, min(2 * clock, HALVED_CLOCK_HZ))
