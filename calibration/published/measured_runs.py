@@ -133,6 +133,10 @@ class MeasuredRun(FrozenModel):
     """What gradients were reduced in; None: their own type."""
     loops_over_tensors: bool = False
     """Whether AdamW was a loop over tensors."""
+    recomputes_whole: bool = False
+    """Whether checkpointed blocks were recomputed to their end."""
+    keeps_gathered: bool = False
+    """Whether what forward gathered was kept for backward (FSDP's SHARD_GRAD_OP)."""
     attention_kernel: AttentionKernel | None = None
     """What computed attention; None: what PyTorch takes today."""
     measured: Measured

@@ -75,7 +75,7 @@ def predict_runs(on_step: OnStep = lambda done, total: None) -> tuple[PredictedR
 def predict_run(run: MeasuredRun) -> PredictedRun:
     """One step of ``run``."""
     workload = workload_of(run)
-    profile = RuntimeProfile(run.runtime, run.reduce_dtype, run.loops_over_tensors)
+    profile = RuntimeProfile(run.runtime, run.reduce_dtype, run.loops_over_tensors, run.recomputes_whole)
     return figures_of(run, simulate(plan_of(run, workload), workload, hardware_of(run), runtime=profile))
 
 
@@ -192,7 +192,7 @@ def plan_of(run: MeasuredRun, workload: Workload) -> Plan:
         chunk_bytes=chunk_bytes,
         n_persist=len(layout.chunks) if is_resident else 0,
         n_shard=len(layout.chunks) if is_sharded else 0,
-        n_buffer=0 if is_resident else 2 * layout.min_buffers(0),
+        n_buffer=0 if is_resident else len(layout.chunks) if run.keeps_gathered else 2 * layout.min_buffers(0),
         n_checkpoint=round(workload.num_blocks * run.checkpointed_frac),
         micro_batches=run.micro_batches,
         loss_tiles=run.loss_tiles,

@@ -12,7 +12,7 @@ input, as it does there: where a block keeps its activations, it keeps its weigh
 
 from __future__ import annotations
 
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import torch
 from torch import nn
@@ -111,7 +111,7 @@ class GptqLinear(nn.Linear):
 def _words(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """``codes`` (n, m) of so many bits, packed along the first dimension into whole numbers of 32 bits."""
     per_word = WORD_BITS // bits
-    shifts: Any = torch.arange(0, WORD_BITS, bits, device=codes.device).view(1, -1, 1)
-    words = (codes.reshape(-1, per_word, codes.shape[1]) << shifts).sum(dim=1)
+    shifts: torch.Tensor = torch.arange(0, WORD_BITS, bits, device=codes.device).view(1, -1, 1)
+    words: torch.Tensor = (codes.reshape(-1, per_word, codes.shape[1]) << shifts).sum(dim=1)
     # Of the lowest 32 bits, the highest one is the sign.
     return (words - ((words >> 31) << 32)).to(torch.int32)

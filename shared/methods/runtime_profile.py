@@ -38,10 +38,13 @@ class RuntimeProfile:
     loops_over_tensors: bool = False
     """Whether AdamW is a loop over tensors, with an operation for every step of the update (``foreach=False``, and all
     of PyTorch before 1.13)."""
+    recomputes_whole: bool = False
+    """Whether checkpointed blocks are recomputed to their end, not just up to what backward reads: reentrant
+    checkpointing, and all of it in PyTorch before 2.1 (github.com/pytorch/pytorch pull request 96866)."""
 
     @property
     def is_ours(self) -> bool:
-        """Whether nothing is copied around collectives, and AdamW is fused."""
+        """Whether it is carried out as here: nothing is copied around collectives, AdamW is fused."""
         return self.other is None
 
     @property
@@ -49,6 +52,7 @@ class RuntimeProfile:
         """What is another than here, in words; None where there is nothing."""
         words = [] if self.runtime is Runtime.OURS else [f"copies of {self.runtime} around collectives"]
         words += ["AdamW as a loop over tensors"] if self.loops_over_tensors else []
+        words += ["blocks recomputed whole"] if self.recomputes_whole else []
         return ", ".join(words) or None
 
     def check(self, plan: Plan) -> None:

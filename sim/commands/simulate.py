@@ -77,6 +77,7 @@ from .options import (
     NumRanks,
     Parallel,
     ReduceDType,
+    Reentrant,
     ShardRanks,
     Shards,
     StudentPath,
@@ -142,6 +143,7 @@ def simulate_command(
     shard_ranks: ShardRanks = None,
     runtime: AsRuntime = Runtime.OURS,
     reduce_dtype: ReduceDType = None,
+    reentrant: Reentrant = False,
     optimizer: OptimizerName = None,
     tokens: Tokens = None,
     prices: PriceEntries = None,
@@ -170,7 +172,7 @@ def simulate_command(
         },
         as_json=as_json,
     )
-    profile = runtime_profile(runtime, reduce_dtype)
+    profile = runtime_profile(runtime, reduce_dtype, is_reentrant=reentrant)
     machine = machine_of(hardware, changes, prices)
     loaded = load_plan_or_pipeline(plan)
     check_budget(device_budget_bytes, machine)

@@ -100,6 +100,13 @@ class RuntimeCosts(CostModel):
             for index, task in enumerate(schedule.tasks):
                 if task.kind is TaskKind.DEVICE_ADAM and task.num_stepped:
                     seconds[index] = self._looping_s(task)
+        if self.profile.recomputes_whole:
+            whole = {task.section: task.phase for task in schedule.tasks if task.kind is TaskKind.FORWARD}
+            for index, task in enumerate(schedule.tasks):
+                phase = whole.get(task.section)
+                if task.kind is TaskKind.RECOMPUTE and task.phase is not None and phase is not None:
+                    rest_s = self.phase_s(phase, task.kind) - self.phase_s(task.phase, task.kind)
+                    seconds[index] += max(0.0, rest_s)
         copies = _COPIES.get(self.profile.runtime)
         if copies is None:
             return tuple(seconds)

@@ -142,6 +142,29 @@ def test_a_loop_over_tensors_moves_eighty_bytes_for_twenty_eight_or_waits_for_it
     assert seconds(5e-4) == pytest.approx(8 * sum(p.trainable for p in workload.parameters) * 5e-4)
 
 
+@pytest.mark.parametrize("n_checkpoint", [0, 5])
+def test_reentrant_checkpointing_recomputes_blocks_to_their_end(n_checkpoint: int) -> None:
+    """A recomputed block takes as long as its forward: the last product is part of it, which backward does not read."""
+    workload = model()
+    schedule = compile_schedule(sharded(workload, n_checkpoint=n_checkpoint, micro_batches=2), workload)
+    own = costs_of(workload, Runtime.OURS).durations_s(schedule)
+    plain = CostModel.of(workload, MACHINE, num_ranks=8)
+    whole = RuntimeCosts.like(plain, RuntimeProfile(recomputes_whole=True), workload).durations_s(schedule)
+    forward_s = {
+        task.section: seconds
+        for task, seconds in zip(schedule.tasks, own, strict=True)
+        if task.kind is TaskKind.FORWARD
+    }
+    num_recomputed = 0
+    for task, before, after in zip(schedule.tasks, own, whole, strict=True):
+        if task.kind is TaskKind.RECOMPUTE:
+            num_recomputed += 1
+            assert before < after == pytest.approx(forward_s[task.section])
+        else:
+            assert before == after
+    assert num_recomputed == 2 * n_checkpoint
+
+
 @pytest.mark.parametrize("n_checkpoint", [0, 12])
 def test_behind_backward_nothing_is_gathered_beside_it(n_checkpoint: int) -> None:
     """With BACKWARD_POST, no gather that a backward waits for begins before the computation ahead of it has ended."""
