@@ -110,7 +110,7 @@ Parallel = Annotated[
     typer.Option("--parallel", help="What they do together."),
 ]
 AsRuntime = Annotated[
-    Runtime, typer.Option("--as", help="Who carries the plan out: other systems copy around their collectives.")
+    Runtime, typer.Option("--as", help="Who carries the plan out: other systems copy, wait and step otherwise.")
 ]
 
 
