@@ -8,12 +8,13 @@ from typing import Any, Final
 
 from ..phases.quantization import GROUP_SIZE, Quantization, QuantizedType
 from ..phases.tiling import LossHead
+from ..schema.hardware import AttentionKernel
 from ..schema.training_options import LoraOptions, QuantizationOptions
 from .asked_run import Checkpointing, Precision, Reading, Split
 from .axolotl_keys import AXOLOTL_KEYS
 from .deepspeed import read_deepspeed
 from .fsdp import fsdp_options, read_fsdp
-from .keys import AUTO, Walk, one_of, recomputes_whole, said
+from .keys import AUTO, Walk, attention_of, one_of, recomputes_whole, said
 from .named_files import section
 from .optimizers import optimizer_of
 
@@ -48,6 +49,7 @@ def read_axolotl(content: Mapping[str, Any], *, folder: Path | None = None) -> R
         "split": Split.NOTHING,
         "num_ranks": _world(walk),
         **_memory(walk),
+        "attention_kernel": _attention(walk),
         "precision": _precision(walk, is_adapted=lora is not None, is_shared=bool(others)),
     }
     walk.means("base_model", "which model")
@@ -151,6 +153,13 @@ def _targets(walk: Walk) -> tuple[str, ...]:
         return ()
     walk.means("lora_target_modules", "the linear maps that are adapted")
     return tuple(names)
+
+
+def _attention(walk: Walk) -> AttentionKernel | None:
+    """``flash_attention``, which older files have, is FlashAttention-2."""
+    if walk.has("attn_implementation"):
+        return attention_of(walk, "attn_implementation", walk.value("attn_implementation"))
+    return attention_of(walk, "flash_attention", "flash_attention_2" if walk.flag("flash_attention") else None)
 
 
 def _memory(walk: Walk) -> dict[str, Any]:

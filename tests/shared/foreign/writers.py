@@ -10,6 +10,7 @@ from protwin.shared.foreign.asked_run import AskedRun, Checkpointing, Place, Pre
 from protwin.shared.methods.runtime_profile import Runtime
 from protwin.shared.phases.quantization import Quantization, QuantizedType
 from protwin.shared.phases.tiling import LossHead
+from protwin.shared.schema.hardware import AttentionKernel
 from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.training_options import LoraOptions, QuantizationOptions
 from protwin.shared.schema.workload import DType
@@ -244,6 +245,7 @@ def axolotl_run(rng: random.Random) -> AskedRun:
         "optimizer": rng.choice([Optimizer.ADAMW, Optimizer.LION, Optimizer.ADAMW_8BIT]),
         "max_gradient_norm": rng.choice([1.0, 0.0, 0.3]),
         "checkpointing": rng.choice([Checkpointing.NONE, Checkpointing.FULL]),
+        "attention_kernel": rng.choice([None, AttentionKernel.FLASH_2, AttentionKernel.FLASH_3]),
         "loss_head": rng.choice([None, LossHead.FUSED, LossHead.CHUNKED]),
         "split": split,
         "parameters_on": None if split is Split.NOTHING or place is Place.DEVICE else place,
@@ -288,6 +290,11 @@ def axolotl(run: AskedRun, rng: random.Random) -> dict[str, Any]:
         content["gradient_accumulation_steps"] = run.micro_batches
     else:
         content["batch_size"] = (run.micro_batches or 1) * (run.batch_size or 1)
+    if run.attention_kernel is AttentionKernel.FLASH_2 and rng.random() < 0.5:
+        content["flash_attention"] = True
+    elif run.attention_kernel is not None or rng.random() < 0.3:
+        names = {AttentionKernel.FLASH_2: "flash_attention_2", AttentionKernel.FLASH_3: "flash_attention_3"}
+        content["attn_implementation"] = "sdpa" if run.attention_kernel is None else names[run.attention_kernel]
     if run.offloads_inputs:
         content |= rng.choice([{"gradient_checkpointing": "offload"}, {"activation_offloading": True}])
     if run.loss_head is LossHead.FUSED:
