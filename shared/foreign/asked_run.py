@@ -9,6 +9,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from ..basics.documents import FrozenModel
 from ..methods.runtime_profile import Runtime
 from ..phases.tiling import LossHead
+from ..schema.hardware import AttentionKernel
 from ..schema.optimizer import Optimizer
 from ..schema.training_options import LoraOptions, QuantizationOptions
 from ..schema.workload import DType
@@ -114,6 +115,8 @@ class AskedRun(FrozenModel):
     """Whether recomputed blocks are recomputed to their end: reentrant checkpointing."""
     offloads_inputs: bool = False
     """Whether the inputs of recomputed blocks go to the host."""
+    attention_kernel: AttentionKernel | None = None
+    """What computes attention; None: what PyTorch takes."""
     loss_head: LossHead | None = None
     """How the loss is made of hidden states."""
     loss_tiles: PositiveInt = 8

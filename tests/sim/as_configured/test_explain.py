@@ -299,6 +299,17 @@ def told_of(said: Said | None = None, *, on: str = "rtx-3090", **changes: Any) -
     return explain(Reading(tool=Tool.TRAINING_ARGUMENTS, run=run), said or Said(), asked, never)
 
 
+def test_attention_is_that_of_the_file_in_the_run_and_pytorchs_in_the_plan() -> None:
+    on = "h100-80gb"
+    usual, flash = (
+        told_of(on=on, attention_kernel=kernel, batch_size=2, sequence_length=8192) for kernel in (None, "flash-2")
+    )
+    assert flash.configured.iteration_s > usual.configured.iteration_s
+    assert flash.found.prediction.iteration_s == usual.found.prediction.iteration_s
+    (own,) = [one for one in flash.found.baselines if one.name == "the run of the file"]
+    assert own.iteration_s == flash.configured.iteration_s
+
+
 def test_the_answer_is_that_of_the_simulator_and_of_the_search() -> None:
     told = told_of(micro_batches=2)
     configured, workload, settled = planned(Tool.TRAINING_ARGUMENTS, on="rtx-3090", micro_batches=2)
