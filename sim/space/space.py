@@ -331,7 +331,7 @@ class LayoutGrid:
             sequence_ranks=self.step.sequence_ranks,
         )
 
-    def _in_tiles(self, mode: int) -> dict[str, int]:
+    def _in_tiles(self, mode: int) -> dict[str, Any]:
         mlp_tiles, loss_tiles, product_stride = self.modes.tiles_of(mode)
         knobs = {"mlp_tiles": mlp_tiles, "loss_tiles": loss_tiles}
         n_checkpoint = int(self.modes.n_checkpoint[mode])

@@ -45,7 +45,8 @@ def mode_rows_in_tiles(tilings: Mapping[Tiles, Workload], space: SearchSpace) ->
     tiles, workloads = sorted(tilings), [tilings[one] for one in sorted(tilings)]
     rows = [_distinct(mode_rows(tilings[one], space), one, space) for one in tiles]
     filled = [number for number, part in enumerate(rows) if len(part.n_swap)] or [0]
-    tiles, workloads, parts = ([values[number] for number in filled] for values in (tiles, workloads, rows))
+    tiles, workloads = [tiles[number] for number in filled], [workloads[number] for number in filled]
+    parts = [rows[number] for number in filled]
     if len(parts) == 1:
         return replace(parts[0], tiles=tuple(tiles))
     num_blocks, sizes = parts[0].num_blocks, [len(part.n_swap) for part in parts]
