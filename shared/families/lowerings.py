@@ -8,11 +8,13 @@ from ..schema.training_options import TrainingOptions
 from .family import Change, FamilyPiece
 
 
-def lowering(change: Change | None, options: TrainingOptions) -> Change:
+def lowering(change: Change | None, options: TrainingOptions) -> Change | None:
     """``change`` of what a trace sees, and then what ``options`` say of how it is computed.
 
     It raises WorkloadError where that is not known.
     """
+    if not options.is_lowered:
+        return change
     asked = Lowering(options.compiled, options.float8)
 
     def made(shape: TracedShape, piece: FamilyPiece, values: tuple[int, ...]) -> TracedShape:

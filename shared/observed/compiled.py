@@ -51,6 +51,9 @@ class Fused:
 
     def __init__(self, flow: Flow) -> None:
         self._flow = flow
+        made = flow.made[flow.num_forward - 1] if flow.num_forward else []
+        self._output = made[0] if made else None
+        """What forward hands on."""
         self._num_calls = len(flow.calls)
         self._kept: set[Number] = set()
         self._sources: dict[Number, frozenset[Number]] = {}
@@ -64,12 +67,6 @@ class Fused:
         """What forward makes and backward reads, of what it does not hand on."""
         self.kernels = self._kernels(0, flow.num_forward), self._kernels(flow.num_forward, self._num_calls)
         """Of forward, and of backward."""
-
-    @property
-    def _output(self) -> Number | None:
-        """What forward hands on."""
-        made = self._flow.made[self._flow.num_forward - 1] if self._flow.num_forward else []
-        return made[0] if made else None
 
     def _counted_products(self) -> list[int]:
         """For every call, how many calls that stand apart it comes behind, one after the other."""
@@ -191,19 +188,28 @@ class Fused:
 
 
 def fused_pair(
-    forward: Observation, backward: Observation, num_tokens: int, passed_bytes: int
+    forward: Observation,
+    backward: Observation,
+    num_tokens: int,
+    passed_bytes: int,
+    *,
+    whole: Sequence[OperatorCall] | None = None,
 ) -> tuple[Observation, Observation]:
     """A forward, or the recomputation of one, and its backward as compiled.
 
-    ``passed_bytes``: of a block's input.  Memory changes by what is saved less; what backward leaves stays.
+    ``passed_bytes``: of a block's input; ``whole``: the calls of a forward whose recomputation ends early.  Memory
+    changes by what is saved less; what backward leaves stays.
     """
-    flow = Flow(forward.calls, backward.calls, num_tokens, passed_bytes)
+    num_forward = len(forward.calls)
+    calls = forward.calls if whole is None or whole[:num_forward] != forward.calls else whole
+    flow = Flow(calls, backward.calls, num_tokens, passed_bytes)
     fused = Fused(flow)
     sizes = sorted(flow.values[value].size for value in fused.saved)
     saved_bytes = sum(forward.saved_bytes) if forward.saved_bytes else forward.net_bytes
     less_bytes = saved_bytes - sum(sizes)
     lasting = set(fused.saved)
-    first = _rebuilt(forward, flow, fused.kernels[0], (0, flow.num_forward), lasting, frozenset())
+    kernels = [kernel for kernel in fused.kernels[0] if kernel.place <= num_forward]
+    first = _rebuilt(forward, flow, kernels, (0, num_forward), lasting, frozenset())
     second = _rebuilt(backward, flow, fused.kernels[1], (flow.num_forward, len(flow.calls)), set(), fused.saved)
     first.end_bytes = forward.end_bytes - less_bytes
     second.end_bytes = backward.end_bytes + less_bytes

@@ -5,7 +5,7 @@ A trace keeps of each call how many bytes it reads of every tensor, and not whic
 backward in reverse, and models are chains, so that sizes and order tell nearly always: what a call reads was made last
 by a call that nothing has read from yet; weights come last in a linear map; what backward reads besides gradients, the
 forward calls before the matching product have saved, the latest first.  Where two tensors of one size could be meant,
-either costs the same bytes.  ``tests/runtime/tracing/test_compiled.py`` counts the same blocks with torch's own compiler.
+either costs the same bytes.  ``tests/runtime/tracing/test_compiled.py`` counts the same blocks with torch's compiler.
 """
 
 from __future__ import annotations

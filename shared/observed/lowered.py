@@ -127,7 +127,9 @@ def _lower_section(
     again = (TaskKind.RECOMPUTE, place)
     saving = again if again in found else first
     if lowering.compiled is not None:
-        found[saving], found[last] = fused_pair(found[saving], found[last], num_tokens, passed_bytes)
+        found[saving], found[last] = fused_pair(
+            found[saving], found[last], num_tokens, passed_bytes, whole=found[first].calls
+        )
         if saving is again:
             found[first] = fused_alone(found[first], num_tokens, passed_bytes)
         # A graph of the whole model begins outside of the blocks; what is recomputed is part of the backward's.

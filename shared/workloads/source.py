@@ -290,8 +290,7 @@ def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload |
     It has none of tiles or shared sequences in float16, with factors, with adapters or in packed rows that are shared,
     of tiles or packed rows with factors, of adapters beside other maps than those known (``adapted.py``), of frozen
     parts or autocast, of shapes beyond those proven, of some named maps in factors (``factorised.py``), of dropout in
-    attention on a CPU, where that runs otherwise, and of students that differ from their teacher
-    (``catalogue_pairs.py``).
+    attention on a CPU, where that runs otherwise, and of students that differ from their teacher.
     """
     from ..families.family import OutsideFamilyError
     from ..families.fused_losses import fusing
@@ -307,7 +306,7 @@ def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload |
     osft = request.options.osft
     family, change = _family_and_change(described, request)
     change = fusing(change) if request.options.is_fused else change
-    change = lowering(change, request.options) if request.options.is_lowered else change
+    change = lowering(change, request.options)
     is_tiled, is_shared = bool(request.mlp_tiles or request.loss_tiles), bool(request.sequence_ranks)
     if family is None:
         return None

@@ -132,7 +132,7 @@ def test_blocks_move_and_save_what_inductor_counts(
         moved["ours"] += sum(fused_bytes(ours))
         moved["theirs"] += sum(theirs.kernel_bytes)
         moved["eager"] += between_bytes(plain)
-    assert moved["ours"] == pytest.approx(moved["theirs"], rel=0.075)
+    assert moved["ours"] == pytest.approx(moved["theirs"], rel=0.08)
     assert moved["eager"] > 1.2 * moved["theirs"]
     saved = sum(pair(compiled)[0].saved_bytes)
     assert saved == pytest.approx(counted.saved_bytes, rel=saved_within)
