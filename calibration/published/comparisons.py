@@ -192,7 +192,8 @@ def timed_runs(predicted: Mapping[str, PredictedRun], subject: Callable[[Measure
 def form_of_run(run: MeasuredRun) -> PlanForm:
     """The means that a published run used."""
     is_sharded = run.parallel is ParallelMode.SHARDED
-    place = Place.OFFLOADED if run.offloaded else Place.SHARDED if is_sharded else Place.RESIDENT
+    uses_host = run.offloaded or run.host_stepped
+    place = Place.OFFLOADED if uses_host else Place.SHARDED if is_sharded else Place.RESIDENT
     return PlanForm(place, Activations.CHECKPOINTED if run.checkpointed_frac else Activations.KEPT)
 
 

@@ -127,6 +127,8 @@ class MeasuredRun(FrozenModel):
     """Share of the blocks that are checkpointed."""
     offloaded: bool = False
     """Whether parameters, gradients and optimizer lie on the host."""
+    host_stepped: bool = False
+    """Whether the optimizer alone does, which steps there: parameters stay on the devices, whole or in parts."""
     runtime: Runtime = Runtime.OURS
     """Who carried it out, where its copies are known."""
     reduce_dtype: DType | None = None
@@ -137,6 +139,10 @@ class MeasuredRun(FrozenModel):
     """How linear maps of blocks multiplied in float8; None: they did not."""
     loops_over_tensors: bool = False
     """Whether AdamW was a loop over tensors."""
+    recomputes_whole: bool = False
+    """Whether checkpointed blocks were recomputed to their end."""
+    keeps_gathered: bool = False
+    """Whether what forward gathered was kept for backward (FSDP's SHARD_GRAD_OP)."""
     attention_kernel: AttentionKernel | None = None
     """What computed attention; None: what PyTorch takes today."""
     measured: Measured
@@ -151,6 +157,10 @@ class MeasuredRun(FrozenModel):
     def _is_measured(self) -> Self:
         if self.trained_whole and self.lora_rank is None:
             raise ValueError(f"{self.id} has trained_whole without lora_rank")
+        if self.offloaded and self.host_stepped:
+            raise ValueError(f"{self.id} is offloaded and host_stepped; parameters are on the host or not")
+        if self.host_stepped and self.num_ranks > 1 and self.parallel is not ParallelMode.SHARDED:
+            raise ValueError(f"{self.id} has host_stepped with parallel {self.parallel}; sharded ranks have parts")
         if (self.loss is LossHead.CHUNKED) != (self.loss_tiles > 1):
             raise ValueError(f"{self.id} has loss {self.loss} in {self.loss_tiles} tiles")
         if self.measured.speed is None and self.measured.memory is None:
@@ -171,6 +181,7 @@ class MeasuredRun(FrozenModel):
         """On what, and how, in words."""
         how = [str(self.parallel)] if self.num_ranks > 1 else []
         how += ["offloaded"] if self.offloaded else []
+        how += ["stepped by the host"] if self.host_stepped else []
         if self.checkpointed_frac:
             how.append("checkpointed" if self.checkpointed_frac == 1 else f"{self.checkpointed_frac:.0%} checkpointed")
         machine = self.machine.removesuffix("-x8")

@@ -17,19 +17,23 @@ from ...shared.basics.interval import Interval
 from ...shared.catalogue.machines import machine, override_hardware
 from ...shared.catalogue.parts import network_part
 from ...shared.layout.layout import layout_of
-from ...shared.methods.runtime_profile import RuntimeProfile
+from ...shared.methods.runtime_profile import Runtime, RuntimeProfile
 from ...shared.phases.tiling import LossHead
 from ...shared.schema.hardware import Hardware
+from ...shared.schema.optimizer import HostGradients
 from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.record import Record
 from ...shared.schema.training_options import LoraOptions, QuantizationOptions, TrainingOptions
 from ...shared.schema.workload import DType, Workload
 from ...shared.workloads.source import load_workload
 from ...sim.engine.simulator import simulate
+from ...sim.searching.baselines import NORM_LIMIT
 from .measured_runs import MEASURED_RUNS, MeasuredRun, configuration_of
 from .sharded import block_chunk_bytes
 
 _POSITIONS: Final = "max_position_embeddings"
+_GATHERING_ONCE: Final = (Runtime.DEEPSPEED_ZERO1, Runtime.DEEPSPEED_ZERO2)
+"""They gather all chunks once per step, each to a place of its own."""
 
 OnStep = Callable[[int, int], None]
 
@@ -75,7 +79,7 @@ def predict_runs(on_step: OnStep = lambda done, total: None) -> tuple[PredictedR
 def predict_run(run: MeasuredRun) -> PredictedRun:
     """One step of ``run``."""
     workload = workload_of(run)
-    profile = RuntimeProfile(run.runtime, run.reduce_dtype, run.loops_over_tensors)
+    profile = profile_of(run)
     return figures_of(run, simulate(plan_of(run, workload), workload, hardware_of(run), runtime=profile))
 
 
@@ -94,6 +98,18 @@ def figures_of(run: MeasuredRun, record: Record) -> PredictedRun:
         reserved_bytes=reserved.expected_bytes,
         outside_bytes=reserved.outside_bytes,
         device_bytes=hardware_of(run).device.memory_bytes,
+    )
+
+
+def profile_of(run: MeasuredRun) -> RuntimeProfile:
+    """Who carried ``run`` out."""
+    keeps_parts = run.host_stepped and run.num_ranks > 1
+    return RuntimeProfile(
+        run.runtime,
+        run.reduce_dtype,
+        run.loops_over_tensors,
+        keeps_parts=keeps_parts,
+        recomputes_whole=run.recomputes_whole,
     )
 
 
@@ -186,15 +202,24 @@ def plan_of(run: MeasuredRun, workload: Workload) -> Plan:
     """What every rank of ``run`` does."""
     chunk_bytes = block_chunk_bytes(workload)
     layout = layout_of(workload, chunk_bytes)
-    is_sharded = run.parallel is ParallelMode.SHARDED and not run.offloaded
-    is_resident = not (is_sharded or run.offloaded)
+    has_whole_host = run.host_stepped and run.num_ranks == 1
+    is_offloaded = run.offloaded or (run.host_stepped and run.num_ranks > 1)
+    is_sharded = run.parallel is ParallelMode.SHARDED and not is_offloaded
+    is_resident = not (is_sharded or is_offloaded or has_whole_host)
+    num_chunks = len(layout.chunks)
+    has_places = run.keeps_gathered or run.runtime in _GATHERING_ONCE
+    num_places = num_chunks if has_places else 2 * layout.min_buffers(0)
+    steps_alone = profile_of(run).steps_alone and (is_offloaded or has_whole_host)
     return Plan(
         workload_id=workload.identity,
         optimizer=run.optimizer,
         chunk_bytes=chunk_bytes,
-        n_persist=len(layout.chunks) if is_resident else 0,
-        n_shard=len(layout.chunks) if is_sharded else 0,
-        n_buffer=0 if is_resident else 2 * layout.min_buffers(0),
+        n_persist=num_chunks if is_resident else 0,
+        n_host_stepped=num_chunks if has_whole_host else 0,
+        n_shard=num_chunks if is_sharded else 0,
+        n_buffer=0 if is_resident or has_whole_host else num_places,
+        max_gradient_norm=NORM_LIMIT if steps_alone else None,
+        host_gradients=HostGradients.FLOAT32 if run.host_stepped else HostGradients.PARAMETERS,
         n_checkpoint=round(workload.num_blocks * run.checkpointed_frac),
         micro_batches=run.micro_batches,
         loss_tiles=run.loss_tiles,

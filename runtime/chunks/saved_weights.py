@@ -18,12 +18,14 @@ import safetensors
 import torch
 from torch import nn
 
-from ...shared.basics.errors import FileError, PlanError
+from ...shared.basics.errors import FileError, PlanError, ProtwinError
 from ...shared.phases.quantization import Quantization
 from ..model.pretrained import SAVED_DTYPES, first_line, some, weight_files
 from ..model.strides import contiguous_strides, copy_strided, in_memory_order
 from ..osft.saved_factors import FactorReader, SavedFactor, saved_factors
 from ..osft.spread_reader import SpreadReader
+from ..quantized.gptq import PACKED, GptqLinear
+from ..quantized.gptq_files import check_groups, check_packed_format, fill_shifts
 from ..quantized.quantizing import chosen_maps, pack, quantization
 from ..ranks.placing import hand_out
 from ..ranks.world import World
@@ -347,10 +349,11 @@ def load_quantized(
     """Fill ``model``, on the meta device (``parameters_on_meta``), from a folder of safetensors, and pack it meanwhile.
 
     Every tensor is read by itself; the weight of a linear map is packed, as ``quantize`` does, before the next one is
-    read.  So host memory holds the packed model and one weight at most.  None for ``weights``: random ones, as the
-    model's own ``_init_weights`` or each module's ``reset_parameters`` draws them.  Gives the paths of the packed maps.
-    Raises WorkloadError as ``quantize``, and FileError if the files are of another model, with nothing filled;
-    FileError if a file cannot be read.
+    read.  So host memory holds the packed model and one weight at most.  Files that AutoGPTQ has packed (``qweight``)
+    are taken as they are, ``to`` ``"gptq"`` or ``"gptq-8bit"`` in groups of ``blocksize``.  None for ``weights``:
+    random ones, as the model's own ``_init_weights`` or each module's ``reset_parameters`` draws them.  Gives the paths
+    of the packed maps.  Raises WorkloadError as ``quantize``, and FileError if the files are of another model or packed
+    otherwise, with nothing filled; FileError if a file cannot be read.
     """
     how = quantization(to, double=double, blocksize=blocksize)
     saved = None if weights is None else SavedWeights(Path(weights))
@@ -376,6 +379,9 @@ def fill_packed(
     if saved is None:
         _fill_at_random(model, chosen, how, compute_dtype)
         return chosen
+    if how.type.is_grouped and saved.find([f"{path}.{PACKED}" for path in chosen]):
+        _fill_as_packed(model, saved, chosen, how)
+        return chosen
     saved.check(model, fills_all=True)
     packed = {f"{path}.weight" for path in chosen}
     for parameter, names in names_of(model.named_parameters(remove_duplicate=False)):
@@ -390,6 +396,38 @@ def fill_packed(
         names = [f"{path}.weight"]
         pack(model, path, how, compute_dtype, lambda w=weight, n=names: saved.whole(w, n))  # type: ignore[misc]
     return chosen
+
+
+def _fill_as_packed(model: nn.Module, saved: SavedWeights, chosen: Sequence[str], how: Quantization) -> None:
+    """Fill ``model`` from files whose linear maps are packed already.  Raises FileError if they are so otherwise."""
+    check_packed_format(saved.folder)
+    dense = {path: model.get_submodule(path) for path in chosen}
+    try:
+        for path in chosen:
+            pack(model, path, how, None)
+            made = model.get_submodule(path)
+            assert isinstance(made, GptqLinear)
+            fill_shifts(made)
+            bias = saved.find([f"{path}.bias"])
+            if bias and made.bias is None:
+                # AutoGPTQ gives every map one, of zeros where there was none, and adds it.
+                made.bias = nn.Parameter(torch.empty(bias[0].shape, dtype=made.compute_dtype, device="meta"), False)
+        saved.check(model, fills_all=True)
+        for path in chosen:
+            made = model.get_submodule(path)
+            assert isinstance(made, GptqLinear)
+            check_groups(made, saved.whole(made.g_idx, [f"{path}.g_idx"]), path)
+    except ProtwinError:
+        for path, linear in dense.items():
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, linear)
+        raise
+    for parameter, names in names_of(model.named_parameters(remove_duplicate=False)):
+        if parameter.is_meta:
+            set_values(parameter, saved.whole(parameter, names))
+    for buffer, names in names_of(persistent_buffers(model)):
+        if saved.find(names):
+            buffer.copy_(saved.whole(buffer, names))
 
 
 def _fill_at_random(
@@ -418,8 +456,9 @@ def _fill_at_random(
             reset()
         if path in chosen:
             pack(model, path, how, compute_dtype)
-            # What transformers calls a weight that is not to be drawn.
-            vars(model.get_parameter(f"{path}.weight"))["_is_hf_initialized"] = True
+            for parameter in model.get_submodule(path).parameters():
+                # What transformers calls a weight that is not to be drawn.
+                vars(parameter)["_is_hf_initialized"] = True
 
     with torch.no_grad():
         fill("", model, None)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...shared.basics.errors import FileError, ProtwinError
-from ...shared.phases.quantization import BLOCKSIZE, Quantization
+from ...shared.phases.quantization import Quantization
 from ...shared.schema.training_options import LoraOptions, QuantizationOptions
 from ..checkpoints.checkpoints import has_checkpoint
 from ..data.sources import DataSource
@@ -118,5 +118,5 @@ def _shown(lora: LoraOptions | None) -> str:
 
 def _shown_packed(how: Quantization) -> str:
     double = " --double-quantize" if how.double else ""
-    size = "" if how.blocksize in (None, BLOCKSIZE) else f" --quantization-blocksize {how.blocksize}"
+    size = "" if how.blocksize in (None, how.type.usual_blocksize) else f" --quantization-blocksize {how.blocksize}"
     return f"with --quantize {how.type}{double}{size}"

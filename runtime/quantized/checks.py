@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Final
 
@@ -44,6 +43,14 @@ def _is_other_subclass(parameter: nn.Parameter) -> bool:
 
 def _check_layer(layer: QuantizedLayer) -> None:
     module, name = layer.module, layer.name
+    if layer.quantization.type.is_grouped:
+        trained = next((own for own, p in module.named_parameters() if p.requires_grad), None)
+        if trained is not None:
+            raise WorkloadError(
+                f"{name}.{trained} belongs to a weight packed as {layer.quantization.words} and requires a gradient. "
+                f"Set requires_grad_(False), and train adapters beside it."
+            )
+        return
     weight = module.weight
     if layer.quantization.type is QuantizedType.INT8:
         if module.state.has_fp16_weights:
@@ -92,8 +99,6 @@ def _move(weight: torch.Tensor) -> str:
 
 def refuse_quantized(model: nn.Module, what: str, remedy: str) -> None:
     """Raise WorkloadError if ``model`` has quantized linear maps, which ``what`` cannot have."""
-    if "bitsandbytes.nn" not in sys.modules:
-        return
     for name, module in model.named_modules():
         found = quantization_of(module)
         if found is not None:

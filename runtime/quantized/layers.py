@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ...shared.phases.quantization import Quantization, QuantizedType
+from .gptq import GptqLinear
 
 _MODULES: Final = "bitsandbytes.nn"
 _EIGHT_BIT: Final = "weight_scale"
@@ -56,7 +57,9 @@ class QuantizedLayer:
 
     @property
     def slots(self) -> tuple[StateSlot, ...]:
-        """The tensors of the state, in order."""
+        """The tensors of the state that lie in objects beside the weight, in order."""
+        if self.quantization.type.is_grouped:
+            return ()
         if self.quantization.type is QuantizedType.INT8:
             return (StateSlot(_EIGHT_BIT, self.module.state, "SCB"),)
         state = getattr(self.module.weight, "quant_state", None) or self.module.quant_state
@@ -72,9 +75,6 @@ class QuantizedLayer:
 
 def quantized_layers(model: nn.Module) -> Iterator[QuantizedLayer]:
     """The quantized linear maps of ``model``, each once."""
-    modules = sys.modules.get(_MODULES)
-    if modules is None:
-        return
     for name, module in model.named_modules():
         found = quantization_of(module)
         if found is not None:
@@ -83,6 +83,8 @@ def quantized_layers(model: nn.Module) -> Iterator[QuantizedLayer]:
 
 def quantization_of(module: nn.Module) -> Quantization | None:
     """How the weight of a linear map is packed; None if it is not."""
+    if isinstance(module, GptqLinear):
+        return module.how
     modules = sys.modules.get(_MODULES)
     if modules is None:
         return None

@@ -1,4 +1,4 @@
-"""Packing the linear maps of a model, one after the other, by bitsandbytes' own kernels."""
+"""Packing the linear maps of a model, one after the other: by bitsandbytes' own kernels, or in GPTQ's layout."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from torch import nn
 from ...shared.basics.errors import WorkloadError
 from ...shared.basics.suggestions import did_you_mean
 from ...shared.phases.quantization import (
-    BLOCKSIZE,
-    BLOCKSIZES,
     NESTED_BLOCKSIZE,
     NUM_CODES,
     NUM_NESTED_CODES,
@@ -22,6 +20,7 @@ from ...shared.phases.quantization import (
     QuantizedType,
 )
 from ..model.memory_overlaps import overlap_of
+from .gptq import GptqLinear
 from .layers import quantization_of
 
 _COMPUTED: Final = (torch.float16, torch.bfloat16, torch.float32)
@@ -38,10 +37,11 @@ def quantize(
 ) -> list[str]:
     """Pack the weights of ``model``'s linear maps, in place and one after the other; gives the maps' paths.
 
-    ``to`` is ``"nf4"``, ``"fp4"`` or ``"int8"``, by bitsandbytes.  ``double``: scales of 4-bit blocks are quantized
-    themselves; ``blocksize``: scalars that share a scale, 64 by default.  ``compute_dtype``: the element type that
-    4-bit weights are unpacked to, by default that of the weight.  All linear maps are packed but the head that gives
-    the model's outputs, and those whose paths, or ends of them (``"lm_head"``), are in ``skip``.  Packed weights are
+    ``to`` is ``"nf4"``, ``"fp4"`` or ``"int8"``, by bitsandbytes; or ``"gptq"`` or ``"gptq-8bit"``, in the layout of
+    GPTQ, each weight rounded to the nearest value.  ``double``: scales of 4-bit blocks of bitsandbytes are quantized
+    themselves; ``blocksize``: scalars that share a scale, 64 by default, of GPTQ 128.  ``compute_dtype``: the element
+    type that its 4-bit weights are unpacked to, by default that of the weight.  All linear maps are packed but the head
+    that gives the model's outputs, and those whose paths, or ends of them, are in ``skip``.  Packed weights are
     frozen: put adapters beside them, by ``add_lora`` or PEFT.  A model on the meta device stays there, for ``trace``;
     ``load_quantized`` fills one.  Raises WorkloadError, with nothing packed, if it makes no sense for the model.
     """
@@ -60,12 +60,11 @@ def quantization(to: str, *, double: bool = False, blocksize: int | None = None)
         raise WorkloadError(
             f"weights are to be quantized to {to!r}. {did_you_mean(str(to), list(QuantizedType))}"
         ) from None
-    if kind is not QuantizedType.INT8:
-        blocksize = BLOCKSIZE if blocksize is None else blocksize
-        if blocksize not in BLOCKSIZES:
-            raise WorkloadError(
-                f"blocksize is {blocksize}; bitsandbytes has kernels for {', '.join(map(str, BLOCKSIZES))}."
-            )
+    if kind.blocksizes:
+        blocksize = kind.usual_blocksize if blocksize is None else blocksize
+        if blocksize not in kind.blocksizes:
+            whose = f"{kind} takes groups of" if kind.is_grouped else "bitsandbytes has kernels for"
+            raise WorkloadError(f"blocksize is {blocksize}; {whose} {', '.join(map(str, kind.blocksizes))}.")
     try:
         return Quantization(type=kind, double=double, blocksize=blocksize)
     except ValidationError as error:
@@ -76,7 +75,8 @@ def chosen_maps(
     model: nn.Module, how: Quantization, *, skip: Sequence[str], compute_dtype: torch.dtype | None
 ) -> list[str]:
     """The paths of the linear maps that ``quantize`` packs.  Raises WorkloadError if it cannot."""
-    _bitsandbytes()
+    if not how.type.is_grouped:
+        _bitsandbytes()
     packed = next(((path, found) for path, m in model.named_modules() if (found := quantization_of(m))), None)
     if packed is not None:
         raise WorkloadError(f"{packed[0]} is quantized to {packed[1].words} already. Load the model again.")
@@ -115,6 +115,10 @@ def _check_types(
 ) -> None:
     if compute_dtype is not None and how.type is QuantizedType.INT8:
         raise WorkloadError(f"compute_dtype is {compute_dtype}, but int8 computes in that of its input. Leave it out.")
+    if compute_dtype is not None and how.type.is_grouped:
+        raise WorkloadError(
+            f"compute_dtype is {compute_dtype}, but {how.type} computes in that of the weight. Leave it out."
+        )
     if compute_dtype is not None and compute_dtype not in _COMPUTED:
         raise WorkloadError(f"compute_dtype is {compute_dtype}; it must be float16, bfloat16 or float32.")
     wrong = overlap_of(model)
@@ -122,6 +126,7 @@ def _check_types(
         raise WorkloadError(wrong)
     for path, module in maps.items():
         own = module.weight.dtype
+        how.check_sizes(path, module.in_features, module.out_features)
         if own not in _COMPUTED:
             raise WorkloadError(f"{path}.weight is {own}; what is quantized must be float16, bfloat16 or float32.")
         if compute_dtype is not None and {own, compute_dtype} == {torch.float16, torch.bfloat16}:
@@ -150,8 +155,11 @@ def pack(
     parent, _, name = path.rpartition(".")
     linear = model.get_submodule(path)
     assert isinstance(linear, nn.Linear)
-    made = _made(linear, how, compute_dtype)
     weight = linear.weight.detach() if values is None else values()
+    if how.type.is_grouped:
+        setattr(model.get_submodule(parent), name, GptqLinear.of(linear, how, weight))
+        return
+    made = _made(linear, how, compute_dtype)
     if weight.is_meta:
         _leave_on_meta(made, how)
     else:

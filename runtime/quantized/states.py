@@ -13,6 +13,7 @@ from ...shared.phases.parameters import Parameter
 from ...shared.phases.quantization import QuantizedType
 from .checks import check_layers
 from .eight_bit import install, remove
+from .gptq import PACKED, STATE_NAMES
 from .layers import QuantizedLayer, quantized_layers
 
 _P = ParamSpec("_P")
@@ -31,11 +32,12 @@ def states_as_parameters(model: nn.Module) -> Iterator[None]:
     places that the parameters have by then.  Does nothing within such a block.  Raises WorkloadError, with nothing
     changed, if a quantized part of the model cannot be trained with.
     """
-    layers = list(quantized_layers(model))
+    found = list(quantized_layers(model))
+    layers = [layer for layer in found if not layer.quantization.type.is_grouped]
     if any(_is_registered(layer) for layer in layers):
         yield
         return
-    check_layers(model, layers)
+    check_layers(model, found)
     with ExitStack() as undo:
         for layer in layers:
             undo.callback(_register(layer))
@@ -64,10 +66,14 @@ def described(model: nn.Module, parameters: Sequence[Parameter]) -> tuple[Parame
     """``parameters`` with how they are packed, and how many scalars of the model they stand for."""
     packed: dict[str, dict[str, Any]] = {}
     for layer in quantized_layers(model):
-        if not _is_registered(layer):
-            continue
         outputs, inputs = layer.shape
         prefix = f"{layer.name}." if layer.name else ""
+        if layer.quantization.type.is_grouped:
+            own = {f"{prefix}{name}": {"num_scalars": 0} for name in STATE_NAMES}
+            packed |= own | {f"{prefix}{PACKED}": {"quantized": layer.quantization, "num_scalars": outputs * inputs}}
+            continue
+        if not _is_registered(layer):
+            continue
         packed[f"{prefix}weight"] = {"quantized": layer.quantization, "num_scalars": outputs * inputs}
         packed |= {f"{prefix}{slot.name}": {"num_scalars": 0} for slot in layer.slots}
     if not packed:

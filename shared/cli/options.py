@@ -208,7 +208,8 @@ QuantizedTo = Annotated[
     typer.Option(
         "--quantize",
         metavar="TYPE",
-        help="Pack the weights beside which LoRA trains into few bits: nf4, fp4 or int8, by bitsandbytes.",
+        help="Pack the weights beside which LoRA trains into few bits: nf4, fp4 or int8 by bitsandbytes; gptq or "
+        "gptq-8bit in GPTQ's layout, unpacked by torch's operations.",
     ),
 ]
 DoubleQuantize = Annotated[
@@ -217,7 +218,11 @@ DoubleQuantize = Annotated[
 ]
 QuantizationBlock = Annotated[
     int | None,
-    typer.Option("--quantization-blocksize", metavar="N", help="Scalars that share a scale, instead of 64."),
+    typer.Option(
+        "--quantization-blocksize",
+        metavar="N",
+        help="Scalars that share a scale, instead of 64; with gptq inputs, instead of 128.",
+    ),
 ]
 LoraAlpha = Annotated[
     float | None,

@@ -8,7 +8,7 @@ from typing import Final
 
 from ..basics.errors import ProtwinError
 from ..phases.operations import Compiled, Float8
-from ..phases.quantization import BLOCKSIZE, BLOCKSIZES, Quantization, QuantizedType
+from ..phases.quantization import Quantization, QuantizedType
 from ..phases.tiling import LossHead
 from ..schema.plan import Plan, TrainingMethod
 from ..schema.training_options import (
@@ -204,12 +204,18 @@ def quantized_of(to: QuantizedType | None, *, double: bool, blocksize: int | Non
                 "--quantization-blocksize. Leave them out, or take nf4."
             )
         return QuantizationOptions(how=Quantization(type=to))
-    if blocksize is not None and blocksize not in BLOCKSIZES:
+    if to.is_grouped and double:
         raise ProtwinError(
-            f"--quantization-blocksize is {blocksize}; it must be one of {', '.join(map(str, BLOCKSIZES))}, for which "
-            f"bitsandbytes has kernels."
+            f"--quantize {to} has scales in 16 bits, which are not quantized themselves. Leave --double-quantize out, "
+            f"or take nf4."
         )
-    return QuantizationOptions(how=Quantization(type=to, double=double, blocksize=blocksize or BLOCKSIZE))
+    if blocksize is not None and blocksize not in to.blocksizes:
+        which = "inputs of a group" if to.is_grouped else "for which bitsandbytes has kernels"
+        raise ProtwinError(
+            f"--quantization-blocksize is {blocksize}; with --quantize {to} it must be one of "
+            f"{', '.join(map(str, to.blocksizes))}, {which}."
+        )
+    return QuantizationOptions(how=Quantization(type=to, double=double, blocksize=blocksize or to.usual_blocksize))
 
 
 def images_of(size: str | None, count: int | None) -> ImageOptions | None:

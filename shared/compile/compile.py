@@ -105,6 +105,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from ..layout.keeping import AS_PLANNED, Keeping
 from ..layout.layout import Layout, check_layout, layout_of
 from ..layout.looked_up import as_planned
 from ..layout.shards import stepped_bytes
@@ -148,6 +149,8 @@ class Policies:
     """What happens to a gradient until its parameter is new."""
     staging: type[Staging] = Staging
     """What passes between the host's disk and the rest."""
+    keeping: Keeping = AS_PLANNED
+    """What lies otherwise than plans have it."""
 
     @property
     def move_plainly(self) -> bool:
@@ -213,7 +216,7 @@ def drafted(family: Family, policies: Policies = FULL_TRAINING, *, with_operands
     staging = policies.staging(family, draft, sections, residency, updates)
     draft.at_end_bytes = updates.widened_bytes
     if with_operands:
-        homes = add_homes(family, draft)
+        homes = add_homes(family, draft, policies.keeping)
         sections.wire(updates.device_adam)
         residency.wire(homes, staging.passing)
         updates.wire(staging.wire(homes))

@@ -6,11 +6,17 @@ What lies on the disk passes through places of the host, which chunks share (``s
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from ..layout.keeping import AS_PLANNED, Keeping, moment_bytes, num_with_masters
+from ..layout.shards import stepped_parts
+from ..optimizers.state import Stepped
+from ..schema.optimizer import Optimizer
 from ..schema.schedule import Content, Memory
+from .chunk_facts import integers
 from .family import Family
 from .program import NOT_THERE, BoolArray, BufferGroup, Draft, IntArray
 
@@ -48,7 +54,7 @@ def static_bytes(family: Family, memory: Memory) -> int:
     return sum(int(group.size_bytes.sum()) for _, group in draft.buffer_groups if group.memory is memory)
 
 
-def add_homes(family: Family, draft: Draft) -> Homes:
+def add_homes(family: Family, draft: Draft, keeping: Keeping = AS_PLANNED) -> Homes:
     """Add the buffers of all chunks, chunk by chunk, behind module buffers and the batch."""
     facts, gathered = family.facts, family.is_gathered
     draft.buffers(BufferGroup(Content.RESIDENT, Memory.DEVICE, np.array([family.workload.resident_bytes])))
@@ -69,12 +75,12 @@ def add_homes(family: Family, draft: Draft) -> Homes:
     parameters = add(
         Content.PARAMETERS,
         0,
-        np.where(gathered, facts.part("parameter_bytes"), facts.size_bytes),
+        np.where(gathered, _part_bytes(family, keeping), facts.size_bytes),
         (Memory.DEVICE, on_device),
         (Memory.PINNED_HOST, family.leaves & ~family.is_on_disk),
         (Memory.DISK, family.is_on_disk),
     )
-    paged_bytes = np.where(on_device, np.where(gathered, facts.part("paged_bytes"), facts.paged_bytes), 0)
+    paged_bytes = _away_bytes(family, keeping)
     state = add(
         Content.OPTIMIZER_STATE,
         1,
@@ -83,12 +89,8 @@ def add_homes(family: Family, draft: Draft) -> Homes:
         (Memory.HOST, leaving & ~family.is_stepped_from_disk),
         (Memory.DISK, family.is_stepped_from_disk),
     )
-    reduced = add(
-        Content.REDUCED_GRADIENTS,
-        2,
-        facts.part("gradient_bytes"),
-        (Memory.DEVICE, trained & gathered & on_device),
-    )
+    kept_bytes = facts.part("reduced_bytes" if keeping.gradients_are_whole else "gradient_bytes")
+    reduced = add(Content.REDUCED_GRADIENTS, 2, kept_bytes, (Memory.DEVICE, trained & gathered & on_device))
     stays = leaving & ~family.stages_gradients
     staging = add(Content.GRADIENTS, 2, facts.part("staging_bytes"), (Memory.PINNED_HOST, stays))
     arrivals = np.full(len(leaving), NOT_THERE)
@@ -96,7 +98,9 @@ def add_homes(family: Family, draft: Draft) -> Homes:
         sent = leaving & (facts.left_by != NOT_THERE) & ~family.leaves_once
         arrivals = add(Content.ARRIVING_GRADIENTS, 3, facts.part("arrival_bytes"), (Memory.PINNED_HOST, sent))
     paged = add(Content.PAGED_STATE, 4, paged_bytes, (Memory.HOST, paged_bytes > 0))
-    places = add(Content.PARAMETERS, 5, facts.size_bytes, (Memory.DEVICE, family.is_host_stepped))
+    has_place = family.is_host_stepped | (family.is_offloaded & keeping.parts_stay)
+    in_place_bytes = np.where(gathered, facts.part("parameter_bytes"), facts.size_bytes)
+    places = add(Content.PARAMETERS, 5, in_place_bytes, (Memory.DEVICE, has_place))
     kept = np.where(family.is_persistent, parameters, places)
     looked_up = facts.is_looked_up
     rows, row_gradients = (
@@ -108,6 +112,38 @@ def add_homes(family: Family, draft: Draft) -> Homes:
     )
     _add_shared_places(family, draft)
     return Homes(parameters, state, paged, np.maximum(reduced, staging), arrivals, rows, row_gradients, kept)
+
+
+def _part_bytes(family: Family, keeping: Keeping) -> IntArray:
+    """(C,) parameters that a rank has of each gathered chunk, beside the whole one."""
+    found = family.facts.part("parameter_bytes")
+    return np.where(family.leaves, found, 0) if keeping.parts_are_within else found
+
+
+def _away_bytes(family: Family, keeping: Keeping) -> IntArray:
+    """(C,) state with which the device steps each chunk, and which it does not have between two steps."""
+    paged = np.where(family.is_gathered, family.facts.part("paged_bytes"), family.facts.paged_bytes)
+    found: IntArray = np.where(family.leaves, 0, visiting_bytes(family) if keeping.moments_visit else paged)
+    return found
+
+
+def visiting_bytes(family: Family) -> IntArray:
+    """(C,) moments of each chunk, or of a rank's part of it."""
+    return _of_stepped(family, moment_bytes)
+
+
+def widened_scalars(family: Family) -> IntArray:
+    """(C,) scalars of each chunk, or of a rank's part of it, of which a float32 copy is stepped."""
+    return _of_stepped(family, num_with_masters)
+
+
+def _of_stepped(family: Family, of: Callable[[Sequence[Stepped], Optimizer], int]) -> IntArray:
+    facts, optimizer = family.facts, family.step.optimizer
+    numbers = np.where(family.is_gathered, facts.step.num_shards, 1)
+    return integers(
+        of(stepped_parts(chunk, facts.parameters, number), optimizer)
+        for chunk, number in zip(family.layout.chunks, numbers.tolist(), strict=True)
+    )
 
 
 def staged_sizes(family: Family) -> list[tuple[Content, Memory, IntArray, BoolArray]]:

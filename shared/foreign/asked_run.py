@@ -108,6 +108,8 @@ class AskedRun(FrozenModel):
     checkpointing: Checkpointing | None = None
     checkpointed_every: PositiveInt = 1
     """The n of ``EVERY_NTH``."""
+    recomputes_whole: bool = False
+    """Whether recomputed blocks are recomputed to their end: reentrant checkpointing."""
     offloads_inputs: bool = False
     """Whether the inputs of recomputed blocks go to the host."""
     loss_head: LossHead | None = None

@@ -13,7 +13,7 @@ from .asked_run import Checkpointing, Precision, Reading, Split
 from .axolotl_keys import AXOLOTL_KEYS
 from .deepspeed import read_deepspeed
 from .fsdp import fsdp_options, read_fsdp
-from .keys import AUTO, Walk, one_of, said
+from .keys import AUTO, Walk, one_of, recomputes_whole, said
 from .named_files import section
 from .optimizers import optimizer_of
 
@@ -153,6 +153,7 @@ def _memory(walk: Walk) -> dict[str, Any]:
     found: dict[str, Any] = {"checkpointing": Checkpointing.FULL if is_recomputed else Checkpointing.NONE}
     if is_recomputed:
         walk.means("gradient_checkpointing", "every block is recomputed in backward")
+        found["recomputes_whole"] = recomputes_whole(walk)
     if offloads and is_recomputed:
         found["offloads_inputs"] = True
         walk.means("activation_offloading", "inputs of recomputed blocks go to the host")

@@ -39,6 +39,7 @@ _READ: Final = [
     "load_in_4bit",
     "sample_packing",
     "gradient_checkpointing",
+    "gradient_checkpointing_kwargs",
     "activation_offloading",
     "chunked_cross_entropy",
     "chunked_cross_entropy_num_chunks",
@@ -145,7 +146,7 @@ _WITHOUT_EFFECT: Final = (
     "dataloader_drop_last accelerator_config remove_unused_columns push_dataset_to_hub hf_use_auth_token device "
     "local_rank ddp seed ddp_timeout do_causal_lm_eval eval_causal_lm_metrics do_bench_eval bench_dataset bench_split "
     "metric_for_best_model greater_is_better loss_watchdog_threshold loss_watchdog_patience fp8_config "
-    "fp8_enable_fsdp_float8_all_gather gradient_checkpointing_kwargs excess_length_strategy eval_sequence_len "
+    "fp8_enable_fsdp_float8_all_gather excess_length_strategy eval_sequence_len "
     "min_sample_len max_prompt_len sample_packing_group_size sample_packing_bin_size sample_packing_sequentially "
     "sample_packing_mp_start_method eval_sample_packing pad_to_sequence_len pad_to_multiple_of curriculum_sampling "
     "pose_split_on_token_ids pose_max_context_len pose_num_chunks pretrain_multipack_buffer_size "

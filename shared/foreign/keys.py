@@ -273,3 +273,14 @@ def _is_off(value: Any, off: tuple[Any, ...]) -> bool:
     if isinstance(value, str) and value.lower() in (AUTO, "false", "none"):
         return True
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in (*_OFF, *off))
+
+
+def recomputes_whole(walk: Walk, key: str = "gradient_checkpointing_kwargs") -> bool:
+    """Whether ``key`` asks for reentrant checkpointing, which transformers 5 and axolotl take where they are told."""
+    given = walk.value(key)
+    if not isinstance(given, Mapping) or not isinstance(given.get("use_reentrant"), bool):
+        return False
+    is_reentrant: bool = given["use_reentrant"]
+    end = "to their end" if is_reentrant else "up to what backward reads"
+    walk.means(key, f"blocks are recomputed {end}")
+    return is_reentrant

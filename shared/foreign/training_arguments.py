@@ -14,7 +14,7 @@ from ..phases.tiling import LossHead
 from .asked_run import AskedRun, Checkpointing, Precision, Reading, Split
 from .deepspeed import read_deepspeed
 from .fsdp import fsdp_options, read_fsdp
-from .keys import Walk, said
+from .keys import Walk, recomputes_whole, said
 from .named_files import section
 from .optimizers import optimizer_of
 from .training_arguments_keys import TRAINING_ARGUMENTS_KEYS
@@ -105,6 +105,8 @@ def _memory(walk: Walk, *, is_sft: bool) -> dict[str, Any]:
         if walk.flag(key):
             walk.means(key, "every block is recomputed in backward")
     found: dict[str, Any] = {"checkpointing": Checkpointing.FULL if is_recomputed else Checkpointing.NONE}
+    if is_recomputed:
+        found["recomputes_whole"] = recomputes_whole(walk)
     if walk.flag("activation_offloading"):
         if is_recomputed:
             walk.means("activation_offloading", "inputs of recomputed blocks go to the host")

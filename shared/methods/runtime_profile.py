@@ -7,10 +7,24 @@ from enum import StrEnum
 from typing import Final
 
 from ..basics.errors import PlanError
-from ..compile.residency import GatheredBehind
+from ..compile.residency import GatheredBehind, Residency
+from ..compile.updates import Updates
+from ..layout.keeping import AS_PLANNED, Keeping
 from ..schema.plan import ParallelMode, Plan, TrainingMethod
 from ..schema.workload import DType
 from .method import Method
+from .other_policies import (
+    GatheredAtOnce,
+    MomentsVisit,
+    OffloadUpdates,
+    RenewedAtOnce,
+    SteppedAlone,
+    WidenedTogether,
+    Zero3Updates,
+    ZeroUpdates,
+    gathering_at_once,
+    stepping_alone,
+)
 
 
 class Runtime(StrEnum):
@@ -25,7 +39,23 @@ class Runtime(StrEnum):
     """fully_shard."""
     DDP = "ddp"
     """DistributedDataParallel."""
+    DEEPSPEED_ZERO1 = "deepspeed-zero1"
+    """Optimizer state in parts; gradients whole until the step."""
+    DEEPSPEED_ZERO2 = "deepspeed-zero2"
+    """Optimizer state and gradients in parts."""
     DEEPSPEED_ZERO3 = "deepspeed-zero3"
+    """Parameters in parts too."""
+    DEEPSPEED_OFFLOAD = "deepspeed-offload"
+    """DeepSpeed's offload_optimizer: the host steps what the devices keep, whole or, with ZeRO-3, in parts."""
+    HOST_STEP = "host-step"
+    """A step of the host by torch's fused AdamW that nothing overlaps with; parameters stay on the device."""
+    OFFLOADED_STATES = "offloaded-states"
+    """The device steps; moments lie on the host between two steps, and nothing overlaps with their copies."""
+
+    @property
+    def is_deepspeed(self) -> bool:
+        """Whether it is one of DeepSpeed's."""
+        return self.value.startswith("deepspeed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,44 +68,130 @@ class RuntimeProfile:
     loops_over_tensors: bool = False
     """Whether AdamW is a loop over tensors, with an operation for every step of the update (``foreach=False``, and all
     of PyTorch before 1.13)."""
+    keeps_parts: bool = False
+    """Whether every device keeps its part of what the hosts step, so that it is copied once per step."""
+
+    recomputes_whole: bool = False
+    """Whether checkpointed blocks are recomputed to their end, not just up to what backward reads: reentrant
+    checkpointing, and all of it in PyTorch before 2.1 (github.com/pytorch/pytorch pull request 96866)."""
 
     @property
     def is_ours(self) -> bool:
-        """Whether nothing is copied around collectives, and AdamW is fused."""
+        """Whether nothing is copied, waits or is computed otherwise than here, and AdamW is fused."""
         return self.other is None
 
     @property
     def other(self) -> str | None:
         """What is another than here, in words; None where there is nothing."""
-        words = [] if self.runtime is Runtime.OURS else [f"copies of {self.runtime} around collectives"]
+        words = [] if self.runtime is Runtime.OURS else [_WORDS.get(self.runtime, f"copies of {self.runtime}")]
         words += ["AdamW as a loop over tensors"] if self.loops_over_tensors else []
+        words += ["devices keep parts of what hosts step"] if self.keeps_parts else []
+        words += ["blocks recomputed whole"] if self.recomputes_whole else []
         return ", ".join(words) or None
+
+    @property
+    def parts_stay(self) -> bool:
+        """Whether every device keeps its part of what the hosts step."""
+        return self.keeps_parts or self.runtime is Runtime.DEEPSPEED_OFFLOAD
+
+    @property
+    def steps_alone(self) -> bool:
+        """Whether nothing overlaps with a step of the host, and the way back of what it stepped."""
+        return issubclass(_UPDATES.get(self.runtime, Updates), SteppedAlone)
 
     def check(self, plan: Plan) -> None:
         """Raise PlanError if the runtime carries out no plans like ``plan``."""
-        if self.runtime is not Runtime.OURS and plan.method is not TrainingMethod.FULL:
+        is_here = self.runtime is Runtime.OURS and not self.keeps_parts
+        if not is_here and plan.method is not TrainingMethod.FULL:
             raise PlanError(f"{self.runtime} carries out no plans of method {plan.method}. Leave the runtime out.")
         modes = _MODES.get(self.runtime)
-        if modes is None or plan.parallel in modes:
-            return
-        reason = "one rank, which has no collectives" if plan.num_ranks == 1 else f"parallel {plan.parallel}"
-        raise PlanError(
-            f"{self.runtime} carries out plans with parallel {' or '.join(modes)}, but this one has {reason}. Ask "
-            f"about such a plan, or leave the runtime out."
-        )
+        if modes is not None and plan.parallel not in modes:
+            reason = "one rank, which has no collectives" if plan.num_ranks == 1 else f"parallel {plan.parallel}"
+            raise PlanError(
+                f"{self.runtime} carries out plans with parallel {' or '.join(modes)}, but this one has {reason}. Ask "
+                f"about such a plan, or leave the runtime out."
+            )
+        if self.keeps_parts and plan.parallel is not ParallelMode.SHARDED:
+            raise PlanError(
+                f"devices keep parts of what hosts step in plans with parallel sharded, but this one has parallel "
+                f"{plan.parallel}. Set n_host_stepped there."
+            )
+        if self.steps_alone and plan.max_gradient_norm is None and _hosts_may_step(plan):
+            raise PlanError(
+                f"{self.runtime} steps on the host behind all gradients, as under a limit of their norm, but the plan "
+                f"has no max_gradient_norm. Set it, to 1e9 where nothing is to be limited."
+            )
 
     def method(self, method: Method) -> Method:
         """``method``, with the runtime's answers to the compiler's questions."""
-        if self.runtime is not Runtime.FSDP_BACKWARD_POST:
+        policies, rules = method.policies, method.rules
+        keeping = replace(_KEEPING.get(self.runtime, AS_PLANNED), parts_stay=self.parts_stay)
+        residency = _RESIDENCY.get(self.runtime)
+        if residency is not None:
+            policies = replace(policies, residency=residency)
+        if residency is GatheredAtOnce:
+            rules = replace(rules, residency=gathering_at_once(rules))
+        updates = _UPDATES.get(self.runtime)
+        if updates is not None:
+            policies = replace(policies, updates=updates)
+        if updates is not None and issubclass(updates, WidenedTogether):
+            keeping = replace(keeping, num_widened=updates.num_widened)
+        if self.steps_alone:
+            rules = replace(rules, updates=stepping_alone(rules))
+        if keeping != AS_PLANNED:
+            policies, rules = replace(policies, keeping=keeping), replace(rules, keeping=keeping)
+        if (policies, rules) == (method.policies, method.rules):
             return method
-        return replace(method, policies=replace(method.policies, residency=GatheredBehind))
+        return replace(method, policies=policies, rules=rules)
 
 
+def _hosts_may_step(plan: Plan) -> bool:
+    """Whether ``plan`` has, or may have, chunks that hosts step."""
+    if plan.parallel is ParallelMode.DDP:
+        return False
+    return plan.n_host_stepped > 0 or not (plan.n_shard or (plan.n_persist and not plan.n_buffer))
+
+
+_ONE_OR_SHARDED: Final = (ParallelMode.SINGLE, ParallelMode.SHARDED)
 _MODES: Final = {
     Runtime.FSDP: (ParallelMode.SHARDED,),
     Runtime.FSDP_BACKWARD_POST: (ParallelMode.SHARDED,),
     Runtime.FSDP2: (ParallelMode.SHARDED,),
     Runtime.DDP: (ParallelMode.DDP,),
+    Runtime.DEEPSPEED_ZERO1: _ONE_OR_SHARDED,
+    Runtime.DEEPSPEED_ZERO2: _ONE_OR_SHARDED,
     Runtime.DEEPSPEED_ZERO3: (ParallelMode.SHARDED,),
+    Runtime.DEEPSPEED_OFFLOAD: _ONE_OR_SHARDED,
+}
+_WORDS: Final = {
+    Runtime.HOST_STEP: "steps of the host that nothing overlaps with",
+    Runtime.OFFLOADED_STATES: "moments that are copied to the device for the step",
+    **{
+        runtime: f"copies of {runtime} around collectives"
+        for runtime in (Runtime.FSDP, Runtime.FSDP_BACKWARD_POST, Runtime.FSDP2, Runtime.DDP, Runtime.DEEPSPEED_ZERO3)
+    },
+    Runtime.DEEPSPEED_ZERO1: "copies and waits of deepspeed-zero1",
+    Runtime.DEEPSPEED_ZERO2: "copies and waits of deepspeed-zero2",
+    Runtime.DEEPSPEED_OFFLOAD: "copies and waits of deepspeed-offload",
+}
+_UPDATES: Final[dict[Runtime, type[Updates]]] = {
+    Runtime.DEEPSPEED_ZERO1: ZeroUpdates,
+    Runtime.DEEPSPEED_ZERO2: ZeroUpdates,
+    Runtime.DEEPSPEED_ZERO3: Zero3Updates,
+    Runtime.DEEPSPEED_OFFLOAD: OffloadUpdates,
+    Runtime.HOST_STEP: SteppedAlone,
+    Runtime.OFFLOADED_STATES: MomentsVisit,
+}
+_RESIDENCY: Final[dict[Runtime, type[Residency]]] = {
+    Runtime.FSDP_BACKWARD_POST: GatheredBehind,
+    Runtime.DEEPSPEED_ZERO1: GatheredAtOnce,
+    Runtime.DEEPSPEED_ZERO2: GatheredAtOnce,
+    Runtime.DEEPSPEED_OFFLOAD: RenewedAtOnce,
+    Runtime.HOST_STEP: RenewedAtOnce,
+}
+_KEEPING: Final = {
+    Runtime.DEEPSPEED_ZERO1: Keeping(parts_are_within=True, gradients_are_whole=True),
+    Runtime.DEEPSPEED_ZERO2: Keeping(parts_are_within=True),
+    Runtime.OFFLOADED_STATES: Keeping(moments_visit=True),
 }
 OUR_RUNTIME: Final = RuntimeProfile()

@@ -8,6 +8,7 @@ from typing import Final, Self
 from pydantic import PositiveInt, model_validator
 
 from ..basics.documents import FrozenModel
+from ..basics.errors import WorkloadError
 
 BLOCKSIZE: Final = 64
 """Scalars that share a scale, by default (QLoRA, arXiv 2305.14314, section 3)."""
@@ -18,10 +19,15 @@ NUM_CODES: Final = 16
 NUM_NESTED_CODES: Final = 256
 BLOCKSIZES: Final = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Those that bitsandbytes has kernels for."""
+GROUP_SIZE: Final = 128
+"""Inputs of an output that share a scale and a zero, by default (GPTQ, arXiv 2210.17323, section 4)."""
+GROUP_SIZES: Final = (32, 64, 128, 256, 512, 1024)
+WORD_BITS: Final = 32
+"""Of the whole numbers that GPTQ's layout packs weights and zeros into."""
 
 
 class QuantizedType(StrEnum):
-    """Types of packed weights, by the names of bitsandbytes."""
+    """Types of packed weights: by the names of bitsandbytes, and the layout of GPTQ."""
 
     NF4 = "nf4"
     """Four bits, at the quantiles of a normal distribution."""
@@ -29,6 +35,35 @@ class QuantizedType(StrEnum):
     """Four bits, as floating-point numbers."""
     INT8 = "int8"
     """Eight bits, a scale for each output (LLM.int8, arXiv 2208.07339)."""
+    GPTQ = "gptq"
+    """Four bits in whole numbers of 32, a scale and a zero for each group of inputs of each output; unpacked by torch's
+    own operations, one after the other."""
+    GPTQ_8BIT = "gptq-8bit"
+    """The same in eight bits."""
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether it is the layout of GPTQ."""
+        return self in (QuantizedType.GPTQ, QuantizedType.GPTQ_8BIT)
+
+    @property
+    def bits(self) -> int:
+        """Of one weight."""
+        return 8 if self in (QuantizedType.INT8, QuantizedType.GPTQ_8BIT) else 4
+
+    @property
+    def blocksizes(self) -> tuple[int, ...]:
+        """Scalars that may share a scale; none where it is all of an output."""
+        if self.is_grouped:
+            return GROUP_SIZES
+        return () if self is QuantizedType.INT8 else BLOCKSIZES
+
+    @property
+    def usual_blocksize(self) -> int | None:
+        """How many do unless it is said; None where it is all of an output."""
+        if self.is_grouped:
+            return GROUP_SIZE
+        return None if self is QuantizedType.INT8 else BLOCKSIZE
 
 
 class Quantization(FrozenModel):
@@ -44,10 +79,31 @@ class Quantization(FrozenModel):
     def _fits_together(self) -> Self:
         if self.type is QuantizedType.INT8 and (self.double or self.blocksize is not None):
             raise ValueError("int8 has one scale for each output: neither a block size nor double quantization")
+        if self.type.is_grouped and self.double:
+            raise ValueError(f"{self.type} has scales in 16 bits: no double quantization")
+        if self.type.is_grouped and self.blocksize is None:
+            raise ValueError(f"{self.type} has a scale for each group of inputs: a block size is missing")
         return self
 
     @property
     def words(self) -> str:
         """``"nf4, double quantized"``."""
-        blocks = f" in blocks of {self.blocksize}" if self.blocksize not in (None, BLOCKSIZE) else ""
+        together = "groups" if self.type.is_grouped else "blocks"
+        is_usual = self.blocksize in (None, self.type.usual_blocksize)
+        blocks = "" if is_usual else f" in {together} of {self.blocksize}"
         return f"{self.type}{blocks}{', double quantized' if self.double else ''}"
+
+    def check_sizes(self, path: str, num_in: int, num_out: int) -> None:
+        """Raise WorkloadError if the linear map at ``path``, of such sizes, cannot be packed so."""
+        if not self.type.is_grouped or self.blocksize is None:
+            return
+        for number, what, divisor in (
+            (num_in, "inputs", self.blocksize),
+            (num_in, "inputs", WORD_BITS),
+            (num_out, "outputs", WORD_BITS),
+        ):
+            if number % divisor:
+                raise WorkloadError(
+                    f"{path} cannot be packed to {self.words}: it has {number:,} {what}, which is no multiple of "
+                    f"{divisor}. Take groups that divide its inputs, or pack to nf4."
+                )

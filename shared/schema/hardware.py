@@ -108,6 +108,9 @@ class Device(FrozenModel):
     efficiency: dict[OperationClass, Annotated[float, Field(gt=0, le=1)]] = {}
     """Share of the roofline that operations of a class reach; ``sim/costs/task_costs.py`` has the defaults and their
     sources."""
+    sustained_frac: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of the matrix units' peak in 16 bits and fewer that power and libraries sustain in the largest products;
+    None: what most boards do (``sim/costs/efficiency.py``).  A file has the field where it is set."""
     power_w: PositiveFloat | None = None
     """Watts that the board draws at most; None where they are not known."""
     attention_kernel: AttentionKernel | None = None
@@ -120,8 +123,9 @@ class Device(FrozenModel):
     @model_serializer(mode="wrap")
     def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = handler(self)
-        if self.attention_kernel is None:
-            fields.pop("attention_kernel", None)
+        for name in ("attention_kernel", "sustained_frac"):
+            if getattr(self, name) is None:
+                fields.pop(name, None)
         return fields
 
     @model_validator(mode="after")

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Final, NoReturn
 
 from ..basics.errors import ScheduleError
+from ..layout.keeping import AS_PLANNED, Keeping
 from ..layout.layout import Chunk, Layout
 from ..layout.travelling_inputs import input_bytes
 from ..order.happens_before import HappensBefore, Occurrence, OrderError
@@ -50,6 +51,7 @@ class Claim:
     plan: Plan
     workload: Workload
     layout: Layout
+    keeping: Keeping = AS_PLANNED
 
     @cached_property
     def order(self) -> HappensBefore:
@@ -283,7 +285,10 @@ class Claim:
         return {b.chunk: b for b in static if b.memory is Memory.DEVICE and self._is_kept(b)}
 
     def _is_kept(self, buffer: Allocation) -> bool:
-        return buffer.content is Content.PARAMETERS and buffer.chunk in self.host_stepped
+        if buffer.content is not Content.PARAMETERS:
+            return False
+        is_part = self.keeping.parts_stay and buffer.chunk not in self.persistent | self.sharded
+        return buffer.chunk in self.host_stepped or (is_part and buffer.memory is Memory.DEVICE)
 
     @cached_property
     def gradients(self) -> dict[tuple[ChunkId | None, int], list[Allocation]]:

@@ -16,7 +16,7 @@ from .claim import Claim, check_amounts, check_earlier, check_in_place, chunk_of
 from .compute_tasks import homes_of_rows
 from .disk import is_on_its_way, shared_place_bytes
 from .rules import Meeting
-from .steps import paged_bytes, state_bytes, stepped_of
+from .steps import Stepped, moments_bytes, paged_bytes, state_bytes, stepped_of
 
 _Home = tuple[Content, Memory, ChunkId | None, Section | None, int | None, int]
 """A static buffer: what it holds, where, of which chunk or section, which of several, in how many bytes."""
@@ -55,21 +55,27 @@ def _homes_of(claim: Claim, chunk: Chunk) -> list[_Home]:
         place = Memory.DISK
     part = None if is_persistent else claim.held[chunk.id]
     size_bytes = chunk.size_bytes if part is None else part.parameter_bytes
+    keeping = claim.keeping
+    if is_sharded and keeping.parts_are_within:
+        size_bytes = 0
     homes: list[_Home] = [(Content.PARAMETERS, place, chunk.id, None, None, size_bytes)]
     if chunk.id in claim.host_stepped:
         homes.append((Content.PARAMETERS, Memory.DEVICE, chunk.id, None, None, chunk.size_bytes))
+    elif keeping.parts_stay and part is not None and not is_sharded:
+        homes.append((Content.PARAMETERS, Memory.DEVICE, chunk.id, None, None, part.parameter_bytes))
     if chunk.is_trainable:
         place = Memory.DEVICE if is_persistent or is_sharded else Memory.HOST
         if chunk.id in claim.stepped_from_disk:
             place = Memory.DISK
         kept = part.stepped if part is not None else stepped_of([chunk], claim.workload.parameters)
         kept_bytes = state_bytes(kept, claim.plan.optimizer)
-        elsewhere_bytes = paged_bytes(kept, claim.plan.optimizer) if place is Memory.DEVICE else 0
+        elsewhere_bytes = _elsewhere(claim, kept) if place is Memory.DEVICE else 0
         homes.append((Content.OPTIMIZER_STATE, place, chunk.id, None, None, kept_bytes - elsewhere_bytes))
         if elsewhere_bytes:
             homes.append((Content.PAGED_STATE, Memory.HOST, chunk.id, None, None, elsewhere_bytes))
         if is_sharded and part is not None:
-            homes.append((Content.REDUCED_GRADIENTS, place, chunk.id, None, None, part.gradient_bytes))
+            times = part.num_parts if keeping.gradients_are_whole else 1
+            homes.append((Content.REDUCED_GRADIENTS, place, chunk.id, None, None, times * part.gradient_bytes))
         elif part is not None and not (claim.gradients_pass and chunk.id in claim.stepped_from_disk):
             homes.append((Content.GRADIENTS, Memory.PINNED_HOST, chunk.id, None, None, part.staging_bytes))
             arrives = chunk.id not in claim.looked_up or any(chunk.id in made for made in claim.completed.values())
@@ -77,6 +83,11 @@ def _homes_of(claim: Claim, chunk: Chunk) -> list[_Home]:
             if arrives and (claim.plan.micro_batches > 1 or claim.plan.widens_on_host):
                 homes.append((Content.ARRIVING_GRADIENTS, Memory.PINNED_HOST, chunk.id, None, None, part.arrival_bytes))
     return homes
+
+
+def _elsewhere(claim: Claim, stepped: list[Stepped]) -> int:
+    """What the device steps these with, and does not have between two steps."""
+    return (moments_bytes if claim.keeping.moments_visit else paged_bytes)(stepped, claim.plan.optimizer)
 
 
 def _shown(entries: Iterable[_Home]) -> str:

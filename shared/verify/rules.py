@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
+from ..layout.keeping import AS_PLANNED, Keeping
 from ..schema.schedule import ChunkId, Section, TaskKind
 from .claim import Claim, reject
 
@@ -59,6 +60,8 @@ class Rules:
     """What lies where, when."""
     updates: tuple[Rule, ...]
     """What happens to a gradient until its parameter is new."""
+    keeping: Keeping = AS_PLANNED
+    """What lies otherwise than plans have it."""
 
     def in_order(self, *common: Rule) -> list[Rule]:
         """All rules by stage; within one stage the ``common`` ones first, then policy by policy."""

@@ -69,6 +69,11 @@ def paged_bytes(together: Iterable[Stepped], optimizer: Optimizer) -> int:
     return sum(2 * prod(shape) for _, shape in together if prod(shape) >= 100_000)
 
 
+def moments_bytes(together: Iterable[Stepped], optimizer: Optimizer) -> int:
+    """What steps of these read and write beside weights and gradients."""
+    return sum(_moments_bytes(dtype, shape, optimizer) for dtype, shape in together)
+
+
 def _moments_bytes(dtype: DType, shape: tuple[int, ...], optimizer: Optimizer) -> int:
     count, wide = prod(shape), 4 if has_master(dtype, optimizer) else dtype.item_bytes
     if optimizer in _IN_BYTES:

@@ -24,7 +24,17 @@ from .compute_tasks import (
     trained_rows,
 )
 from .rules import Meeting
-from .steps import Stepped, extra_bytes, fullest_regions, goes_alone, groups_of, moved_bytes, ranks_of_group, stepped_of
+from .steps import (
+    Stepped,
+    extra_bytes,
+    fullest_regions,
+    goes_alone,
+    groups_of,
+    has_master,
+    moved_bytes,
+    ranks_of_group,
+    stepped_of,
+)
 
 _NORM_BYTES = 8
 """A float64."""
@@ -191,7 +201,9 @@ def check_one_norm(claim: Claim, task: Task, chunks: Collection[ChunkId]) -> Non
     compare_buffers(task, task.writes, [], "writes")
     compare_buffers(task, task.allocates, [], "allocates")
     compare_buffers(task, task.frees, [], "frees")
-    on_device = sum(buffer.size_bytes for buffer in (*parts, *left))
+    # However much of them is kept, the norm is of what a rank steps.
+    part_bytes = sum(claim.held[part.chunk].gradient_bytes for part in parts if part.chunk is not None)
+    on_device = part_bytes + sum(buffer.size_bytes for buffer in left)
     on_host = sum(claim.held[chunk].summed_bytes for chunk in updated)
     check_amounts(task, moved_bytes=on_device, stepped_bytes=on_host)
 
@@ -261,6 +273,7 @@ def _widening(claim: Claim, stepped: set[ChunkId]) -> Phase | None:
     """Device Adam's curve: what is stepped together first, then neighbours of one chunk, widened if they are narrow.
 
     Gradients of those that are stepped in one call go together.  Last come those of parts, run by run, which stay.
+    Moments that visit the device are there meanwhile.
     """
     optimizer = claim.plan.optimizer
     found = [
@@ -284,7 +297,21 @@ def _widening(claim: Claim, stepped: set[ChunkId]) -> Phase | None:
         runs = fullest_regions(claim.layout.chunks[chunk_id], claim.workload.parameters, num_parts)
         for dtype, scalars in runs:
             highest = max(highest, level + extra_bytes((dtype, (scalars,)), optimizer, WIDENED_SCALARS))
+    together = [s for c in found for s in ((p.dtype, p.shape) for p in c)]
+    together += [s for chunk in claim.scattered for s in claim.held[chunk].stepped]
+    scalars = sum(prod(shape) for dtype, shape in together if has_master(dtype, optimizer))
+    highest += 4 * min(scalars, claim.keeping.num_widened)
+    if claim.keeping.moments_visit:
+        return _visits(claim, highest)
     return Phase(curve=((1.0, highest),)) if highest else None
+
+
+def _visits(claim: Claim, widened: int) -> Phase | None:
+    """Device Adam's curve where moments come for it, chunk by chunk."""
+    homes = [claim.homes.get((Content.PAGED_STATE, chunk.id)) for chunk in claim.layout.chunks]
+    sizes = [home.size_bytes for home in homes if home is not None]
+    levels = [widened + sum(sizes[: number + 1]) for number in range(len(sizes))]
+    return Phase(curve=tuple(((n + 1) / len(sizes), level) for n, level in enumerate(levels))) if sizes else None
 
 
 def _check_stepped(claim: Claim, task: Task, stepped: list[Stepped], *, is_wide: bool = False) -> None:

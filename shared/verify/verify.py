@@ -70,8 +70,8 @@ def verify_schedule(
         layout = layout_of(workload, plan.chunk_bytes)
     check_layout(layout, plan, workload)
     check_looked_up(plan, workload, layout)
-    claim = Claim(schedule, plan, tiled(workload, plan), layout)
     rules = rules or RULES[plan.method]
+    claim = Claim(schedule, plan, tiled(workload, plan), layout, rules.keeping)
     for rule in rules.in_order(*COMMON, Rule(Stage.FORM, rules.check_kinds)):
         rule.check(claim)
     if device_limit_bytes is not None:

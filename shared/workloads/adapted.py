@@ -93,6 +93,9 @@ def adapted_by(
     if not pieces or packed is None or model.targets(lora) != sized.targets:
         return None
     how = None if quantized is None else quantized.how
+    if how is not None:
+        for path, (num_in, num_out) in packed.items():
+            how.check_sizes(path, num_in, num_out)
     if how is not None and not model.is_last_adapted(sized.targets):
         return None
     adapted = {path: model.maps[path] for path in model.chosen(lora)}

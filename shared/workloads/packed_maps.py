@@ -19,11 +19,14 @@ from ..observed.observation import Observation, OperatorCall
 from ..phases.quantization import BLOCKSIZE, NESTED_BLOCKSIZE, NUM_CODES, NUM_NESTED_CODES, Quantization, QuantizedType
 from ..schema.schedule import TaskKind
 from ..schema.workload import DType, OperationClass, Parameter
+from .grouped_maps import GROUPED_CLASS, grouped_parameters, unpacking_groups
 
 PACKED_CLASSES: Final = {
     QuantizedType.NF4: "Linear4bit",
     QuantizedType.FP4: "Linear4bit",
     QuantizedType.INT8: "Linear8bitLt",
+    QuantizedType.GPTQ: GROUPED_CLASS,
+    QuantizedType.GPTQ_8BIT: GROUPED_CLASS,
 }
 """What the classes of maps with packed weights are called."""
 _PRODUCTS: Final = ("mm", "addmm")
@@ -48,6 +51,9 @@ def packed_parameters(
             state, owner = [], path
         if path not in packed or leaf != "weight":
             yield parameter
+            continue
+        if how.type.is_grouped:
+            yield from grouped_parameters(parameter, path, packed[path], how)
             continue
         num_in, num_out = packed[path]
         shapes = _state_shapes(num_in * num_out, num_out, how)
@@ -89,6 +95,8 @@ def unpacking(
 
     ``maps``: their sizes; no rank of adapters is among these.  ``dtype``: what products compute in.
     """
+    if how.type.is_grouped:
+        return unpacking_groups(maps, dtype, how)
     sizes = frozenset(maps)
 
     def change(shape: TracedShape, *_: object) -> TracedShape:

@@ -24,7 +24,7 @@ from ...shared.basics.errors import PlanError
 from ...shared.basics.units import format_bytes
 from ...shared.foreign.asked_run import Checkpointing, Place, Split, Tool
 from ...shared.layout.layout import Layout, aligned, layout_of
-from ...shared.methods.runtime_profile import OUR_RUNTIME, Runtime, RuntimeProfile
+from ...shared.methods.runtime_profile import Runtime, RuntimeProfile
 from ...shared.schema.optimizer import HostGradients
 from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.workload import DType, Workload
@@ -79,12 +79,12 @@ def configured_plan(settled: Settled, workload: Workload, tool: Tool) -> Configu
 
 def _runtime(settled: Settled) -> RuntimeProfile:
     """Who carries the plan out, as far as it is known what that copies."""
-    run = settled.run
+    run, is_whole = settled.run, settled.run.recomputes_whole
     if settled.num_ranks > 1 and run.split in (None, Split.NOTHING):
-        return RuntimeProfile(Runtime.DDP)
-    if settled.num_ranks == 1:
-        return OUR_RUNTIME  # nothing is gathered or reduced
-    return RuntimeProfile(run.runtime or Runtime.OURS, run.reduce_dtype if run.runtime is not None else None)
+        return RuntimeProfile(Runtime.DDP, recomputes_whole=is_whole)
+    if settled.num_ranks == 1 or run.runtime is None:
+        return RuntimeProfile(recomputes_whole=is_whole)  # of one rank, nothing is gathered or reduced
+    return RuntimeProfile(run.runtime, run.reduce_dtype, recomputes_whole=is_whole)
 
 
 def _largest_block_bytes(workload: Workload) -> int:

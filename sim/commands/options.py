@@ -110,7 +110,7 @@ Parallel = Annotated[
     typer.Option("--parallel", help="What they do together."),
 ]
 AsRuntime = Annotated[
-    Runtime, typer.Option("--as", help="Who carries the plan out: other systems copy around their collectives.")
+    Runtime, typer.Option("--as", help="Who carries the plan out: other systems copy, wait and step otherwise.")
 ]
 
 
@@ -140,6 +140,14 @@ class ReducedAs(StrEnum):
     FLOAT16 = "float16"
 
 
+Reentrant = Annotated[
+    bool,
+    typer.Option(
+        "--reentrant",
+        help="Checkpointed blocks are recomputed to their end, as reentrant checkpointing and PyTorch before 2.1 do: "
+        "not just up to what backward reads.",
+    ),
+]
 ReduceDType = Annotated[
     ReducedAs | None,
     typer.Option("--reduce-dtype", help="What another system reduces gradients in; their own type without."),
@@ -356,11 +364,12 @@ def warn_of_memory(record: Record, host_bytes: int) -> None:
             warn(message)
 
 
-def runtime_profile(runtime: Runtime, reduce_dtype: ReducedAs | None) -> RuntimeProfile:
-    """Who carries a plan out.  Raises ProtwinError if the options make no sense together."""
+def runtime_profile(runtime: Runtime, reduce_dtype: ReducedAs | None, *, is_reentrant: bool) -> RuntimeProfile:
+    """Who carries a plan out, and how.  Raises ProtwinError if the options make no sense together."""
     if reduce_dtype is not None and runtime is Runtime.OURS:
         raise ProtwinError(
             f"--reduce-dtype is {reduce_dtype}, but --as names nobody who casts gradients: here they are reduced in "
             f"their own type. Add --as fsdp2."
         )
-    return RuntimeProfile(runtime, None if reduce_dtype is None else DType(reduce_dtype))
+    reduced_in = None if reduce_dtype is None else DType(reduce_dtype)
+    return RuntimeProfile(runtime, reduced_in, recomputes_whole=is_reentrant)

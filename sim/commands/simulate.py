@@ -79,6 +79,7 @@ from .options import (
     NumRanks,
     Parallel,
     ReduceDType,
+    Reentrant,
     ShardRanks,
     Shards,
     StudentPath,
@@ -146,6 +147,7 @@ def simulate_command(
     reduce_dtype: ReduceDType = None,
     compiled: CompiledParts = None,
     float8: Float8Scaling = None,
+    reentrant: Reentrant = False,
     optimizer: OptimizerName = None,
     tokens: Tokens = None,
     prices: PriceEntries = None,
@@ -175,7 +177,7 @@ def simulate_command(
         },
         as_json=as_json,
     )
-    profile = runtime_profile(runtime, reduce_dtype)
+    profile = runtime_profile(runtime, reduce_dtype, is_reentrant=reentrant)
     machine = machine_of(hardware, changes, prices)
     loaded = load_plan_or_pipeline(plan)
     check_budget(device_budget_bytes, machine)

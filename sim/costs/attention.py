@@ -115,7 +115,7 @@ def attention_s(operation: Operation, device: Device, peak_flop_per_s: float) ->
     kernel = kernel_of(operation, device)
     rates = _rates_of(kernel, operation, device)
     direction = rates.backward if is_backward else rates.forward
-    sustained = sustained_flop_per_s(device, peak_flop_per_s)
+    sustained = sustained_flop_per_s(device, peak_flop_per_s, operation.dtype)
     if direction.matrix_frac is not None:
         sustained = direction.matrix_frac * peak_flop_per_s
     elif kernel is AttentionKernel.MEMORY_EFFICIENT:

@@ -162,15 +162,20 @@ def _from_resources(
 ) -> dict[LaneSet, dict[Lane, float]]:
     """The slowdowns that follow from what lanes draw on, shared fairly (``lane_demands.py``, ``fair_share.py``).
 
+    Processors are not shared: compute has what collectives leave of them ([Note: Compute beside collectives]).
+
     Fair sharing can let a lane gain beside other lanes: a third lane may hold up the one that it shares with.  The
     search's bounds do not need it, but measured sets never show it beyond their noise, so slowdowns are raised to
     those of smaller sets here as well.
     """
     demands = lane_demands(hardware, num_ranks, optimizer, has_disk=has_disk)
+    collective = demands.get(Lane.COLLECTIVE, {})
+    left = (1 - collective.pop(Resource.PROCESSORS, 0.0)) / (1 + collective.get(Resource.DEVICE_MEMORY, 0.0))
     slowdowns: dict[LaneSet, dict[Lane, float]] = {}
     for lanes in _sets_of(lanes_of(num_ranks, has_disk=has_disk)):
         ordered = sorted(lanes)
-        shares = fair_shares([demands[lane] for lane in ordered], _WHOLE)
+        capacities = _WHOLE | {Resource.PROCESSORS: left} if Lane.COLLECTIVE in lanes else _WHOLE
+        shares = fair_shares([demands[lane] for lane in ordered], capacities)
         slowdowns[lanes] = {
             lane: max([1 / share, *(slowdowns[lanes - {other}][lane] for other in ordered if other is not lane)])
             for lane, share in zip(ordered, shares, strict=True)

@@ -74,6 +74,16 @@ WARPGROUP_RATE: Final = 10.0
 """Matrix over vector FLOP/s above which a device with 8-bit matrix types multiplies by warpgroups: Hopper has 14 to 15
 times, Blackwell's data-centre boards 30, NVIDIA's boards before them 4 at most and AMD's 8 (data sheets, as in the
 catalogue)."""
+FLOAT32_FRAC: Final = 0.65
+"""Share of the float32 peak that products reach where half of a multiprocessor's 128 units also do integers: RTX 3090
+70 %, 4090 66 %, 5090 65 %, A6000 and PRO 6000 62 %, L40S 51 %, H100 78 % (the measurements of POWER_LIMITED_FRAC)."""
+FLOAT32_OF_HALF_FRAC: Final = 0.9
+"""The same with 64 units of their own: A100 93 to 98 %, V100S 83 % (the same measurements)."""
+LANES: Final = 128
+"""Float32 units of one multiprocessor; Volta, Turing and the A100 have half as many."""
+HALVED_CLOCK_HZ: Final = 1.6e9
+"""At which those with half as many clock at most, and all others at least (NVIDIA's data sheets: 1,410 to 1,590 MHz,
+1,690 and more)."""
 PRODUCTS_ALONE_FRAC: Final = 0.69
 """The same share on Hopper and later where nothing but products runs: an H100 sustained 682 of 989 TFLOP/s for 20
 seconds, of random numbers, at 698 of 700 W and 1,360 MHz (``make bench-sheets``)."""
@@ -98,16 +108,31 @@ def efficiency_frac(device: Device, operation_class: OperationClass) -> float:
     return (_CUDA if device.kind is DeviceKind.CUDA else _CPU)[operation_class]
 
 
-def sustained_flop_per_s(device: Device, peak_flop_per_s: float) -> float:
-    """What the matrix units of a CUDA device sustain of ``peak_flop_per_s``, tiles and waves apart.
+def sustained_flop_per_s(device: Device, peak_flop_per_s: float, dtype: DType) -> float:
+    """What a CUDA device sustains of ``peak_flop_per_s`` in products of ``dtype``, tiles and waves apart.
 
-    The device's stated efficiency of matrix products, else what power allows; never less for a higher peak.
+    The device's stated efficiency of matrix products, else what power and libraries allow; never less for a higher
+    peak.  Products of float32 run on the vector units.
     """
     stated = device.efficiency.get(OperationClass.MATMUL)
     if stated is not None:
         return stated * peak_flop_per_s
+    if dtype is DType.FLOAT32:
+        return (FLOAT32_OF_HALF_FRAC if has_half_the_lanes(device) else FLOAT32_FRAC) * peak_flop_per_s
+    if device.sustained_frac is not None:
+        return device.sustained_frac * peak_flop_per_s
     unlimited = min(peak_flop_per_s, UNLIMITED_MATRIX_RATE * device.vector_flop_per_s)
     return max(POWER_LIMITED_FRAC * peak_flop_per_s, unlimited)
+
+
+def has_half_the_lanes(device: Device) -> bool:
+    """Whether a multiprocessor has 64 float32 units in place of 128: NVIDIA's Volta, Turing and GA100.
+
+    With 128 they would clock no faster than ``HALVED_CLOCK_HZ / 2``.
+    """
+    if device.num_multiprocessors is None:
+        return False
+    return device.vector_flop_per_s / (2 * LANES * device.num_multiprocessors) <= HALVED_CLOCK_HZ / 2
 
 
 def power_slowdown(device: Device, products_frac: float) -> float:
@@ -115,7 +140,8 @@ def power_slowdown(device: Device, products_frac: float) -> float:
 
     Between the two measured shares, the rate falls in proportion.  1 where the device states an efficiency of its own.
     """
-    if OperationClass.MATMUL in device.efficiency or not multiplies_by_warpgroups(device):
+    is_stated = OperationClass.MATMUL in device.efficiency or device.sustained_frac is not None
+    if is_stated or not multiplies_by_warpgroups(device):
         return 1.0
     beyond = max(0.0, products_frac - MIXED_SHARE) / (1 - MIXED_SHARE)
     return POWER_LIMITED_FRAC / (POWER_LIMITED_FRAC + beyond * (PRODUCTS_ALONE_FRAC - POWER_LIMITED_FRAC))

@@ -49,7 +49,7 @@ def kernel_s(operation: Operation, device: Device, peak_flop_per_s: float) -> fl
         if OperationClass.ATTENTION in device.efficiency:
             return operation.flops / (peak_flop_per_s * efficiency_frac(device, OperationClass.ATTENTION))
         return attention_s(operation, device, peak_flop_per_s)
-    return product_s(operation.shape, device, sustained_flop_per_s(device, peak_flop_per_s))
+    return product_s(operation.shape, device, sustained_flop_per_s(device, peak_flop_per_s, operation.dtype))
 
 
 def product_s(shape: tuple[int, ...], device: Device, sustained_flop_per_s: float) -> float:

@@ -5,6 +5,17 @@ Demands are shares of a resource's capacity, so that every capacity is 1.  A lan
 that the cost model gives it: a copy at the link's bandwidth, CPU Adam at its rate.  An optimizer whose arithmetic takes
 longer than its memory draws that much less of the memory, and keeps all cores of its operations busy.  Compute draws on
 several resources at rates that change from operation to operation; it gets the mean over a transformer's training.
+
+[Note: Compute beside collectives]
+A collective runs as one block of threads for each of its channels.  Blocks wait for their neighbours on other devices,
+so each keeps its multiprocessor until the collective has ended, and compute has the others.  What the collective moves
+in the device's memory, h of what that moves in all, holds compute up besides, though together they would fit: kernels
+of compute load in bursts.  So compute takes (1 + h) / (1 - held) times as long, and the collective no longer.
+
+That is 1.73 times on an A100 and 1.63 times on an H100.  Measured beside all-gathers: on an A100 in GPT training,
+products 1.76, attention 1.83 times (github.com/NVIDIA/nccl issue 1428); on an H100 a product 1.7 times (80 to 47 % of
+the peak, NVIDIA's developer forum, thread 337991), products 1.3 to 1.4 times (github.com/pytorch/pytorch pull request
+179937).
 """
 
 from __future__ import annotations
@@ -19,7 +30,7 @@ from ...shared.schema.hardware import DeviceKind, Hardware, Topology
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.schedule import Lane
 from .efficiency import CORE_BYTES_PER_S
-from .fabrics import fabric_levels
+from .fabrics import fabric_levels, flat_fabric
 from .task_costs import disk_of, host_adam_bytes_per_s, step_cores
 
 
@@ -34,7 +45,7 @@ class Resource(StrEnum):
     CORES = "cores"
     DEVICE_MEMORY = "device memory"
     PROCESSORS = "processors"
-    """Those of the device."""
+    """Those of the device.  What collectives hold of them, compute does not have."""
 
 
 Demands = Mapping[Resource, float]
@@ -57,8 +68,21 @@ _COLLECTIVE_PASSES: Final = 3
 """A ring's step reads what it sends, reads what it adds to, and writes the sum."""
 _DISK_PASSES: Final = 3
 """Between the disk and the page cache once; a copy between that and a place of the host reads and writes."""
+_SWITCH_CHANNELS: Final = 24
+"""Of a collective in one node with a switch, a block of threads each: 24 on eight A100 (github.com/NVIDIA/nccl-tests
+issue 100), 24 on eight H100 (NCCL's log of an AWS p5.48xlarge, with 16 for NVLink SHARP)."""
+_ADAPTER_CHANNELS: Final = 2
+"""For every adapter, where nodes meet: 16 of a DGX A100's eight (github.com/NVIDIA/nccl issue 320)."""
+_PEER_CHANNELS: Final = 4
+"""Over PCIe or a bridge, between devices that write into each other: 4 on eight RTX 5090
+(github.com/tinygrad/open-gpu-kernel-modules issue 29)."""
+_HOST_CHANNELS: Final = 2
+"""Through the host's memory: 2 on eight RTX 4090 (github.com/NVIDIA/nccl-tests issue 307)."""
+_MOST_HELD_FRAC: Final = 0.5
+"""By definition: of devices with few processors, libraries leave half to compute, as users can make them do."""
 _COLLECTIVE_PROCESSORS_FRAC: Final = 20 / 132
-"""Processors that collectives occupy: 20 of an H800's 132 (DeepSeek-V3, arXiv 2412.19437, section 3.5.1)."""
+"""Processors that collectives hold where nobody tells their channels (devices whose multiprocessors are not stated,
+meshes and rings): 20 of an H800's 132 (DeepSeek-V3, arXiv 2412.19437, section 3.5.1)."""
 
 
 def lane_demands(
@@ -146,7 +170,7 @@ def _disk(hardware: Hardware) -> dict[Resource, float]:
 
 
 def _collective(hardware: Hardware, own: Hardware, num_ranks: int) -> dict[Resource, float]:
-    """Collectives at the rate of the devices' own links; through the host, where copies pass too, if there are none.
+    """Collectives at the rate of rings over the devices' own links; if there are none, over the host's, as copies.
 
     ``own``: the part of ``hardware`` that one rank has.
     """
@@ -157,6 +181,9 @@ def _collective(hardware: Hardware, own: Hardware, num_ranks: int) -> dict[Resou
         # Pair by pair through the host: that is what takes the time.
         has_own_links = False
         rate = levels[-1 if len(levels) == 1 else 1].ring_bytes_per_s
+    elif has_own_links:
+        # Rings through nodes go no faster than the adapters, within nodes either.
+        rate = min(levels[0].ring_bytes_per_s, flat_fabric(hardware, num_ranks).ring_bytes_per_s)
     else:
         rate = levels[0].ring_bytes_per_s
     passes = _COLLECTIVE_PASSES * rate
@@ -167,7 +194,7 @@ def _collective(hardware: Hardware, own: Hardware, num_ranks: int) -> dict[Resou
         }
     demand = {
         Resource.DEVICE_MEMORY: passes / own.device.memory_bandwidth_bytes_per_s,
-        Resource.PROCESSORS: _COLLECTIVE_PROCESSORS_FRAC,
+        Resource.PROCESSORS: _held_frac(hardware, num_ranks, has_own_links=has_own_links),
     }
     if has_own_links:
         return demand
@@ -179,3 +206,24 @@ def _collective(hardware: Hardware, own: Hardware, num_ranks: int) -> dict[Resou
         # What a device sends is written there, what it receives is read from there.
         demand[Resource.HOST_MEMORY] = 2 * rate / own.host.memory_bandwidth_bytes_per_s
     return demand
+
+
+def _held_frac(hardware: Hardware, num_ranks: int, *, has_own_links: bool) -> float:
+    """Share of a device's processors that a collective holds; see [Note: Compute beside collectives]."""
+    node, network = hardware.node, hardware.network
+    num_processors = hardware.device.num_multiprocessors
+    per_node = 1 if node is None else node.num_devices
+    if num_processors is None:
+        return _COLLECTIVE_PROCESSORS_FRAC
+    if num_ranks > per_node and network is not None:
+        most = _SWITCH_CHANNELS if has_own_links else _PEER_CHANNELS
+        channels = min(most, _ADAPTER_CHANNELS * network.adapters_per_node)
+    elif not has_own_links or node is None:
+        channels = _HOST_CHANNELS if node is not None and node.through_host_memory else _PEER_CHANNELS
+    elif node.topology is Topology.PAIRS:
+        channels = _PEER_CHANNELS
+    elif node.topology is Topology.SWITCH:
+        channels = _SWITCH_CHANNELS
+    else:
+        return _COLLECTIVE_PROCESSORS_FRAC
+    return min(channels / num_processors, _MOST_HELD_FRAC)

@@ -5,7 +5,9 @@ An element-wise kernel of PyTorch loads 16 bytes at a time where its operands li
 and then the memory sets its pace.  Operands that are broadcast (a norm's weight, the cosines of rotary positions) or
 widened on the way (16 bits to float32) go one element at a time, and the multiprocessors set the pace: on an H100 they
 do 1.2 elements per clock, whether these have 4, 6 or 8 bytes (``make bench-sheets``: 322, 313 and 280 elements per ns
-on 132 multiprocessors at 1.9 GHz).  Narrowing casts are vectorized.
+on 132 multiprocessors at 1.9 GHz).  Casts from float32 to 16 bits are vectorized, and no others
+(``float16_copy_kernel_cuda`` in PyTorch's ``Copy.cu``; ``gpu_kernel_impl`` in ``CUDALoops.cuh`` takes operands of
+several types, and operands that are broadcast or expanded, one element at a time).
 
 [Note: What a loss reads]
 An operation's bytes count each of its tensors once.  The negative log-likelihood picks one element out of each row
@@ -19,6 +21,7 @@ from typing import Final
 
 from ...shared.schema.hardware import Device, DeviceKind
 from ...shared.schema.workload import DType, Operation, OperationClass
+from .efficiency import HALVED_CLOCK_HZ, LANES
 
 ELEMENTS_PER_CLOCK: Final = 1.2
 """Of one multiprocessor, in kernels that are not vectorized; see [Note: Vectorized kernels]."""
@@ -43,13 +46,11 @@ _COLUMN_SUM_FRAC: Final = 0.35
 _OF_BYTES: Final = {"nll_loss_forward": 0.0, "nll_loss_backward": 0.5, "nll_loss2d_forward": 0.0}
 """Share of an operation's bytes that are moved; see [Note: What a loss reads]."""
 _BROADCASTING: Final = frozenset({"mul", "add", "sub", "div"})
+_SHIFTS: Final = frozenset({"bitwise_right_shift", "__rshift__", "bitwise_left_shift", "__lshift__"})
+_NARROW: Final = frozenset({DType.INT16, DType.INT8, DType.UINT8})
+"""Whole numbers of few bits."""
 _HALF: Final = frozenset({DType.FLOAT16, DType.BFLOAT16})
 """Types of 16 bits."""
-_LANES: Final = 128
-"""Float32 units of one multiprocessor; Volta, Turing and the A100 have half as many."""
-_HALVED_CLOCK_HZ: Final = 1.6e9
-"""At which those with half as many clock at most, and all others at least (NVIDIA's data sheets: 1,410 to 1,590 MHz,
-1,690 and more)."""
 _SCALAR_BYTES: Final = 64
 """Less than any operand that is broadcast has."""
 
@@ -84,19 +85,25 @@ def goes_by_elements(operation: Operation) -> bool:
     """Whether a kernel is not vectorized; see [Note: Vectorized kernels].
 
     Element-wise operations count one FLOP for each element of their result.  One that is given two tensors of which one
-    is broadcast moves more than a tensor in and one out, and less than two in and one out.
+    is broadcast moves more than a tensor in and one out, and less than two in and one out.  One that is given whole
+    numbers of fewer bits than its result in 16, or that spreads packed bits, moves less than a tensor in and one out.
     """
     if operation.operation_class is not OperationClass.ELEMENTWISE or operation.flops == 0:
         return False
     tensor_bytes = operation.flops * operation.dtype.item_bytes
     if operation.name == "_to_copy":
+        if operation.dtype in _NARROW:
+            return operation.bytes_moved != 2 * tensor_bytes
         return operation.dtype is DType.FLOAT32 and operation.bytes_moved < 2 * tensor_bytes
+    if operation.name in _SHIFTS:
+        return operation.bytes_moved < 2 * tensor_bytes
     is_broadcast = 2 * tensor_bytes + _SCALAR_BYTES < operation.bytes_moved < 2.9 * tensor_bytes
-    return operation.name in _BROADCASTING and is_broadcast
+    is_widened = operation.dtype in _HALF and operation.bytes_moved < 2 * tensor_bytes
+    return operation.name in _BROADCASTING and (is_broadcast or is_widened)
 
 
 def clock_hz(device: Device) -> float:
     """Clocks per second at which a device reaches its peak outside the matrix units; it must state multiprocessors."""
     assert device.num_multiprocessors is not None
-    clock = device.vector_flop_per_s / (2 * _LANES * device.num_multiprocessors)
-    return max(clock, min(2 * clock, _HALVED_CLOCK_HZ))
+    clock = device.vector_flop_per_s / (2 * LANES * device.num_multiprocessors)
+    return max(clock, min(2 * clock, HALVED_CLOCK_HZ))

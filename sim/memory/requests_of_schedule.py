@@ -17,7 +17,8 @@ from ...shared.layout.shards import stepped_parts
 from ...shared.optimizers.state import MAP_BYTES, PAGED_NAMES, is_paged, map_bytes, master_bytes, state_tensors
 from ...shared.order.happens_before import HappensBefore
 from ...shared.order.memory_events import Copying, memory_events
-from ...shared.schema.schedule import AllocationId, Content, Lane, Memory, Schedule, Task, TaskKind
+from ...shared.schema.optimizer import Optimizer
+from ...shared.schema.schedule import AllocationId, ChunkId, Content, Lane, Memory, Schedule, Task, TaskKind
 from ...shared.schema.workload import Parameter
 
 
@@ -134,6 +135,11 @@ class StaticTensors:
     """Optimizer state that the first device Adam makes: moments, counts of steps, maps.  Bytes each."""
 
 
+def _chunks_with_paged_state(schedule: Schedule) -> set[ChunkId | None]:
+    """Chunks whose moments lie on the host between two steps."""
+    return {b.chunk for b in schedule.buffers if b.is_static and b.content is Content.PAGED_STATE}
+
+
 def static_tensors(schedule: Schedule, parameters: tuple[Parameter, ...], layout: Layout) -> StaticTensors:
     """The static device buffers of ``schedule`` as tensors; together they have the same bytes.
 
@@ -143,6 +149,7 @@ def static_tensors(schedule: Schedule, parameters: tuple[Parameter, ...], layout
     """
     kept = {b.chunk for b in schedule.buffers if b.is_static and (b.memory, b.content) == _PLACE}
     sharded = {b.chunk for b in schedule.buffers if b.is_static and b.content is Content.REDUCED_GRADIENTS}
+    visiting = set() if schedule.optimizer is Optimizer.PAGED_ADAMW_8BIT else _chunks_with_paged_state(schedule)
     optimizer = schedule.optimizer
     set_up: list[SetUp] = []
     first_step: list[int] = []
@@ -161,8 +168,9 @@ def static_tensors(schedule: Schedule, parameters: tuple[Parameter, ...], layout
                 if of_master := prod(shape) * master_bytes(dtype, optimizer):
                     set_up.append(SetUp(of_master, stays=True))
                 paged = PAGED_NAMES if is_paged((dtype, shape), optimizer) else ()
-                stays = (t.size_bytes for t in state_tensors((dtype, shape), optimizer) if t.name not in paged)
-                first_step += [size_bytes for size_bytes in stays if size_bytes]
+                state = (t for t in state_tensors((dtype, shape), optimizer) if t.name not in paged)
+                visits = buffer.chunk in visiting
+                first_step += [t.size_bytes for t in state if t.size_bytes and not (visits and t.is_moment)]
         elif buffer.memory is Memory.DEVICE:
             set_up.append(SetUp(buffer.size_bytes, stays=True))
     return StaticTensors(tuple(set_up), tuple(first_step))

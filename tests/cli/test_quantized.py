@@ -74,12 +74,22 @@ def test_an_answer_says_how_weights_are_packed(protwin_here: Protwin, configured
         (("--quantization-blocksize=128", LORA), "--quantize is not"),
         (("--quantize=int8", "--double-quantize", LORA), "one scale for each output"),
         (("--quantize=nf4", "--quantization-blocksize=48", LORA), "must be one of 32, 64"),
+        (("--quantize=gptq", "--quantization-blocksize=2048", LORA), "must be one of 32, 64"),
+        (("--quantize=gptq", "--double-quantize", LORA), "has scales in 16 bits"),
+        (("--quantize=gptq", "--quantization-blocksize=512", LORA), "it has 256 inputs, which is no multiple of 512"),
     ],
 )
 def test_what_makes_no_sense_is_refused(
     protwin_here: Protwin, configured: Path, options: tuple[str, ...], words: str
 ) -> None:
     assert words in refusal(protwin_here, configured, (*ASKED, *options))
+
+
+@pytest.mark.slow
+def test_groups_of_gptq_are_said(protwin_here: Protwin, configured: Path) -> None:
+    told = protwin_here(*ASKED, LORA, "--quantize=gptq", "--quantization-blocksize=64")
+    assert told.returncode == 0, told.stderr
+    assert "gptq in groups of 64; others bfloat16, as published" in " ".join(told.stdout.split())
 
 
 def test_a_saved_workload_is_not_packed_again(protwin_here: Protwin, folder: Path) -> None:

@@ -46,6 +46,7 @@ def full_hardware() -> Hardware:
             power_w=312.5,
             num_multiprocessors=7,
             attention_kernel=AttentionKernel.TRITON,
+            sustained_frac=0.7,
             efficiency={OperationClass.MATMUL: 0.7, OperationClass.EMBEDDING: 1.0},
             optimizer_s_per_scalar={Optimizer.ADAMW_8BIT: 3e-12},
             source="a = 1 # no comment",

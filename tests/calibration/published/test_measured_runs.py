@@ -88,7 +88,7 @@ def test_twenty_runs_of_many_classes_are_shown() -> None:
     assert len(shown) == 25
     assert len({run.run_class for run in shown}) >= 10
     assert len({run.measured.speed[0] for run in shown if run.measured.speed is not None}) == 3
-    assert any(run.offloaded for run in shown)
+    assert any(run.host_stepped for run in shown)
     assert any(run.lora_rank is not None for run in shown)
 
 
@@ -196,7 +196,7 @@ def test_offloaded_runs_have_nothing_on_devices_and_sharded_ones_nothing_on_host
         run = BY_ID[name]
         workload = workload_of(run)
         plan = plan_of(run, workload)
-        assert (plan.n_persist, plan.n_shard > 0) == (0, not run.offloaded)
+        assert (plan.n_persist, plan.n_shard > 0) == (0, not run.host_stepped)
         assert (plan.n_checkpoint, plan.micro_batches, plan.num_ranks) == (workload.num_blocks, 4, 8)
 
 

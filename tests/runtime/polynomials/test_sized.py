@@ -32,6 +32,8 @@ HOW = [
     Quantization(type=QuantizedType.NF4, blocksize=128, double=True),
     Quantization(type=QuantizedType.FP4, blocksize=64, double=True),
     Quantization(type=QuantizedType.INT8),
+    Quantization(type=QuantizedType.GPTQ, blocksize=64),
+    Quantization(type=QuantizedType.GPTQ_8BIT, blocksize=32),
 ]
 ALL = (
     *(f"self_attn.{name}_proj" for name in "qkvo"),
@@ -91,6 +93,34 @@ def compared(model: str, draw: random.Random, how: Quantization | None, dtype: s
 def test_a_drawn_model_with_packed_weights_equals_its_trace() -> None:
     draw = random.Random(2027)
     compared(draw.choice(("llama-3.2-1b", "qwen3-0.6b", "smollm2-135m")), draw, HOW[3], "float16", ())
+
+
+def test_a_drawn_model_with_groups_equals_its_trace() -> None:
+    """With biases, which an operation of their own adds behind products."""
+    compared("qwen2.5-0.5b", random.Random(41), HOW[5], "bfloat16", ())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param({"blocksize": 32}, id="groups of another size"),
+        pytest.param({"type": QuantizedType.GPTQ_8BIT}, id="other bits"),
+    ],
+)
+def test_a_derivation_with_other_groups_is_told_from_the_trace(wrong: dict[str, Any]) -> None:
+    shape, asked = {"batch_size": 1, "sequence_length": 19}, {"dtype": "bfloat16"}
+    how = Quantization(type=QuantizedType.GPTQ, blocksize=64)
+    options = [
+        TrainingOptions(lora=LoraOptions(rank=3), quantized=QuantizationOptions(how=each))
+        for each in (how, how.model_copy(update=wrong))
+    ]
+    config = model_configuration("smollm2-135m").config
+    traced = workload_of_configuration(config, name="smollm2-135m", options=options[0], **shape, **asked)
+    found = untraced_workload("smollm2-135m", 1, sequence_length=19, options=options[1], **asked)
+    assert found is not None
+    assert found.profiles != traced.profiles
+    assert found.parameters != traced.parameters
 
 
 @pytest.mark.slow

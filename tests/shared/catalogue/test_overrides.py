@@ -42,6 +42,7 @@ VALUES = {
     "num_memory_channels": ("4", 4),
     "num_multiprocessors": ("100", 100),
     "attention_kernel": ("flash-1", "flash-1"),
+    "sustained_frac": ("0.7", 0.7),
     "name": ("another", "another"),
     "source": ("my notes", "my notes"),
     "kind": ("cpu", "cpu"),

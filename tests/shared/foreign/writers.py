@@ -104,6 +104,7 @@ def training_run(rng: random.Random) -> AskedRun:
     place = rng.choice([Place.DEVICE, Place.HOST]) if is_shared else Place.DEVICE
     half = rng.choice(["bfloat16", "float16", None])
     kind = "mixed" if is_shared else "autocast"
+    checkpointing = rng.choice([Checkpointing.NONE, Checkpointing.FULL])
     return known(
         {
             "batch_size": rng.randint(1, 64),
@@ -111,7 +112,8 @@ def training_run(rng: random.Random) -> AskedRun:
             "max_gradient_norm": rng.choice([0.0, 0.3, 1.0]),
             "optimizer": rng.choice([Optimizer.ADAMW, Optimizer.SGD, Optimizer.ADAFACTOR, Optimizer.ADAMW_8BIT]),
             "precision": Precision.FLOAT32 if half is None else Precision(f"{kind} {half}"),
-            "checkpointing": rng.choice([Checkpointing.NONE, Checkpointing.FULL]),
+            "checkpointing": checkpointing,
+            "recomputes_whole": checkpointing is Checkpointing.FULL and rng.random() < 0.5,
             "split": split,
             "parameters_on": place,
             "optimizer_on": place,
@@ -139,6 +141,8 @@ def training_arguments(run: AskedRun) -> dict[str, Any]:
         "fp16": run.precision.endswith(" float16"),
         "gradient_checkpointing": run.checkpointing is Checkpointing.FULL,
     }
+    if run.checkpointing is Checkpointing.FULL:
+        given["gradient_checkpointing_kwargs"] = {"use_reentrant": run.recomputes_whole}
     if run.split is not Split.NOTHING:
         given["fsdp"] = True
         given["fsdp_config"] = {

@@ -103,6 +103,39 @@ def test_a_packed_base_takes_its_bits(double: bool) -> None:
     assert unpacked == scalars // config["num_hidden_layers"]
 
 
+@pytest.mark.parametrize(("to", "bits"), [("gptq", 4), ("gptq-8bit", 8)])
+def test_a_base_in_groups_takes_its_bits_and_stays_unpacked_until_backward(to: str, bits: int) -> None:
+    """Its bits, for each group of 128 those of a zero and a scale of 16, and 32 for each input of a map."""
+    config = model_configuration("llama-3-8b").config
+    workload = found(how=Quantization(type=QuantizedType(to), blocksize=128))
+    maps = maps_of(config).values()
+    scalars = config["num_hidden_layers"] * sum(m * n for m, n in maps)
+    inputs = config["num_hidden_layers"] * sum(m for m, _ in maps)
+    packed = [p for p in workload.parameters if ".base." in p.name and not p.name.endswith("shifts")]
+    assert 8 * sum(p.size_bytes for p in packed) == scalars * bits + scalars // 128 * (bits + 16) + 32 * inputs
+    assert sum(p.scalars for p in packed) == scalars
+    plain = found()
+    assert workload.num_parameters == plain.num_parameters
+    # A block that keeps its activations keeps its weights in 16 bits; a checkpointed one until its backward.
+    in_16_bits = 2 * scalars // config["num_hidden_layers"]
+    one, other = plain.profile_of(1), workload.profile_of(1)
+    assert other.forward.net_bytes == one.forward.net_bytes + in_16_bits
+    assert other.backward.net_bytes == one.backward.net_bytes - in_16_bits
+    assert other.recompute.net_bytes == one.recompute.net_bytes + in_16_bits
+    assert other.checkpoint_forward.net_bytes == one.checkpoint_forward.net_bytes
+    # Of the largest map, whole numbers of 32 bits beside the narrow ones that are made of them.
+    largest = max(m * n for m, n in maps)
+    assert other.checkpoint_forward.peak_bytes >= (4 + bits // 4) * largest
+    shifted = sum(op.flops * op.count for op in other.forward.operations if op.name == "bitwise_right_shift")
+    per_block = scalars // config["num_hidden_layers"]
+    assert shifted == per_block + per_block // 128
+
+
+def test_groups_that_do_not_divide_inputs_are_refused_without_a_trace() -> None:
+    with pytest.raises(WorkloadError, match="q_proj cannot be packed to gptq in groups of 512: it has 896 inputs"):
+        asked("qwen2.5-0.5b", how=Quantization(type=QuantizedType.GPTQ, blocksize=512))
+
+
 def test_a_scale_costs_nothing() -> None:
     assert found() == found(lora={"alpha": 32.0, "use_rslora": True})
 

@@ -103,16 +103,51 @@ def test_a_faster_part_never_makes_a_product_slower(
     assert roofline_s(phase, fast) <= roofline_s(phase, slow) * (1 + 1e-9)
 
 
-@given(st.floats(1e12, 1e16), st.floats(1, 20))
-def test_a_higher_peak_never_sustains_less(peak: float, growth: float) -> None:
+@given(st.floats(1e12, 1e16), st.floats(1, 20), st.sampled_from((DType.FLOAT32, DType.BFLOAT16)))
+def test_a_higher_peak_never_sustains_less(peak: float, growth: float, dtype: DType) -> None:
     a100 = device_part("a100-80gb")
-    assert sustained_flop_per_s(a100, peak * growth) >= sustained_flop_per_s(a100, peak)
-    assert POWER_LIMITED_FRAC * peak <= sustained_flop_per_s(a100, peak) <= peak
+    assert sustained_flop_per_s(a100, peak * growth, dtype) >= sustained_flop_per_s(a100, peak, dtype)
+    assert POWER_LIMITED_FRAC * peak <= sustained_flop_per_s(a100, peak, dtype) <= peak
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tflop_per_s"),
+    [
+        ("v100-32gb", DType.FLOAT16, 89 / 130 * 125),  # of a V100S
+        ("a100-40gb", DType.BFLOAT16, 247),
+        ("a100-80gb", DType.BFLOAT16, 265),
+        ("l40s", DType.BFLOAT16, 269),
+        ("rtx-a6000", DType.BFLOAT16, 123),
+        ("rtx-3090", DType.BFLOAT16, 76),
+        ("rtx-4090", DType.BFLOAT16, 165),
+        ("rtx-5090", DType.BFLOAT16, 238),
+        ("h100-80gb", DType.BFLOAT16, 787),
+        ("b200-180gb", DType.BFLOAT16, 1696),
+        ("mi300x-192gb", DType.BFLOAT16, 725),  # 668 and 782
+        ("mi325x-256gb", DType.BFLOAT16, 785),
+        ("a100-80gb", DType.FLOAT32, 19.1),
+        ("rtx-3090", DType.FLOAT32, 24.8),
+        ("rtx-4090", DType.FLOAT32, 54.8),
+        ("rtx-5090", DType.FLOAT32, 68.4),
+        ("rtx-a6000", DType.FLOAT32, 23.9),
+    ],
+)
+def test_largest_products_sustain_what_was_measured(name: str, dtype: DType, tflop_per_s: float) -> None:
+    """github.com/zzc0721/torch-performance-test-data, and for AMD github.com/stas00/ml-engineering."""
+    part = device_part(name)
+    found = sustained_flop_per_s(part, part.peak_flop_per_s[dtype], dtype)
+    assert found == pytest.approx(tflop_per_s * 1e12, rel=0.13)
+
+
+def test_a_stated_share_counts_in_16_bits_alone() -> None:
+    half = device_part("a100-80gb").model_copy(update={"sustained_frac": 0.5})
+    assert sustained_flop_per_s(half, 100.0, DType.BFLOAT16) == 50
+    assert sustained_flop_per_s(half, 100.0, DType.FLOAT32) == 90
 
 
 def test_a_stated_efficiency_replaces_what_power_allows() -> None:
     stated = device(efficiency={OperationClass.MATMUL: 0.25})
-    assert sustained_flop_per_s(stated, 1.0) == 0.25
+    assert sustained_flop_per_s(stated, 1.0, DType.BFLOAT16) == 0.25
     assert kernel_s(product(512, 256, 4096), stated, 1.0) == pytest.approx(4 * 2 * 512 * 256 * 4096)
 
 

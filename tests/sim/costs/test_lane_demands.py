@@ -182,14 +182,15 @@ CASES: Final = {
         of(of=node(Topology.SWITCH, link_rate=200 * GB), network=network(5 * GB, 2)),
         alone(num_sharing=2, own_ways=True),
         num_ranks=8,
-        collective={OF_DEVICE: 0.6, PROCESSORS: OF_COLLECTIVES},
+        # Rings through both nodes: three passes at the adapter's 5 GB/s.
+        collective={OF_DEVICE: 0.015, PROCESSORS: OF_COLLECTIVES},
     ),
     # The pairs lie within the nodes, and a link of a device that has no neighbour leads nowhere.
     "two nodes of one pair": Case(
         of(of=node(Topology.PAIRS, link_rate=50 * GB, at_sockets=(2,)), network=network(5 * GB, 2)),
         alone(num_sharing=2, own_ways=True),
         num_ranks=4,
-        collective={OF_DEVICE: 0.15, PROCESSORS: OF_COLLECTIVES},
+        collective={OF_DEVICE: 0.015, PROCESSORS: OF_COLLECTIVES},
     ),
     "nodes of one device with a link": Case(
         of(of=node(Topology.SWITCH, link_rate=200 * GB, at_sockets=(1,)), network=network(4 * GB, 2)),
@@ -244,3 +245,32 @@ def test_an_optimizer_that_computes_longer_than_it_reads_leaves_the_memory_alone
     on_cpu = drawn(Optimizer.ADAMW_8BIT, 2, DeviceKind.CPU)
     assert on_cpu == pytest.approx({MEMORY: 112 / 22 / 100, CORES: 0.5})
     assert drawn(Optimizer.ADAMW, 2, DeviceKind.CPU) == pytest.approx({MEMORY: 0.2, CORES: 1.0})
+
+
+@pytest.mark.parametrize(
+    ("of_node", "adapters", "num_ranks", "channels"),
+    [
+        (node(Topology.SWITCH, link_rate=200 * GB), 0, 4, 24),
+        (node(Topology.SWITCH, link_rate=200 * GB), 8, 8, 16),
+        (node(Topology.SWITCH, link_rate=200 * GB), 1, 8, 2),
+        (node(Topology.SWITCH, link_rate=200 * GB), 32, 8, 24),
+        (node(Topology.PAIRS, link_rate=50 * GB), 0, 2, 4),
+        (node(Topology.PAIRS, link_rate=50 * GB), 0, 4, 4),
+        (node(Topology.HOST), 0, 4, 4),
+        (node(Topology.HOST, through_host_memory=True), 0, 4, 2),
+    ],
+)
+def test_a_collective_holds_a_processor_for_each_channel(
+    of_node: Node, adapters: int, num_ranks: int, channels: int
+) -> None:
+    between = None if adapters == 0 else network(25 * GB, 2).model_copy(update={"adapters_per_node": adapters})
+    hardware = of(of=of_node, network=between)
+    device = hardware.device.model_copy(update={"num_multiprocessors": 100})
+    found = lane_demands(hardware.model_copy(update={"device": device}), num_ranks)
+    assert found[Lane.COLLECTIVE][PROCESSORS] == channels / 100
+
+
+def test_half_of_few_processors_are_left_to_compute() -> None:
+    hardware = of(of=node(Topology.SWITCH, link_rate=200 * GB))
+    device = hardware.device.model_copy(update={"num_multiprocessors": 30})
+    assert lane_demands(hardware.model_copy(update={"device": device}), 4)[Lane.COLLECTIVE][PROCESSORS] == 0.5

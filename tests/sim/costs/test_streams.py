@@ -75,6 +75,35 @@ def test_operands_that_are_broadcast_go_element_by_element() -> None:
     assert operation_s(by_weight, rtx_4090) == pytest.approx(4 * _TOKENS / (0.85 * 1008e9), rel=0.1)
 
 
+def test_casts_on_other_boards_and_to_other_types_take_what_was_published() -> None:
+    """Before these kernels were vectorized.  An A100 took 362 µs for 2**26 elements from bfloat16 to float32
+    (github.com/pytorch/pytorch/pull/195542), an H100 331 to 336 µs for 10**8 from float32 to eight bits (pull/110251:
+    vectorized, it moves 2.2 TB/s, which no A100 does)."""
+    widened = operation("_to_copy", 2**26, DType.FLOAT32, 6 * 2**26)
+    assert operation_s(widened, device_part("a100-40gb")) == pytest.approx(362e-6, rel=0.1)
+    narrowed = operation("_to_copy", 10**8, DType.INT8, 5 * 10**8)
+    assert operation_s(narrowed, H100) == pytest.approx(333e-6, rel=0.1)
+
+
+def test_a_chain_that_unpacks_whole_numbers_goes_element_by_element_but_for_the_mask() -> None:
+    """GPTQ's (``runtime/quantized/gptq.py``), of four bits in groups of 128 to float16."""
+    count = 4096 * 4096
+    chain = [
+        operation("bitwise_right_shift", count, DType.INT32, 9 * count // 2 + 32),
+        operation("_to_copy", count, DType.INT8, 5 * count),
+        operation("bitwise_and_", count, DType.INT8, 2 * count),
+        operation("sub", count, DType.INT8, 2 * count + count // 128),
+        operation("mul", count, DType.FLOAT16, 3 * count + count // 64),
+    ]
+    assert [goes_by_elements(one) for one in chain] == [True, True, False, True, True]
+    a100 = device_part("a100-80gb")
+    by_elements, mask = 4 * count / (1.2 * 1.41e9 * 108), 2 * count / (0.85 * 2039e9)
+    assert sum(operation_s(one, a100) for one in chain) == pytest.approx(by_elements + mask, rel=0.05)
+    # What has as many bytes as its result is no chain of few bits.
+    assert not goes_by_elements(operation("bitwise_right_shift", count, DType.INT32, 8 * count))
+    assert not goes_by_elements(operation("_to_copy", count, DType.INT8, 2 * count))
+
+
 def test_a_loss_reads_one_logit_of_a_row() -> None:
     """Softmax forward and backward, and the likelihood around it: 5.56, 5.70 and 1.27 ms of 128,256 words."""
     logits = _LOGITS

@@ -1,0 +1,42 @@
+"""What a runtime keeps otherwise than plans do: another system's account of the same schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Final
+
+from ..optimizers.state import Stepped, master_bytes, state_tensors
+from ..schema.optimizer import Optimizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeping:
+    """Where what is there for good lies otherwise than plans have it; by default nowhere."""
+
+    parts_stay: bool = False
+    """Whether each device keeps its part of what the hosts step, beside the hosts."""
+    parts_are_within: bool = False
+    """Whether a sharded chunk's part is a view of the whole chunk, which never leaves the device."""
+    gradients_are_whole: bool = False
+    """Whether gradients of a sharded chunk stay whole on every device until the step."""
+    moments_visit: bool = False
+    """Whether the moments of what devices step lie on the host, and come to the device for the step alone."""
+    num_widened: int = 0
+    """Scalars whose gradients the device widens to float32 together, where they have masters."""
+
+
+AS_PLANNED: Final = Keeping()
+
+
+def num_with_masters(together: Iterable[Stepped], optimizer: Optimizer) -> int:
+    """Scalars of these parameters of which a float32 copy is stepped."""
+    return sum(prod(shape) for dtype, shape in together if master_bytes(dtype, optimizer))
+
+
+def moment_bytes(together: Iterable[Stepped], optimizer: Optimizer) -> int:
+    """Bytes of the moments of these parameters, masters and scales left out."""
+    return sum(
+        tensor.size_bytes for stepped in together for tensor in state_tensors(stepped, optimizer) if tensor.is_moment
+    )
