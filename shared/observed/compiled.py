@@ -33,6 +33,10 @@ _SHARED: Final = 4
 """Kernels have values in common where these have at least this part of the largest that they read."""
 
 
+_MOST_BEFORE: Final = 8
+"""Calls between a block's output and its recomputation, as ``selective.py`` has it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """A kernel that is left of several calls."""
@@ -201,7 +205,7 @@ def fused_pair(
     changes by what is saved less; what backward leaves stays.
     """
     num_forward = len(forward.calls)
-    calls = forward.calls if whole is None or whole[:num_forward] != forward.calls else whole
+    calls = forward.calls if whole is None else _to_its_end(forward.calls, whole)
     flow = Flow(calls, backward.calls, num_tokens, passed_bytes)
     fused = Fused(flow)
     sizes = sorted(flow.values[value].size for value in fused.saved)
@@ -216,6 +220,15 @@ def fused_pair(
     if forward.saved_bytes:
         first.saved_bytes = sizes
     return first, second
+
+
+def _to_its_end(again: Sequence[OperatorCall], whole: Sequence[OperatorCall]) -> Sequence[OperatorCall]:
+    """A recomputation, and what ``whole`` does beyond its end; a few calls may come before it."""
+    for num_before in range(min(_MOST_BEFORE, len(again)) + 1):
+        rest = again[num_before:]
+        if list(whole[: len(rest)]) == list(rest):
+            return [*again, *whole[len(rest) :]]
+    return again
 
 
 def fused_alone(forward: Observation, num_tokens: int, passed_bytes: int) -> Observation:
