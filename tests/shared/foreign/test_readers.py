@@ -286,6 +286,9 @@ def test_what_a_file_of_torchtitan_cannot_ask_for_is_one_message(content: dict[s
     [
         ({"rl": "dpo"}, 'rl is "dpo": it trains by another Trainer'),
         ({"load_in_4bit": True}, "nothing is trained without an adapter"),
+        ({"gptq": True}, "nothing is trained without an adapter"),
+        ({"gptq": True, "adapter": "qlora", "lora_r": 4}, "gptq says that the base is packed already"),
+        ({"gptq": True, "adapter": "lora", "load_in_8bit": True, "lora_r": 4}, "packed already"),
         ({"adapter": "lora"}, "adapter is lora, and has no rank"),
         ({"adapter": "prompt", "lora_r": 4}, "Choose from lora, qlora"),
         ({"adapter": "lora", "lora_r": 4, "lora_target_modules": "layers.*q"}, "no list of plain names"),

@@ -218,7 +218,8 @@ def torchtitan(run: AskedRun, *, is_old: bool) -> dict[str, Any]:
         "activation_checkpoint": {
             Checkpointing.NONE: {"mode": "none"},
             Checkpointing.FULL: {"mode": "full"},
-            Checkpointing.BY_OPERATION: {"mode": "selective", "selective_ac_option": "op"},
+            Checkpointing.BY_COMPILATION: {"mode": "memory_budget"},
+            Checkpointing.SELECTIVE: {"mode": "selective", "selective_ac_option": "op"},
             Checkpointing.EVERY_NTH: {"mode": "selective", "selective_ac_option": str(run.checkpointed_every)},
         }[run.checkpointing or Checkpointing.NONE],
         "parallelism": {} if is_old else degrees,
@@ -264,12 +265,13 @@ def axolotl_run(rng: random.Random) -> AskedRun:
             dropout=rng.choice([0.0, 0.05]),
             use_dora=rng.random() < 0.2,
         )
-        packed = rng.choice([None, Quantization(type=QuantizedType.INT8), NF4])
+        packed = rng.choice([None, Quantization(type=QuantizedType.INT8), NF4, GPTQ])
         fields["quantized"] = None if packed is None else QuantizationOptions(how=packed)
     return known(fields)
 
 
 NF4 = Quantization(type=QuantizedType.NF4, double=True)
+GPTQ = Quantization(type=QuantizedType.GPTQ, blocksize=128)
 
 
 def axolotl(run: AskedRun, rng: random.Random) -> dict[str, Any]:
@@ -306,8 +308,12 @@ def axolotl(run: AskedRun, rng: random.Random) -> dict[str, Any]:
         content["peft_use_dora"] = run.lora.use_dora
         content |= {"lora_target_modules": list(run.lora.targets)} if run.lora.targets else {"lora_target_linear": True}
         if run.quantized is not None:
-            is_8bit = run.quantized.how.type is QuantizedType.INT8
-            content |= {"load_in_8bit": True} if is_8bit else rng.choice([{"adapter": "qlora"}, {"load_in_4bit": True}])
+            ways = {
+                QuantizedType.INT8: [{"load_in_8bit": True}],
+                QuantizedType.NF4: [{"adapter": "qlora"}, {"load_in_4bit": True}],
+                QuantizedType.GPTQ: [{"gptq": True}],
+            }
+            content |= rng.choice(ways[run.quantized.how.type])
     if run.split is not Split.NOTHING:
         names = {Split.GRADIENTS: "SHARD_GRAD_OP", Split.PARAMETERS: "FULL_SHARD"}
         assert run.split is not None
