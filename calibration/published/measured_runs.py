@@ -125,6 +125,9 @@ class MeasuredRun(FrozenModel):
     parallel: ParallelMode = ParallelMode.SINGLE
     checkpointed_frac: NonNegativeFloat = Field(default=0.0, le=1)
     """Share of the blocks that are checkpointed."""
+    product_stride: PositiveInt | None = None
+    """Of the products of these, the first of every so many is kept, and attention too (mode SELECTIVE); None: blocks
+    are recomputed whole."""
     offloaded: bool = False
     """Whether parameters, gradients and optimizer lie on the host."""
     host_stepped: bool = False
@@ -180,6 +183,7 @@ class MeasuredRun(FrozenModel):
         how += ["stepped by the host"] if self.host_stepped else []
         if self.checkpointed_frac:
             how.append("checkpointed" if self.checkpointed_frac == 1 else f"{self.checkpointed_frac:.0%} checkpointed")
+            how[-1] = how[-1] if self.product_stride is None else f"{how[-1]} by operation"
         machine = self.machine.removesuffix("-x8")
         return ", ".join([f"{self.num_ranks} x {machine}" if self.num_ranks > 1 else machine, *how])
 

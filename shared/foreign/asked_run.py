@@ -59,8 +59,10 @@ class Checkpointing(StrEnum):
     FULL = "full"
     """All of them."""
     EVERY_NTH = "every nth block"
-    BY_OPERATION = "by operation"
-    """What is recomputed is chosen operation by operation within each block."""
+    SELECTIVE = "by operation"
+    """All of them, but for attention and every second product, whose results are kept."""
+    BY_COMPILATION = "by compilation"
+    """What is recomputed is chosen operation by operation, within each block, by a compiler."""
 
 
 class Split(StrEnum):

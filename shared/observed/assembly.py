@@ -27,6 +27,7 @@ from ..schema.workload import (
 from .observation import Observation
 from .observed_inputs import ObservedInput, PhaseKey, unshared
 from .row_lookups import Observed, looking_up, lookups_of, tables_of
+from .selective import selective_recomputations
 
 Seconds = Mapping[ActivationMode, Mapping[PhaseKey, float]]
 _PHASES: Final = ("forward", "backward", "checkpoint_forward", "recompute", "checkpoint_backward")
@@ -202,7 +203,7 @@ class _Assembly:
     def _profile(self, index: int) -> BlockProfile:
         keep, again = ActivationMode.KEEP, ActivationMode.CHECKPOINT
         section = BlockId(index)
-        forward = self._observed[keep][TaskKind.FORWARD, section]
+        forward, checkpointed = self._observed[keep][TaskKind.FORWARD, section], self._observed[again]
         return BlockProfile(
             output_bytes=forward.output_bytes,
             forward=self.phase(keep, TaskKind.FORWARD, section),
@@ -211,6 +212,9 @@ class _Assembly:
             recompute=self.phase(again, TaskKind.RECOMPUTE, section),
             checkpoint_backward=self.phase(again, TaskKind.BACKWARD, section),
             swappable_bytes=forward.swappable_bytes,
+            selective=selective_recomputations(
+                *(checkpointed[kind, section] for kind in (TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD))
+            ),
         )
 
 

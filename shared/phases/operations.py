@@ -10,6 +10,11 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from ..basics.documents import FrozenModel
 
 MAX_BYTES: Final = 2**60
+_FLOPS_PER_BYTE: Final = 10
+"""Weighs an operation's arithmetic against its traffic when its share of a phase's time is estimated: the order of the
+machine balance of CPUs and GPUs alike outside tensor cores."""
+_OPERATION_OVERHEAD: Final = 20_000
+"""Bytes that an operation of no size counts for, for the same purpose."""
 Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
 SignedBytes = Annotated[int, Field(ge=-MAX_BYTES, le=MAX_BYTES)]
 
@@ -109,3 +114,8 @@ class Operation(FrozenModel):
     shape: tuple[NonNegativeInt, ...] = ()
     """Of a matrix product (batch, m, n, k): batch products of m x k by k x n; of attention (batch * heads, queries,
     keys, width of a head); () where it is not known or does not matter."""
+
+    @property
+    def weight(self) -> int:
+        """What all calls take of a phase's time, beside those of other operations."""
+        return self.count * (self.flops + _FLOPS_PER_BYTE * (self.bytes_moved + _OPERATION_OVERHEAD))

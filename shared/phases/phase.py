@@ -10,6 +10,9 @@ from pydantic import Field, NonNegativeFloat, SerializerFunctionWrapHandler, mod
 from ..basics.documents import FrozenModel
 from .operations import Bytes, Operation, SignedBytes
 
+Curve = tuple[tuple[Annotated[float, Field(gt=0, le=1)], SignedBytes], ...]
+"""Highest levels within consecutive stretches: (end of stretch as a fraction of the phase's time, bytes)."""
+
 
 class Phase(FrozenModel):
     """One stretch of the compute lane: its operations, its memory, and its seconds where they were measured."""
@@ -21,10 +24,10 @@ class Phase(FrozenModel):
     """Of these, gradients of parameters that had none before; 0: none, as of a block under ``torch.no_grad()``; None:
     the phase does not say, and a block's backward is taken to leave gradients of all its trainable parameters.  Where
     they have some already, a backward adds to them and leaves so much less behind."""
-    curve: tuple[tuple[Annotated[float, Field(gt=0, le=1)], SignedBytes], ...] = ()
+    curve: Curve = ()
     """Highest level, relative to the start, within consecutive stretches: (end of stretch as a fraction of the
     phase's time, bytes).  Ascending, the last fraction is 1; empty for an empty phase."""
-    adding_curve: tuple[tuple[Annotated[float, Field(gt=0, le=1)], SignedBytes], ...] = ()
+    adding_curve: Curve = ()
     """``curve`` where all of ``gradient_bytes`` are added to gradients that are there already: each goes as soon as it
     is final.  Empty where there are none, or where they are not known."""
     exchanges: tuple[Bytes, ...] = ()

@@ -337,7 +337,7 @@ class Workload(Document):
                 loss if p.seen is None or p.seen.loss is None else p.seen.loss.of_phase(loss) for p, loss in pairs
             ]
             update["distillation"] = self.distillation.model_copy(update={"losses": tuple(losses)})
-        return self._changed(update)
+        return self.changed(update)
 
     def tiling(self, mlp_tiles: int) -> Tiling:
         """What blocks do in so many tiles.  Raises PlanError if nobody knows."""
@@ -367,11 +367,11 @@ class Workload(Document):
             if loss_tiles > 1 and self.epilogue_forward is not (loss := self.loss_tiling(loss_tiles)).epilogue_forward:
                 update["epilogue_forward"], update["epilogue_backward"] = loss.epilogue_forward, loss.epilogue_backward
                 update["loss_tilings"] = (loss,)
-            self._tiled[mlp_tiles, loss_tiles] = self._changed(update) if update else self
+            self._tiled[mlp_tiles, loss_tiles] = self.changed(update) if update else self
         return self._tiled[mlp_tiles, loss_tiles]
 
-    def _changed(self, update: dict[str, Any]) -> Workload:
-        """Made anew: a copy would take along what is cached here."""
+    def changed(self, update: dict[str, Any]) -> Workload:
+        """With other fields.  Made anew: a copy would take along what is cached here."""
         return Workload(**{name: getattr(self, name) for name in Workload.model_fields} | update)
 
     def _runs_in(self, tiling: Tiling) -> bool:
@@ -396,8 +396,13 @@ class Workload(Document):
             update: dict[str, Any] = {name: getattr(chosen, name) for name in same}
             update["blocks"] = tuple(block.model_copy(update={"profile": profile}) for block, profile in blocks)
             update |= {"sequence_sharings": (chosen,), "row_lookups": None}
-            self._shared_among[sequence_ranks] = self._changed(update)
+            self._shared_among[sequence_ranks] = self.changed(update)
         return self._shared_among[sequence_ranks]
+
+    @cached_property
+    def derived(self) -> dict[Any, Workload]:
+        """Others of its identity that were made of it (``shared/layout/tiling.py``)."""
+        return {}
 
     @cached_property
     def _shared_among(self) -> dict[int, Workload]:

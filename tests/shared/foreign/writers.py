@@ -218,7 +218,8 @@ def torchtitan(run: AskedRun, *, is_old: bool) -> dict[str, Any]:
         "activation_checkpoint": {
             Checkpointing.NONE: {"mode": "none"},
             Checkpointing.FULL: {"mode": "full"},
-            Checkpointing.BY_OPERATION: {"mode": "selective", "selective_ac_option": "op"},
+            Checkpointing.BY_COMPILATION: {"mode": "memory_budget"},
+            Checkpointing.SELECTIVE: {"mode": "selective", "selective_ac_option": "op"},
             Checkpointing.EVERY_NTH: {"mode": "selective", "selective_ac_option": str(run.checkpointed_every)},
         }[run.checkpointing or Checkpointing.NONE],
         "parallelism": {} if is_old else degrees,
