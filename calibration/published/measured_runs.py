@@ -17,7 +17,7 @@ from ...shared.phases.tiling import LossHead
 from ...shared.schema.hardware import AttentionKernel, MemorySize
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.plan import ParallelMode
-from ...shared.schema.workload import DType
+from ...shared.schema.workload import Compiled, DType, Float8
 
 
 class Source(FrozenModel):
@@ -125,6 +125,9 @@ class MeasuredRun(FrozenModel):
     parallel: ParallelMode = ParallelMode.SINGLE
     checkpointed_frac: NonNegativeFloat = Field(default=0.0, le=1)
     """Share of the blocks that are checkpointed."""
+    product_stride: PositiveInt | None = None
+    """Of the products of these, the first of every so many is kept, and attention too (mode SELECTIVE); None: blocks
+    are recomputed whole."""
     offloaded: bool = False
     """Whether parameters, gradients and optimizer lie on the host."""
     host_stepped: bool = False
@@ -133,6 +136,10 @@ class MeasuredRun(FrozenModel):
     """Who carried it out, where its copies are known."""
     reduce_dtype: DType | None = None
     """What gradients were reduced in; None: their own type."""
+    compiled: Compiled | None = None
+    """What torch.compile had compiled; None: nothing."""
+    float8: Float8 | None = None
+    """How linear maps of blocks multiplied in float8; None: they did not."""
     loops_over_tensors: bool = False
     """Whether AdamW was a loop over tensors."""
     recomputes_whole: bool = False
@@ -180,6 +187,7 @@ class MeasuredRun(FrozenModel):
         how += ["stepped by the host"] if self.host_stepped else []
         if self.checkpointed_frac:
             how.append("checkpointed" if self.checkpointed_frac == 1 else f"{self.checkpointed_frac:.0%} checkpointed")
+            how[-1] = how[-1] if self.product_stride is None else f"{how[-1]} by operation"
         machine = self.machine.removesuffix("-x8")
         return ", ".join([f"{self.num_ranks} x {machine}" if self.num_ranks > 1 else machine, *how])
 

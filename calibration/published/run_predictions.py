@@ -141,6 +141,8 @@ def workload_of(run: MeasuredRun) -> Workload:
             quantized=packed,
             autocast=run.autocast,
             loss_head=LossHead.FUSED if run.loss is LossHead.FUSED else None,
+            compiled=run.compiled,
+            float8=run.float8,
         ),
         loss_tiles=() if run.loss_tiles == 1 else (run.loss_tiles,),
     )
@@ -205,6 +207,7 @@ def plan_of(run: MeasuredRun, workload: Workload) -> Plan:
     is_sharded = run.parallel is ParallelMode.SHARDED and not is_offloaded
     is_resident = not (is_sharded or is_offloaded or has_whole_host)
     num_chunks = len(layout.chunks)
+    n_checkpoint = round(workload.num_blocks * run.checkpointed_frac)
     has_places = run.keeps_gathered or run.runtime in _GATHERING_ONCE
     num_places = num_chunks if has_places else 2 * layout.min_buffers(0)
     steps_alone = profile_of(run).steps_alone and (is_offloaded or has_whole_host)
@@ -218,7 +221,9 @@ def plan_of(run: MeasuredRun, workload: Workload) -> Plan:
         n_buffer=0 if is_resident or has_whole_host else num_places,
         max_gradient_norm=NORM_LIMIT if steps_alone else None,
         host_gradients=HostGradients.FLOAT32 if run.host_stepped else HostGradients.PARAMETERS,
-        n_checkpoint=round(workload.num_blocks * run.checkpointed_frac),
+        n_checkpoint=n_checkpoint,
+        n_selective=0 if run.product_stride is None else n_checkpoint,
+        product_stride=run.product_stride or 1,
         micro_batches=run.micro_batches,
         loss_tiles=run.loss_tiles,
         parallel=run.parallel,

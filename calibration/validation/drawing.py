@@ -39,15 +39,23 @@ _MIXTURES: Final[tuple[tuple[ActivationMode, ...], ...]] = (
     (ActivationMode.KEEP, ActivationMode.SWAP),
     (ActivationMode.CHECKPOINT, ActivationMode.SWAP),
     (ActivationMode.KEEP, ActivationMode.CHECKPOINT, ActivationMode.SWAP),
-    tuple(ActivationMode),
+    (ActivationMode.KEEP, ActivationMode.CHECKPOINT, ActivationMode.SWAP, ActivationMode.OFFLOAD_INPUT),
 )
 """Modes that blocks choose from."""
+_SELECTIVE_MIXTURES: Final[tuple[tuple[ActivationMode, ...], ...]] = (
+    (ActivationMode.SELECTIVE,),
+    (ActivationMode.KEEP, ActivationMode.SELECTIVE),
+    tuple(ActivationMode),
+)
+"""More of them where MLPs run whole, and it is known which results blocks may keep."""
 _LONG_MIXTURES: Final[tuple[tuple[ActivationMode, ...], ...]] = (
     (ActivationMode.OFFLOAD_INPUT,),
     (ActivationMode.CHECKPOINT, ActivationMode.OFFLOAD_INPUT),
     (ActivationMode.KEEP, ActivationMode.OFFLOAD_INPUT),
 )
 """More of them for workloads that know tiles: those are for long sequences, where inputs of blocks are large."""
+_LETTERS: Final = {mode: "R" if mode is ActivationMode.SELECTIVE else mode[0].upper() for mode in ActivationMode}
+"""Of modes, in words for plans."""
 _NORM: Final = 1.0
 _ON_DEVICE: Final = 0.4
 """Of plans that project gradients, those that do so on the device."""
@@ -133,6 +141,8 @@ class _Drawing:
         }
         tiled = {knob: chance.choice((1, *numbers)) for knob, numbers in known.items() if numbers}
         mixtures = _MIXTURES + _LONG_MIXTURES if tiled else _MIXTURES
+        if tiled.get("mlp_tiles", 1) == 1 and all(profile.selective for profile in workload.profiles):
+            mixtures += _SELECTIVE_MIXTURES
         mixture = chance.choice(mixtures) if self._has_modes else ()
         knobs: Knobs = {
             "chunk": chance.choice(_CHUNKS),
@@ -244,7 +254,7 @@ def plan_words(plan: Plan, workload: Workload) -> str:
     """What tells a plan from others, in short: ``5/9 kept, 2 disk, 2K 1C 3S, ×2``.
 
     Chunks that are kept on the device, of all; blocks that keep what they save, are checkpointed, swap, or
-    are recomputed from an input that travels (O); tiles of MLPs and of the loss.
+    are recomputed from an input that travels (O) or from results that stay (R); tiles of MLPs and of the loss.
     """
     num_chunks = len(layout_of(workload, plan.chunk_bytes).chunks)
     parts = [] if plan.parallel is ParallelMode.SINGLE else [str(plan.parallel)]
@@ -252,7 +262,7 @@ def plan_words(plan: Plan, workload: Workload) -> str:
     for count, words in ((plan.n_host_stepped, "host-stepped"), (plan.n_shard, "shard"), (plan.n_disk_state, "disk")):
         parts += [f"{count} {words}"] if count else []
     modes = plan.modes(workload.num_blocks) if method_named(plan.method).policies.sections.has_modes else ()
-    counts = [f"{modes.count(mode)}{str(mode)[0].upper()}" for mode in ActivationMode if mode in modes]
+    counts = [f"{modes.count(mode)}{_LETTERS[mode]}" for mode in ActivationMode if mode in modes]
     parts += [" ".join(counts)] if counts else []
     for tiles, words in ((plan.mlp_tiles, "MLPs"), (plan.loss_tiles, "loss")):
         parts += [f"{words} in {tiles}"] if tiles > 1 else []

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +43,7 @@ from .refusals import (
     second_backward,
     unreached_block,
 )
+from .selective import selecting
 
 
 class SectionListener(Protocol):
@@ -61,10 +63,20 @@ class RunsForward(Protocol):
         """``forward(*args, **kwargs)``."""
 
 
+@dataclass(frozen=True, slots=True)
+class Recomputing:
+    """What recomputed blocks begin from beside what autograd keeps for them."""
+
+    inputs: Mapping[int, OffloadedInput] = field(default_factory=dict)
+    """Those of blocks in mode OFFLOAD_INPUT."""
+    product_stride: int = 1
+    """Of the products of blocks in mode SELECTIVE, the first of every so many is kept."""
+
+
 class SectionWalker:
     """Hooks on one model; ``remove`` takes all of them off again.
 
-    ``swapping`` runs the forwards of blocks in mode SWAP, ``inputs`` keeps those of blocks in mode OFFLOAD_INPUT.
+    ``swapping`` runs the forwards of blocks in mode SWAP, ``recomputing`` says what recomputed ones begin from.
     ``is_training``: whether results matter, as in no trace.
     """
 
@@ -76,10 +88,11 @@ class SectionWalker:
         listener: SectionListener,
         swapping: Mapping[int, RunsForward] | None = None,
         *,
-        inputs: Mapping[int, OffloadedInput] | None = None,
+        recomputing: Recomputing | None = None,
         is_training: bool = False,
     ) -> None:
-        self._inputs = inputs or {}
+        self._recomputing = recomputing or Recomputing()
+        self._inputs = self._recomputing.inputs
         self._handed_on = {index: HandedOn(model, blocks[index - 1].module) for index in self._inputs}
         """By block whose input travels, what the block before hands on."""
         self._is_training = is_training
@@ -251,7 +264,10 @@ class SectionWalker:
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             state = BlockState(self._names[block], modules, is_training=self._is_training)
-            return state.noting(), Recomputation(module, state, lambda: self._advance(TaskKind.BACKWARD, block))
+            again = Recomputation(module, state, lambda: self._advance(TaskKind.BACKWARD, block))
+            if self._modes[block] is ActivationMode.SELECTIVE:
+                return selecting(self._names[block], self._recomputing.product_stride, state.noting(), again)
+            return state.noting(), again
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():

@@ -13,10 +13,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 from ...shared.observed.observation import OperatorCall
+from ...shared.phases.activation_modes import ATTENTION
 from ...shared.schema.workload import DType, Operation, OperationClass
+from ..hooks.selective import draws_dropout
 from ..model.nested_tensors import tensors_in
 
-_ATTENTION: Final = ("scaled_dot_product", "_flash_attention", "_efficient_attention", "flash_attn")
 _ENDS: Final = ("cum_seq_q", "cu_seqlens_q")
 """What kernels call the ends of samples, cumulative and from 0 on."""
 _LONGEST: Final = ("max_q", "max_seqlen_q")
@@ -66,6 +67,7 @@ def observe_call(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], r
         reads=tuple((numbers.setdefault(t.untyped_storage()._cdata, len(numbers)), _bytes(t)) for t in inputs),
         writes_bytes=tuple(_bytes(t) for t in outputs),
         shape=_shape(operator, name, operation_class, args, kwargs),
+        draws=operation_class is OperationClass.ATTENTION and draws_dropout(operator, args, kwargs),
     )
 
 
@@ -88,7 +90,7 @@ def _own_tensors(
 def classify(name: str) -> OperationClass:
     """The class of an ATen operator by its name without overload."""
     base = name.rstrip("_")
-    if any(mark in base for mark in _ATTENTION):
+    if any(mark in base for mark in ATTENTION):
         return OperationClass.ATTENTION
     stem = base.removeprefix("_").removesuffix("_backward").removesuffix("_dense")
     if stem in _MATMUL or any(stem.endswith(suffix) for suffix in ("convolution", "_mm", "conv2d")):

@@ -33,8 +33,8 @@ from ..chunks.model_optimizers import StepPolicy
 from ..chunks.placed_model import PlacedModel
 from ..chunks.saved_weights import SavedWeights
 from ..devices.device import TrainingDevice
-from ..hooks.offloaded_inputs import OffloadedInput, offloaded_inputs
-from ..hooks.section_walker import SectionWalker
+from ..hooks.offloaded_inputs import offloaded_inputs
+from ..hooks.section_walker import Recomputing, SectionWalker
 from ..hooks.swapping import SwappedActivations, swapped_blocks
 from ..model.blocks import NamedBlock, find_blocks
 from ..model.kept_tensors import kept_tensors
@@ -352,7 +352,7 @@ class Assembly:
         compute = ComputeLane(schedule, held.placed, lanes, metering, device, travelling, self.progress)
         undo.enter_context(loss_of_plan(model, plan, workload, blocks))
         compute.peers = undo.enter_context(sharing_sequences(model, world, device))
-        walker = self._follow(blocks, compute, swapping, inputs)
+        walker = self._follow(blocks, compute, swapping, Recomputing(inputs, plan.product_stride))
         undo.callback(walker.remove)
         for handle in self._hooks(held.placed, compute):
             undo.callback(handle.remove)
@@ -380,12 +380,12 @@ class Assembly:
         blocks: Sequence[NamedBlock],
         compute: ComputeLane,
         swapping: Mapping[int, SwappedActivations],
-        inputs: Mapping[int, OffloadedInput],
+        recomputing: Recomputing,
     ) -> Walker:
         if self.settings.follow is not None:
             return self.settings.follow(compute)
         modes = self.plan.modes(self.workload.num_blocks)
-        return SectionWalker(self.model, blocks, modes, compute, swapping, inputs=inputs, is_training=True)
+        return SectionWalker(self.model, blocks, modes, compute, swapping, recomputing=recomputing, is_training=True)
 
     def _shared_buffers(self, ranks: Collectives | None) -> SharedBuffers | None:
         if ranks is None or next(self.model.buffers(), None) is None:

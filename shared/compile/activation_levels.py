@@ -1,12 +1,12 @@
 """Device bytes of activations at every compute position, for every choice of activation modes at once.
 
 A block's forward leaves its output and what it saves; what a forward frees that was there before, its input if nobody
-saves that, is taken off its output.  Whatever a checkpointed forward leaves beside its output (the random generator's
-state) goes with it.  While a task runs, everything that the tasks before it left is alive, and the task adds its own
-peak.  What backwards leave is the measured level, or what must still be alive if that is more: the gradient that a
-backward hands on is the difference, and not below 0; a part of a gradient that another section completes goes along
-with it.  What swaps, and inputs that are offloaded, are counted by those who know when they travel; here they are only
-taken off what the phases leave.
+saves that, is taken off its output.  Whatever a checkpointed forward leaves beside its output and the results that it
+keeps (the random generator's state) goes with the output.  While a task runs, everything that the tasks before it left
+is alive, and the task adds its own peak.  What backwards leave is the measured level, or what must still be alive if
+that is more: the gradient that a backward hands on is the difference, and not below 0; a part of a gradient that
+another section completes goes along with it.  What swaps, and inputs that are offloaded, are counted by those who know
+when they travel; here they are only taken off what the phases leave.
 
 Two things go before the backward of the section that made them.  Shared inputs that no block holds go with the forward
 of the epilogue: they are taken off the prologue's output, not off what the epilogue saves.  What the model makes
@@ -139,13 +139,16 @@ class ActivationAccount:
         forward_bytes = np.array([profile.forward.net_bytes for profile in profiles])
         checkpointed_bytes = np.array([profile.checkpoint_forward.net_bytes for profile in profiles])
         swappable_bytes = np.array([profile.swappable_bytes for profile in profiles])
+        self.kept: IntArray = np.where(is_checkpoint, [profile.kept_bytes for profile in profiles], 0)
+        """(K, n) results that checkpointed blocks keep, in mode SELECTIVE."""
         self.swapped: IntArray = np.where(is_swap, swappable_bytes, 0)
         self.travelling: IntArray = self.swapped
         """(K, n) what each block moves to the host and back; of inputs nothing, until ``outputs`` are known."""
         self.forward: IntArray = np.where(is_checkpoint, checkpointed_bytes, forward_bytes)
         self.forward += self.shared.let_go_later[:, :-1]
         left_bytes = np.maximum(self.forward - self.swapped, 0)
-        self.outputs: IntArray = np.where(is_checkpoint, left_bytes, np.minimum(output_bytes, left_bytes))
+        self.kept = np.minimum(self.kept, left_bytes)
+        self.outputs: IntArray = np.where(is_checkpoint, left_bytes - self.kept, np.minimum(output_bytes, left_bytes))
         """(K, n) outputs of blocks."""
         self.saved: IntArray = left_bytes - self.outputs
         """(K, n) what forwards save and keep on the device until their backward."""

@@ -53,11 +53,13 @@ class Operand(IntEnum):
     INPUT = 2
     """The output of the section before; among what a forward makes, its own."""
     SAVED = 3
-    SWAPPED = 4
-    HANDED = 5
+    KEPT = 4
+    """Results that a checkpointed block keeps."""
+    SWAPPED = 5
+    HANDED = 6
     """The gradient that a backward is given; among what it makes, the one that it hands on."""
-    GRADIENTS = 6
-    RELEASED = 7
+    GRADIENTS = 7
+    RELEASED = 8
 
     def at(self, index: Integers = 0) -> Integers:
         """The places of several buffers of this kind."""

@@ -294,6 +294,7 @@ class FullTraining(Sections):
             (np.concatenate([saving, self.forwards[:, -1:]], axis=1), Operand.SAVED),
             (back[:, 1:], Operand.CONSUMED),
         )
+        self._keep_results(account.kept[0], back)
         if account.passing.any():
             self._buffers(
                 Content.ACTIVATIONS,
@@ -313,6 +314,22 @@ class FullTraining(Sections):
         self._read(outputs, saved, handed)
         self.draft.read(device_adam, handed[:, -1], Operand.HANDED.at())
         self._state_phases(account)
+
+    def _keep_results(self, kept_bytes: IntArray, back: IntArray) -> None:
+        """Buffers of blocks in mode SELECTIVE, from their forward to their backward; ``back``: (M, n + 2)."""
+        keeping = np.flatnonzero(kept_bytes)
+        if not len(keeping):
+            return
+        backwards = back[:, 1:-1][:, keeping]
+        kept = self._buffers(
+            Content.KEPT_RESULTS,
+            kept_bytes[keeping],
+            self._blocks[keeping],
+            (self.forwards[:, 1:-1][:, keeping], Operand.KEPT),
+            (backwards, Operand.KEPT),
+        )
+        self.draft.read(self.recomputations[:, keeping], kept, Operand.KEPT.at())
+        self.draft.read(backwards, kept, Operand.KEPT.at())
 
     def _read(self, outputs: IntArray, saved: IntArray, handed: IntArray) -> None:
         """(M, n + 1) outputs of the prologue and blocks; (M, n + 1) what blocks and the epilogue saved; (M, n + 2)."""

@@ -38,6 +38,7 @@ from ..observed.assembly import TracedModel, TracedShape, assemble
 from ..observed.observation import Observation, OperatorCall
 from ..observed.observed_inputs import ObservedInput, PhaseKey
 from ..observed.packed import attending_within_samples
+from ..phases.activation_modes import FUSED_DROPOUT
 from ..phases.packing import Packing
 from ..phases.quadratic import SHORTEST_SQUARE
 from ..schema.plan import ActivationMode
@@ -247,6 +248,7 @@ def call_at(call: FamilyCall, numbers: Numbers) -> OperatorCall:
         reads=tuple((storage, numbers[size]) for storage, size in call.reads),
         writes_bytes=tuple(numbers[size] for size in call.writes),
         shape=tuple(numbers[dim] for dim in call.shape),
+        draws=call.name == FUSED_DROPOUT,
     )
 
 

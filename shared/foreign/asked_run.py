@@ -9,6 +9,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from ..basics.documents import FrozenModel
 from ..methods.runtime_profile import Runtime
 from ..phases.tiling import LossHead
+from ..schema.hardware import AttentionKernel
 from ..schema.optimizer import Optimizer
 from ..schema.training_options import LoraOptions, QuantizationOptions
 from ..schema.workload import DType
@@ -58,8 +59,10 @@ class Checkpointing(StrEnum):
     FULL = "full"
     """All of them."""
     EVERY_NTH = "every nth block"
-    BY_OPERATION = "by operation"
-    """What is recomputed is chosen operation by operation within each block."""
+    SELECTIVE = "by operation"
+    """All of them, but for attention and every second product, whose results are kept."""
+    BY_COMPILATION = "by compilation"
+    """What is recomputed is chosen operation by operation, within each block, by a compiler."""
 
 
 class Split(StrEnum):
@@ -112,6 +115,8 @@ class AskedRun(FrozenModel):
     """Whether recomputed blocks are recomputed to their end: reentrant checkpointing."""
     offloads_inputs: bool = False
     """Whether the inputs of recomputed blocks go to the host."""
+    attention_kernel: AttentionKernel | None = None
+    """What computes attention; None: what PyTorch takes."""
     loss_head: LossHead | None = None
     """How the loss is made of hidden states."""
     loss_tiles: PositiveInt = 8

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from ..phases.quantization import Quantization, QuantizedType
+from ..phases.quantization import GROUP_SIZE, Quantization, QuantizedType
 from ..phases.tiling import LossHead
+from ..schema.hardware import AttentionKernel
 from ..schema.training_options import LoraOptions, QuantizationOptions
 from .asked_run import Checkpointing, Precision, Reading, Split
 from .axolotl_keys import AXOLOTL_KEYS
 from .deepspeed import read_deepspeed
 from .fsdp import fsdp_options, read_fsdp
-from .keys import AUTO, Walk, one_of, recomputes_whole, said
+from .keys import AUTO, Walk, attention_of, one_of, recomputes_whole, said
 from .named_files import section
 from .optimizers import optimizer_of
 
@@ -48,6 +49,7 @@ def read_axolotl(content: Mapping[str, Any], *, folder: Path | None = None) -> R
         "split": Split.NOTHING,
         "num_ranks": _world(walk),
         **_memory(walk),
+        "attention_kernel": _attention(walk),
         "precision": _precision(walk, is_adapted=lora is not None, is_shared=bool(others)),
     }
     walk.means("base_model", "which model")
@@ -92,14 +94,19 @@ def _step(walk: Walk) -> dict[str, Any]:
 
 def _adapter(walk: Walk) -> tuple[LoraOptions | None, QuantizationOptions | None]:
     name = walk.text("adapter")
-    is_4bit, is_8bit = walk.flag("load_in_4bit"), walk.flag("load_in_8bit")
+    is_4bit, is_8bit, is_gptq = walk.flag("load_in_4bit"), walk.flag("load_in_8bit"), walk.flag("gptq")
     if not name:
-        if is_4bit or is_8bit:
+        if is_4bit or is_8bit or is_gptq:
             walk.contradict(
-                "the base is packed (load_in_4bit, load_in_8bit), so that nothing is trained without an adapter. Write "
-                "adapter: qlora."
+                "the base is packed (load_in_4bit, load_in_8bit, gptq), so that nothing is trained without an adapter. "
+                "Write adapter: qlora, or adapter: lora with gptq."
             )
         return None, None
+    if is_gptq and (is_4bit or is_8bit or name == "qlora"):
+        walk.contradict(
+            "gptq says that the base is packed already, and load_in_4bit, load_in_8bit and adapter: qlora pack it. "
+            "Write gptq with adapter: lora alone."
+        )
     is_packed: bool | None = one_of(walk, "adapter", _ADAPTERS, name)
     rank = walk.number("lora_r")
     if is_packed is None:
@@ -115,7 +122,10 @@ def _adapter(walk: Walk) -> tuple[LoraOptions | None, QuantizationOptions | None
     uses_dora = bool(walk.flag("peft_use_dora"))
     lora = LoraOptions(rank=rank, targets=_targets(walk), dropout=min(dropout, 0.999), use_dora=uses_dora)
     how = None
-    if is_4bit or (is_packed and not is_8bit):
+    if is_gptq:
+        how = Quantization(type=QuantizedType.GPTQ, blocksize=GROUP_SIZE)
+        walk.means("gptq", f"the base is packed by GPTQ: in 4 bits and groups of {GROUP_SIZE} here")
+    elif is_4bit or (is_packed and not is_8bit):
         how = Quantization(type=QuantizedType.NF4, double=True)
         walk.means("load_in_4bit", "the base is packed as NF4, its scales again", usually=True)
     elif is_8bit:
@@ -143,6 +153,13 @@ def _targets(walk: Walk) -> tuple[str, ...]:
         return ()
     walk.means("lora_target_modules", "the linear maps that are adapted")
     return tuple(names)
+
+
+def _attention(walk: Walk) -> AttentionKernel | None:
+    """``flash_attention``, which older files have, is FlashAttention-2."""
+    if walk.has("attn_implementation"):
+        return attention_of(walk, "attn_implementation", walk.value("attn_implementation"))
+    return attention_of(walk, "flash_attention", "flash_attention_2" if walk.flag("flash_attention") else None)
 
 
 def _memory(walk: Walk) -> dict[str, Any]:

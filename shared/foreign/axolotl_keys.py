@@ -37,9 +37,12 @@ _READ: Final = [
     "peft_use_dora",
     "load_in_8bit",
     "load_in_4bit",
+    "gptq",
     "sample_packing",
     "gradient_checkpointing",
     "gradient_checkpointing_kwargs",
+    "attn_implementation",
+    "flash_attention",
     "activation_offloading",
     "chunked_cross_entropy",
     "chunked_cross_entropy_num_chunks",
@@ -75,9 +78,6 @@ _LEFT_OUT: Final = {
     "sage_attention": LeftOut("attention in 8 bits takes less time than the answer's"),
     "eager_attention": LeftOut("scores exist whole: attention takes more time and memory than in the answer"),
     "s2_attention": LeftOut("attention within groups takes less time than the answer's"),
-    "attn_implementation": LeftOut(
-        "attention is of another kernel than the answer's", ("flash_attention_2", "flash_attention_3", "sdpa")
-    ),
     "neftune_noise_alpha": LeftOut("noise is added to embeddings, one tensor of hidden states"),
     "noisy_embedding_alpha": LeftOut("noise is added to embeddings, one tensor of hidden states"),
     "torch_empty_cache_steps": LeftOut("cached segments are given back now and then: steps take longer"),
@@ -98,7 +98,6 @@ _LEFT_OUT: Final = {
     "layer_offloading": LeftOut("layers that are not trained go to the host: less memory, longer steps"),
     "selective_checkpointing": LeftOut("what is recomputed is chosen by operation"),
     "qat": LeftOut("weights are quantized in training"),
-    "gptq": LeftOut("the base is packed by GPTQ; in the answer it is not"),
     "experts_implementation": LeftOut("experts run by other kernels than the answer's"),
     "quantize_moe_experts": LeftOut("experts are packed; in the answer they are not"),
     "ple_cpu_offload": LeftOut("embeddings of layers lie on the host"),
@@ -151,7 +150,7 @@ _WITHOUT_EFFECT: Final = (
     "sample_packing_mp_start_method eval_sample_packing pad_to_sequence_len pad_to_multiple_of curriculum_sampling "
     "pose_split_on_token_ids pose_max_context_len pose_num_chunks pretrain_multipack_buffer_size "
     "pretrain_multipack_attn streaming streaming_multipack_buffer_size xformers_attention sdp_attention "
-    "flex_attn_compile_kwargs flash_attention flash_optimum gemma4_hybrid_attn_impl large_head_attention "
+    "flex_attn_compile_kwargs flash_optimum gemma4_hybrid_attn_impl large_head_attention "
     "flash_attn_d512 sdpa_varlen scaling_softmax scaling_softmax_factor scaling_softmax_bias eaft_alpha eaft_k "
     "tiled_mlp_use_original_mlp llama4_linearized_experts fp32_norms fp32_norm_classes fsdp_final_state_dict_type "
     "val_set_size heads_k_stride ring_attn_func special_tokens tokens added_tokens_overrides torch_compile_backend "

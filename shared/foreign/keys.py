@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ..basics.errors import PlanError
+from ..schema.hardware import AttentionKernel
 from .asked_run import AskedRun, KeyNote, KeyValue, Reading, Tool
 
 AUTO: Final = "auto"
@@ -284,3 +285,19 @@ def recomputes_whole(walk: Walk, key: str = "gradient_checkpointing_kwargs") -> 
     end = "to their end" if is_reentrant else "up to what backward reads"
     walk.means(key, f"blocks are recomputed {end}")
     return is_reentrant
+
+
+_KERNELS: Final = {"flash_attention_2": AttentionKernel.FLASH_2, "flash_attention_3": AttentionKernel.FLASH_3}
+"""Values of transformers' ``attn_implementation`` that name a kernel of the cost model."""
+
+
+def attention_of(walk: Walk, key: str, given: Any) -> AttentionKernel | None:
+    """What computes attention where ``key`` has ``given`` as transformers' ``attn_implementation``; None: PyTorch's."""
+    if given is None or given == "sdpa":
+        return None
+    kernel = _KERNELS.get(given) if isinstance(given, str) else None
+    if kernel is None:
+        walk.leaves_out(key, f"attention is computed by {given}; in the answer by what PyTorch takes")
+    else:
+        walk.means(key, f"attention is computed by {kernel}")
+    return kernel

@@ -38,7 +38,7 @@ _MODES: Final = {
     "none": Checkpointing.NONE,
     "full": Checkpointing.FULL,
     "selective": Checkpointing.EVERY_NTH,
-    "memory_budget": Checkpointing.BY_OPERATION,
+    "memory_budget": Checkpointing.BY_COMPILATION,
 }
 
 
@@ -138,7 +138,7 @@ def _checkpointing(walk: Walk) -> dict[str, Any]:
         Checkpointing.NONE: "nothing is recomputed",
         Checkpointing.FULL: "every block is recomputed in backward",
         Checkpointing.EVERY_NTH: "some blocks are recomputed, or some operations of each",
-        Checkpointing.BY_OPERATION: "what is recomputed is chosen by compilation",
+        Checkpointing.BY_COMPILATION: "what is recomputed is chosen by compilation",
     }
     if kind is None:
         return {}
@@ -147,8 +147,8 @@ def _checkpointing(walk: Walk) -> dict[str, Any]:
         return {"checkpointing": kind}
     key = "activation_checkpoint.selective_ac_option"
     if every == "op":
-        walk.means(key, "operations are chosen one by one")
-        return {"checkpointing": Checkpointing.BY_OPERATION}
+        walk.means(key, "attention and every second product of each block are kept, the rest is recomputed")
+        return {"checkpointing": Checkpointing.SELECTIVE}
     if not every.isdecimal() or int(every) < 1:
         walk.refuse(key, '"op", or a whole number from 1')
         return {}

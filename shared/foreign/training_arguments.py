@@ -14,7 +14,7 @@ from ..phases.tiling import LossHead
 from .asked_run import AskedRun, Checkpointing, Precision, Reading, Split
 from .deepspeed import read_deepspeed
 from .fsdp import fsdp_options, read_fsdp
-from .keys import Walk, recomputes_whole, said
+from .keys import Walk, attention_of, recomputes_whole, said
 from .named_files import section
 from .optimizers import optimizer_of
 from .training_arguments_keys import TRAINING_ARGUMENTS_KEYS
@@ -149,6 +149,7 @@ def _rows(walk: Walk, *, is_sft: bool) -> dict[str, Any]:
         dtype = init.get("dtype", init.get("torch_dtype"))
         if dtype not in (None, "auto", "float32"):
             walk.leaves_out("model_init_kwargs", f"weights are loaded in {dtype}; in the answer masters are float32")
+        found["attention_kernel"] = attention_of(walk, "model_init_kwargs", init.get("attn_implementation"))
     return found
 
 

@@ -104,6 +104,11 @@ class RuntimeProfile:
         is_here = self.runtime is Runtime.OURS and not self.keeps_parts
         if not is_here and plan.method is not TrainingMethod.FULL:
             raise PlanError(f"{self.runtime} carries out no plans of method {plan.method}. Leave the runtime out.")
+        if self.recomputes_whole and plan.n_selective:
+            raise PlanError(
+                f"reentrant checkpointing recomputes blocks whole, but {plan.n_selective} blocks of the plan keep "
+                f"results (n_selective). Ask about a plan with n_selective 0, or leave reentrant checkpointing out."
+            )
         modes = _MODES.get(self.runtime)
         if modes is not None and plan.parallel not in modes:
             reason = "one rank, which has no collectives" if plan.num_ranks == 1 else f"parallel {plan.parallel}"

@@ -15,7 +15,9 @@ from ..schema.workload import (
     Block,
     BlockId,
     BlockProfile,
+    Compiled,
     DType,
+    Float8,
     OperationClass,
     Parameter,
     Phase,
@@ -27,6 +29,7 @@ from ..schema.workload import (
 from .observation import Observation
 from .observed_inputs import ObservedInput, PhaseKey, unshared
 from .row_lookups import Observed, looking_up, lookups_of, tables_of
+from .selective import selective_recomputations
 
 Seconds = Mapping[ActivationMode, Mapping[PhaseKey, float]]
 _PHASES: Final = ("forward", "backward", "checkpoint_forward", "recompute", "checkpoint_backward")
@@ -67,6 +70,10 @@ class TracedShape:
     """Ranks that share each sequence: what is observed is one rank's."""
     loss_head: LossHead = LossHead.EAGER
     """How the loss is made of hidden states."""
+    compiled: Compiled | None = None
+    """What of it torch.compile has compiled."""
+    float8: Float8 | None = None
+    """How products of linear maps are computed in float8."""
 
 
 def assemble(
@@ -106,6 +113,8 @@ def assemble(
         packing=shape.packing,
         quadratic=_quadratic(model, shape.observed),
         loss_head=shape.loss_head,
+        compiled=shape.compiled,
+        float8=shape.float8,
         traced_with=model.traced_with,
         measured_on=measured_on,
         software=model.software,
@@ -156,6 +165,7 @@ def phase_of(observation: Observation, measured_s: float | None) -> Phase:
         curve=observation.curve(),
         adding_curve=observation.adding_curve(),
         exchanges=tuple(observation.exchanges),
+        num_graphs=observation.num_graphs,
         measured_s=measured_s,
     )
 
@@ -202,7 +212,7 @@ class _Assembly:
     def _profile(self, index: int) -> BlockProfile:
         keep, again = ActivationMode.KEEP, ActivationMode.CHECKPOINT
         section = BlockId(index)
-        forward = self._observed[keep][TaskKind.FORWARD, section]
+        forward, checkpointed = self._observed[keep][TaskKind.FORWARD, section], self._observed[again]
         return BlockProfile(
             output_bytes=forward.output_bytes,
             forward=self.phase(keep, TaskKind.FORWARD, section),
@@ -211,6 +221,9 @@ class _Assembly:
             recompute=self.phase(again, TaskKind.RECOMPUTE, section),
             checkpoint_backward=self.phase(again, TaskKind.BACKWARD, section),
             swappable_bytes=forward.swappable_bytes,
+            selective=selective_recomputations(
+                *(checkpointed[kind, section] for kind in (TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD))
+            ),
         )
 
 

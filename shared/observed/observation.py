@@ -28,6 +28,8 @@ class OperatorCall:
     """Of every tensor that it gives."""
     shape: tuple[int, ...] = ()
     """``Operation.shape``."""
+    draws: bool = False
+    """Whether it draws random numbers beside what it computes: attention with dropout."""
 
     def operation(self) -> Operation:
         """The call as a workload counts it."""
@@ -42,11 +44,6 @@ class OperatorCall:
 
 
 _CURVE_STRETCHES: Final = 24
-_FLOPS_PER_BYTE: Final = 10
-"""Weighs an operation's arithmetic against its traffic when its share of a phase's time is estimated: the order of the
-machine balance of CPUs and GPUs alike outside tensor cores.  It only places levels within a phase."""
-_OPERATION_OVERHEAD: Final = 20_000
-"""Bytes that an operation of no size counts for, for the same purpose."""
 _FILLS: Final = frozenset(
     ("fill_", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros")
 )
@@ -114,6 +111,8 @@ class Observation:
     passes: list[tuple[int, int | None]] = field(default_factory=list)
     """Where passes of loops over tiles begin: how many operations came before, and the pass's tokens; None: the loop
     has ended."""
+    num_graphs: int | None = None
+    """``Phase.num_graphs``."""
     repeated: tuple[Repeated, ...] = ()
     """In order; operations outside of them happen once.  Levels listed behind one are those behind its last pass."""
 
@@ -149,7 +148,7 @@ class Observation:
         if not levels:
             return ((1.0, net_bytes),) if net_bytes > 0 else ()
         # In whole numbers, so that equal passes are equal.
-        weights = [op.flops + _FLOPS_PER_BYTE * (op.bytes_moved + _OPERATION_OVERHEAD) for op in self.operations]
+        weights = [operation.weight for operation in self.operations]
         runs = list(self._runs())
         stretches = _Stretches(sum(count * sum(weights[begin:end]) for begin, end, count, _ in runs))
         for begin, end, count, net in runs:

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 from typing import Any, Final, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, PositiveInt, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from ..basics.documents import FrozenModel
 from .activation_modes import ActivationMode
 from .operations import Bytes
-from .phase import Phase
+from .phase import Curve, Phase
 from .seen_memory import SeenMemory
 from .tiling import Tiles
 
 _PHASES: Final = ("forward", "backward", "checkpoint_forward", "recompute", "checkpoint_backward")
+
+
+class SelectiveRecomputation(FrozenModel):
+    """What mode SELECTIVE changes of mode CHECKPOINT, for one ``Plan.product_stride``."""
+
+    product_stride: PositiveInt
+    """Of the products of a forward, the first of every so many is kept."""
+    kept_bytes: Bytes
+    """Results that stay from the forward on, beside the block's output."""
+    unused_bytes: Bytes = 0
+    """Of these, what the recomputation ends before: it goes with the backward all the same."""
+    forward_curve: Curve
+    """``Phase.curve`` of the forward.  From where a result could have gone at the earliest, it counts as kept beside
+    whatever is there: an upper bound."""
+    recompute: Phase
+    """The forward again, without the operations whose results are there."""
 
 
 class BlockProfile(FrozenModel):
@@ -34,6 +50,12 @@ class BlockProfile(FrozenModel):
     swappable_bytes: Bytes = 0
     """Of what ``forward`` saves, the bytes that mode SWAP moves: made by the block itself, no part of its output, and
     not tiny."""
+    kept_bytes: Bytes = 0
+    """Of what ``checkpoint_forward`` leaves beside the output, bytes that stay until the backward: nothing but in the
+    profile ``selecting`` gives.  A file has the field where it is not 0."""
+    selective: tuple[SelectiveRecomputation, ...] = ()
+    """What mode SELECTIVE changes, by ascending strides; empty where nobody knows.  A file has the field where there
+    are any."""
     seen: SeenMemory | None = None
     """What the traced batch took, where memory depends on values, as of a mixture of experts that loops over them: the
     phases above then hold the most that was found.  None: it depends on no values.  A file has the field where it is
@@ -44,7 +66,32 @@ class BlockProfile(FrozenModel):
         fields: dict[str, Any] = handler(self)
         if self.seen is None:
             fields.pop("seen", None)
+        if not self.kept_bytes:
+            fields.pop("kept_bytes", None)
+        if not self.selective:
+            fields.pop("selective", None)
         return fields
+
+    def selecting(self, product_stride: int) -> BlockProfile:
+        """The profile whose mode CHECKPOINT is SELECTIVE with that stride, which ``selective`` knows.
+
+        Measured seconds of the recomputation are the share of the whole one's that its operations make.
+        """
+        chosen = next(of for of in self.selective if of.product_stride == product_stride)
+        forward, backward = self.checkpoint_forward, self.checkpoint_backward
+        measured_s = self.recompute.measured_s
+        if measured_s is not None:
+            whole = sum(operation.weight for operation in self.recompute.operations)
+            measured_s *= sum(operation.weight for operation in chosen.recompute.operations) / max(1, whole)
+        made = {
+            "checkpoint_forward": _changed(
+                forward, net_bytes=forward.net_bytes + chosen.kept_bytes, curve=chosen.forward_curve
+            ),
+            "recompute": _changed(chosen.recompute, measured_s=measured_s),
+            "checkpoint_backward": _changed(backward, net_bytes=backward.net_bytes - chosen.unused_bytes),
+        }
+        fields = {name: getattr(self, name) for name in BlockProfile.model_fields}
+        return BlockProfile(**fields | made | {"kept_bytes": chosen.kept_bytes, "selective": ()})
 
     @property
     def as_seen(self) -> BlockProfile:
@@ -70,6 +117,11 @@ class BlockProfile(FrozenModel):
     def backward_in(self, mode: ActivationMode) -> Phase:
         """The backward phase of a block in ``mode``, without recomputation."""
         return self.checkpoint_backward if mode.is_recomputed else self.backward
+
+
+def _changed(phase: Phase, **update: Any) -> Phase:
+    """Made anew: a copy would take along what is cached there."""
+    return Phase(**{name: getattr(phase, name) for name in Phase.model_fields} | update)
 
 
 class Tiling(Tiles):

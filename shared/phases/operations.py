@@ -10,6 +10,11 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from ..basics.documents import FrozenModel
 
 MAX_BYTES: Final = 2**60
+_FLOPS_PER_BYTE: Final = 10
+"""Weighs an operation's arithmetic against its traffic when its share of a phase's time is estimated: the order of the
+machine balance of CPUs and GPUs alike outside tensor cores."""
+_OPERATION_OVERHEAD: Final = 20_000
+"""Bytes that an operation of no size counts for, for the same purpose."""
 Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
 SignedBytes = Annotated[int, Field(ge=-MAX_BYTES, le=MAX_BYTES)]
 
@@ -83,6 +88,33 @@ class DTypeOrigin(StrEnum):
     """The device: another one than published, which its matrix units compute in."""
 
 
+class Float8(StrEnum):
+    """How matrix products of linear maps are computed in float8, and how their operands are scaled."""
+
+    TENSORWISE = "tensorwise"
+    """By the largest element of each operand, found anew each time (torchao)."""
+    ROWWISE = "rowwise"
+    """By the largest of each row (torchao)."""
+    DELAYED = "delayed"
+    """By the largest elements of steps before (Transformer Engine)."""
+
+
+class Compiled(StrEnum):
+    """What torch.compile has compiled."""
+
+    BLOCKS = "blocks"
+    """Every block by itself."""
+    MODEL = "model"
+    """The whole model, its loss included."""
+
+
+def lowering_words(compiled: Compiled | None, float8: Float8 | None) -> str | None:
+    """What is computed otherwise than this package's runtime does, in words; None where nothing is."""
+    words = [] if compiled is None else [f"{compiled} compiled by torch.compile"]
+    words += [] if float8 is None else [f"linear maps of blocks in float8, scaled {float8}"]
+    return ", ".join(words) or None
+
+
 class OperationClass(StrEnum):
     """Operations whose cost follows the same law."""
 
@@ -109,3 +141,8 @@ class Operation(FrozenModel):
     shape: tuple[NonNegativeInt, ...] = ()
     """Of a matrix product (batch, m, n, k): batch products of m x k by k x n; of attention (batch * heads, queries,
     keys, width of a head); () where it is not known or does not matter."""
+
+    @property
+    def weight(self) -> int:
+        """What all calls take of a phase's time, beside those of other operations."""
+        return self.count * (self.flops + _FLOPS_PER_BYTE * (self.bytes_moved + _OPERATION_OVERHEAD))

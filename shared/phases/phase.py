@@ -5,10 +5,20 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Annotated, Any, Self
 
-from pydantic import Field, NonNegativeFloat, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from ..basics.documents import FrozenModel
 from .operations import Bytes, Operation, SignedBytes
+
+Curve = tuple[tuple[Annotated[float, Field(gt=0, le=1)], SignedBytes], ...]
+"""Highest levels within consecutive stretches: (end of stretch as a fraction of the phase's time, bytes)."""
 
 
 class Phase(FrozenModel):
@@ -21,10 +31,10 @@ class Phase(FrozenModel):
     """Of these, gradients of parameters that had none before; 0: none, as of a block under ``torch.no_grad()``; None:
     the phase does not say, and a block's backward is taken to leave gradients of all its trainable parameters.  Where
     they have some already, a backward adds to them and leaves so much less behind."""
-    curve: tuple[tuple[Annotated[float, Field(gt=0, le=1)], SignedBytes], ...] = ()
+    curve: Curve = ()
     """Highest level, relative to the start, within consecutive stretches: (end of stretch as a fraction of the
     phase's time, bytes).  Ascending, the last fraction is 1; empty for an empty phase."""
-    adding_curve: tuple[tuple[Annotated[float, Field(gt=0, le=1)], SignedBytes], ...] = ()
+    adding_curve: Curve = ()
     """``curve`` where all of ``gradient_bytes`` are added to gradients that are there already: each goes as soon as it
     is final.  Empty where there are none, or where they are not known."""
     exchanges: tuple[Bytes, ...] = ()
@@ -32,6 +42,9 @@ class Phase(FrozenModel):
     own part included.  Beside ``measured_s``.  A file has the field where there are any."""
     looked_up_bytes: Bytes = 0
     """Rows of embeddings that it looks up on the host and copies to the device; beside ``measured_s``."""
+    num_graphs: NonNegativeInt | None = None
+    """Compiled graphs that begin with it, 0 within one; None: its operations are dispatched one by one.  A file has
+    the field where it is compiled."""
     measured_s: NonNegativeFloat | None = None
     """Median seconds on ``Workload.measured_on``, alone on the machine."""
 
@@ -40,6 +53,8 @@ class Phase(FrozenModel):
         fields: dict[str, Any] = handler(self)
         if not self.exchanges:
             fields.pop("exchanges", None)
+        if self.num_graphs is None:
+            fields.pop("num_graphs", None)
         return fields
 
     @property
@@ -65,6 +80,7 @@ class Phase(FrozenModel):
             curve=self.adding_curve or self.curve,
             exchanges=self.exchanges,
             looked_up_bytes=self.looked_up_bytes,
+            num_graphs=self.num_graphs,
             measured_s=self.measured_s,
         )
 
@@ -96,6 +112,7 @@ class Phase(FrozenModel):
                 adding_curve=tuple((end, level + held_bytes) for end, level in self.adding_curve),
                 exchanges=self.exchanges,
                 looked_up_bytes=self.looked_up_bytes,
+                num_graphs=self.num_graphs,
                 measured_s=self.measured_s,
             )
         return self._with_shared[key]

@@ -19,7 +19,7 @@ from typing import Final
 from ..schema.schedule import Allocation, AllocationId, Content, Schedule, Section, TaskId, TaskKind
 
 _NEVER_LEAVES: Final = (Content.RESIDENT, Content.OUTPUT, Content.LOSS, Content.INCOMING_GRADIENT)
-_OF_WORK: Final = (Content.PARAMETERS, Content.ACTIVATIONS, Content.SWAPPED)
+_OF_WORK: Final = (Content.PARAMETERS, Content.ACTIVATIONS, Content.KEPT_RESULTS, Content.SWAPPED)
 """What stays while a task of its section runs."""
 _ELSEWHERE: Final = (TaskKind.DEVICE_ADAM, TaskKind.GRADIENT_PROJECTION, TaskKind.PARAMETER_PROJECTION)
 """What another plan does on the host."""

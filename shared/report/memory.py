@@ -27,6 +27,7 @@ CONTENT_COLOURS: Final[dict[Content | None, str]] = {
     Content.LOOKED_UP_ROWS: "lime",
     Content.ROW_GRADIENTS: "maroon",
     Content.ACTIVATIONS: "green",
+    Content.KEPT_RESULTS: "moss",
     Content.SWAPPED: "teal",
     Content.OUTPUT: "sky",
     Content.LOSS: "coral",

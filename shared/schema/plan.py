@@ -161,6 +161,28 @@ def why_not_bypass(plan: Plan) -> str | None:
     return None
 
 
+def why_not_selective(plan: Plan) -> str | None:
+    """Why the knobs of ``plan`` that speak of mode SELECTIVE contradict others; None if they do not."""
+    if plan.n_selective + plan.n_offload_input > plan.n_checkpoint:
+        more = f" and n_offload_input {plan.n_offload_input}" if plan.n_offload_input else ""
+        return (
+            f"n_selective: {plan.n_selective} with n_checkpoint {plan.n_checkpoint}{more}; blocks that keep results "
+            f"are recomputed, with their input on the device. Raise n_checkpoint to "
+            f"{plan.n_selective + plan.n_offload_input}, or lower n_selective"
+        )
+    if plan.product_stride > 1 and not plan.n_selective:
+        return (
+            f"product_stride: {plan.product_stride} with n_selective 0; no block chooses products. Leave it out, or "
+            f"raise n_selective"
+        )
+    if plan.n_selective and plan.mlp_tiles > 1:
+        return (
+            f"n_selective: {plan.n_selective} with mlp_tiles {plan.mlp_tiles}; blocks in tiles keep no results of "
+            f"their products. Set n_selective to 0, or mlp_tiles to 1"
+        )
+    return None
+
+
 def why_not_osft(plan: Plan) -> str | None:
     """Why the knobs of ``plan`` contradict orthogonal subspace fine-tuning, or speak of it in another method."""
     place = plan.projects_gradients_on
@@ -232,13 +254,19 @@ class Plan(Document):
     n_swap: NonNegativeInt = 0
     """Blocks in mode SWAP, the first ones (``place_activation_modes``)."""
     n_checkpoint: NonNegativeInt = 0
-    """Blocks that are recomputed, in mode CHECKPOINT or OFFLOAD_INPUT, interleaved among the others
+    """Blocks that are recomputed, in mode CHECKPOINT, OFFLOAD_INPUT or SELECTIVE, interleaved among the others
     (``place_activation_modes``)."""
     n_offload_input: NonNegativeInt = 0
     """Of these, the blocks in mode OFFLOAD_INPUT, the first ones from the second block on
     (``place_activation_modes``).  A file has the field where it is not 0."""
+    n_selective: NonNegativeInt = 0
+    """Of the others of these, the blocks in mode SELECTIVE, the last ones.  A file has the field where it is not 0."""
+    product_stride: PositiveInt = 1
+    """Of the matrix products of a block in mode SELECTIVE, the first of every so many is kept; 1: all.  A file has the
+    field where it is not 1."""
     activation_modes: tuple[ActivationMode, ...] | None = Field(default=None)
-    """One mode per block, instead of ``n_swap``, ``n_checkpoint``, ``n_offload_input`` and their placement rule."""
+    """One mode per block, instead of ``n_swap``, ``n_checkpoint``, ``n_offload_input``, ``n_selective`` and their
+    placement rule."""
     mlp_tiles: PositiveInt = 1
     """Tiles of tokens that the MLPs of blocks run in, forward and backward (``Workload.tilings``); 1: whole.  A file
     has the field where it is not 1."""
@@ -350,6 +378,8 @@ class Plan(Document):
                 f"recomputed have their input offloaded. Raise n_checkpoint to {self.n_offload_input}, or lower "
                 f"n_offload_input"
             )
+        if (reason := why_not_selective(self)) is not None:
+            raise ValueError(reason)
         return self
 
     @cached_property
@@ -379,6 +409,10 @@ class Plan(Document):
             fields.pop("loss_tiles", None)
         if not self.n_offload_input:
             fields.pop("n_offload_input", None)
+        if not self.n_selective:
+            fields.pop("n_selective", None)
+        if self.product_stride == 1:
+            fields.pop("product_stride", None)
         return fields
 
     @property
@@ -420,8 +454,17 @@ class Plan(Document):
                 )
             return self.activation_modes
         return place_activation_modes(
-            num_blocks, n_checkpoint=self.n_checkpoint, n_swap=self.n_swap, n_offload_input=self.n_offload_input
+            num_blocks,
+            n_checkpoint=self.n_checkpoint,
+            n_swap=self.n_swap,
+            n_offload_input=self.n_offload_input,
+            n_selective=self.n_selective,
         )
 
 
-_COUNTED_BY: Final = {"n_swap": "SWAP", "n_checkpoint": "CHECKPOINT", "n_offload_input": "OFFLOAD_INPUT"}
+_COUNTED_BY: Final = {
+    "n_swap": "SWAP",
+    "n_checkpoint": "CHECKPOINT",
+    "n_offload_input": "OFFLOAD_INPUT",
+    "n_selective": "SELECTIVE",
+}

@@ -272,6 +272,8 @@ class Content(StrEnum):
     stay on the device."""
     ACTIVATIONS = "activations"
     """Tensors saved for a section's backward."""
+    KEPT_RESULTS = "kept_results"
+    """What a block in mode SELECTIVE keeps from its forward, for its recomputation and its backward."""
     SWAPPED = "swapped"
     """Those of them that travel to the host and back, and inputs of recomputed blocks that do."""
     OUTPUT = "output"

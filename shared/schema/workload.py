@@ -29,8 +29,10 @@ from ..phases.block_profile import Tiling as Tiling
 from ..phases.distillation import Distillation, StagePlace
 from ..phases.operations import MAX_BYTES as MAX_BYTES
 from ..phases.operations import Bytes as Bytes
+from ..phases.operations import Compiled as Compiled
 from ..phases.operations import DType as DType
 from ..phases.operations import DTypeOrigin as DTypeOrigin
+from ..phases.operations import Float8 as Float8
 from ..phases.operations import Operation as Operation
 from ..phases.operations import OperationClass as OperationClass
 from ..phases.operations import SignedBytes as SignedBytes
@@ -145,6 +147,10 @@ class Workload(Document):
     file has the field where it is set."""
     loss_head: LossHead = LossHead.EAGER
     """How the loss is made of hidden states where a plan has it whole.  A file has the field where it is not eager."""
+    compiled: Compiled | None = None
+    """What of it torch.compile has compiled: no plan of it is carried out.  A file has the field where it is set."""
+    float8: Float8 | None = None
+    """How linear maps of blocks multiply in float8, likewise."""
     row_lookups: RowLookups | None = None
     """Embeddings whose rows the prologue may look up on the host; None where there are none, or nobody knows."""
     resident_bytes: Bytes = 0
@@ -237,19 +243,12 @@ class Workload(Document):
     @model_serializer(mode="wrap")
     def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = handler(self)
-        if not self.tilings:
-            fields.pop("tilings", None)
         if self.loss_head is LossHead.EAGER:
             fields.pop("loss_head", None)
-        if self.distillation is None:
-            fields.pop("distillation", None)
-        if not self.subspaces:
-            fields.pop("subspaces", None)
-        if not self.sequence_sharings:
-            fields.pop("sequence_sharings", None)
-        if not self.loss_tilings:
-            fields.pop("loss_tilings", None)
-        for name in ("packing", "quadratic"):
+        for name in ("tilings", "subspaces", "sequence_sharings", "loss_tilings"):
+            if not getattr(self, name):
+                fields.pop(name, None)
+        for name in ("distillation", "packing", "quadratic", "compiled", "float8"):
             if getattr(self, name) is None:
                 fields.pop(name, None)
         return fields
@@ -337,7 +336,7 @@ class Workload(Document):
                 loss if p.seen is None or p.seen.loss is None else p.seen.loss.of_phase(loss) for p, loss in pairs
             ]
             update["distillation"] = self.distillation.model_copy(update={"losses": tuple(losses)})
-        return self._changed(update)
+        return self.changed(update)
 
     def tiling(self, mlp_tiles: int) -> Tiling:
         """What blocks do in so many tiles.  Raises PlanError if nobody knows."""
@@ -367,11 +366,11 @@ class Workload(Document):
             if loss_tiles > 1 and self.epilogue_forward is not (loss := self.loss_tiling(loss_tiles)).epilogue_forward:
                 update["epilogue_forward"], update["epilogue_backward"] = loss.epilogue_forward, loss.epilogue_backward
                 update["loss_tilings"] = (loss,)
-            self._tiled[mlp_tiles, loss_tiles] = self._changed(update) if update else self
+            self._tiled[mlp_tiles, loss_tiles] = self.changed(update) if update else self
         return self._tiled[mlp_tiles, loss_tiles]
 
-    def _changed(self, update: dict[str, Any]) -> Workload:
-        """Made anew: a copy would take along what is cached here."""
+    def changed(self, update: dict[str, Any]) -> Workload:
+        """With other fields.  Made anew: a copy would take along what is cached here."""
         return Workload(**{name: getattr(self, name) for name in Workload.model_fields} | update)
 
     def _runs_in(self, tiling: Tiling) -> bool:
@@ -396,8 +395,13 @@ class Workload(Document):
             update: dict[str, Any] = {name: getattr(chosen, name) for name in same}
             update["blocks"] = tuple(block.model_copy(update={"profile": profile}) for block, profile in blocks)
             update |= {"sequence_sharings": (chosen,), "row_lookups": None}
-            self._shared_among[sequence_ranks] = self._changed(update)
+            self._shared_among[sequence_ranks] = self.changed(update)
         return self._shared_among[sequence_ranks]
+
+    @cached_property
+    def derived(self) -> dict[Any, Workload]:
+        """Others of its identity that were made of it (``shared/layout/tiling.py``)."""
+        return {}
 
     @cached_property
     def _shared_among(self) -> dict[int, Workload]:

@@ -221,6 +221,10 @@ def short_plan(outcome: PlanOutcome) -> str:
         shown.append(f"n_checkpoint {plan.n_checkpoint}")
     if plan.n_offload_input:
         shown.append(f"n_offload_input {plan.n_offload_input}")
+    if plan.n_selective:
+        shown.append(f"n_selective {plan.n_selective}")
+    if plan.product_stride > 1:
+        shown.append(f"product_stride {plan.product_stride}")
     if plan.n_swap:
         shown.append(f"n_swap {plan.n_swap}")
     if plan.mlp_tiles > 1:

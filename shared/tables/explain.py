@@ -139,7 +139,7 @@ def _section(
             continue
         made = [schedule.buffers[buffer] for buffer in task.allocates]
         if task.kind in (TaskKind.FORWARD, TaskKind.TEACHER_FORWARD, TaskKind.LOSS) and task.micro_batch == 0:
-            kept_bytes += _size_bytes(made, Content.OUTPUT, Content.ACTIVATIONS, Content.LOSS)
+            kept_bytes += _size_bytes(made, Content.OUTPUT, Content.ACTIVATIONS, Content.KEPT_RESULTS, Content.LOSS)
         elif task.kind is TaskKind.RECOMPUTE:
             recomputed_bytes += _size_bytes(made, Content.ACTIVATIONS)
         elif task.kind in (TaskKind.ACTIVATION_OFFLOAD, TaskKind.ACTIVATION_FETCH):
@@ -362,6 +362,7 @@ _DEED = {
     ActivationMode.CHECKPOINT: "recomputed",
     ActivationMode.SWAP: "swapped",
     ActivationMode.OFFLOAD_INPUT: "recomputed from an input that travels",
+    ActivationMode.SELECTIVE: "recomputed from results that are kept",
 }
 
 

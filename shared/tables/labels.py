@@ -63,6 +63,7 @@ CONTENT_NAMES: Final[dict[Content | None, str]] = {
     Content.OPTIMIZER_STATE: "optimizer state",
     Content.PAGED_STATE: "paged optimizer state",
     Content.ACTIVATIONS: "saved activations",
+    Content.KEPT_RESULTS: "kept results",
     Content.SWAPPED: "swapped activations",
     Content.OUTPUT: "block outputs",
     Content.LOSS: "block losses",
@@ -245,6 +246,11 @@ def knobs(plan: Plan, *, num_blocks: int | None = None) -> tuple[Knob, ...]:
 
 def _knobs_of_tiles(plan: Plan) -> list[Knob]:
     found = []
+    if plan.n_selective:
+        found.append(Knob("n_selective", f"{plan.n_selective:,}", "recomputed blocks that keep results"))
+    if plan.product_stride > 1:
+        meaning = "of their products, the first of every so many is kept"
+        found.append(Knob("product_stride", f"{plan.product_stride:,}", meaning))
     if plan.mlp_tiles > 1:
         found.append(Knob("mlp_tiles", f"{plan.mlp_tiles:,}", "tiles of tokens that MLPs of blocks run in"))
     if plan.loss_tiles > 1:

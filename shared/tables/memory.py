@@ -19,6 +19,7 @@ _STAYS: Final[dict[Content | None, str]] = {
     None: "made by its operations on the way",
     Content.PARAMETERS: "of weights that it reads",
     Content.ACTIVATIONS: "of activations saved for it",
+    Content.KEPT_RESULTS: "of results that it kept",
     Content.SWAPPED: "of activations saved for it",
     Content.OUTPUT: "of outputs that backward begins with",
     Content.LOSS: "of its loss",
@@ -38,6 +39,7 @@ _LEAVES: Final[dict[Content | None, str]] = {
     Content.OPTIMIZER_STATE: "of optimizer state",
     Content.PAGED_STATE: "of paged optimizer state",
     Content.ACTIVATIONS: "of activations of other sections",
+    Content.KEPT_RESULTS: "of results that other blocks kept",
     Content.SWAPPED: "of activations of other sections",
 }
 """What of a peak cannot leave the device and what can, in words; the contents are those of ``PeakPart``."""

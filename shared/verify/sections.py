@@ -235,6 +235,11 @@ class _Walk:
         size_bytes = 0 if isinstance(section, OuterSection) else self.claim.offloaded_inputs.get(section, 0)
         return {self._called(Content.SWAPPED, section): size_bytes} if size_bytes else {}
 
+    def _kept_results(self, block: BlockId, left_bytes: int) -> dict[Name, int]:
+        """What a block in mode SELECTIVE keeps of the bytes that its forward leaves."""
+        size_bytes = min(self.claim.workload.profile_of(block).kept_bytes, left_bytes)
+        return {self._called(Content.KEPT_RESULTS, block): size_bytes} if size_bytes else {}
+
     def _forward(self, section: Section) -> Expected:
         output, saved = self._called(Content.OUTPUT, section), self._called(Content.ACTIVATIONS, section)
         phase = self._phase_of_forward(section)
@@ -248,6 +253,8 @@ class _Walk:
             drops = set(passing)
         elif self._mode(section).is_recomputed:
             makes = {output: max(0, phase.net_bytes)}
+            if kept := self._kept_results(section, makes[output]):
+                makes = {output: makes[output] - sum(kept.values())} | kept
         else:
             output_bytes, saved_bytes = self._made_by_block(section)
             makes = {output: output_bytes, saved: saved_bytes} | self._swapped(section)
@@ -264,6 +271,7 @@ class _Walk:
         phase = self.claim.workload.profile_of(section).recompute
         makes = {self._called(Content.ACTIVATIONS, section): max(0, phase.net_bytes)}
         reads = self._parameters(self.claim.used_backward, section) | self._input(section)
+        reads |= self.alive.keys() & {self._called(Content.KEPT_RESULTS, section)}
         return self._expect(TaskKind.RECOMPUTE, section, phase, reads, makes, set())
 
     def _backward(self, section: Section) -> Expected:
@@ -279,6 +287,7 @@ class _Walk:
             drops = set(consumed)
         else:
             consumed = saved | self._input(section) | self._swapped(section).keys()
+            consumed |= self.alive.keys() & {self._called(Content.KEPT_RESULTS, section)}
             # The first block's input is the prologue's output, which the prologue's own backward drops.
             drops = consumed - {output}
         if section is not OuterSection.EPILOGUE:

@@ -34,6 +34,8 @@ from .question import Settled
 
 _OF_ONE_RANK: Final = (Runtime.DEEPSPEED_ZERO1, Runtime.DEEPSPEED_ZERO2, Runtime.DEEPSPEED_OFFLOAD)
 """They copy, wait and step otherwise on one rank too."""
+_EVERY_SECOND: Final = 2
+"""``Plan.product_stride`` of a run that keeps every second product."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def configured_plan(settled: Settled, workload: Workload, tool: Tool) -> Configu
     if limit is None and moves:
         limit = NORM_LIMIT
         differences.append("the host's steps wait for the last gradient there, as for a limit of the gradients' norm.")
-    n_checkpoint, others = _checkpointed(settled, workload, differences)
+    checkpointing, others = _checkpointed(settled, workload, differences)
     fields: dict[str, Any] = {
         "workload_id": workload.identity,
         "method": workload.method,
@@ -68,8 +70,7 @@ def configured_plan(settled: Settled, workload: Workload, tool: Tool) -> Configu
         "max_gradient_norm": limit,
         "optimizer": settled.optimizer,
         "num_ranks": settled.num_ranks,
-        "n_checkpoint": n_checkpoint,
-        "n_offload_input": max(0, n_checkpoint - 1) if run.offloads_inputs else 0,
+        **checkpointing,
         "mlp_tiles": settled.mlp_tiles,
         "loss_tiles": settled.loss_tiles,
         **knobs,
@@ -195,19 +196,31 @@ def _disk(settled: Settled, num_chunks: int) -> dict[str, int]:
     return {"n_disk_state": num_chunks, "n_disk": n_disk, "n_staging": 2}
 
 
-def _checkpointed(settled: Settled, workload: Workload, differences: list[str]) -> tuple[int, list[tuple[str, int]]]:
-    """Blocks that are recomputed, and the ends of it where operations are chosen one by one."""
+def _checkpointed(
+    settled: Settled, workload: Workload, differences: list[str]
+) -> tuple[dict[str, int], list[tuple[str, int]]]:
+    """Knobs of what is recomputed, and the ends of it where a compiler chooses operations one by one."""
     run, num_blocks = settled.run, workload.num_blocks
     match run.checkpointing:
         case Checkpointing.FULL:
-            return num_blocks, []
+            return _recomputed(num_blocks, settled), []
         case Checkpointing.EVERY_NTH:
-            return num_blocks // run.checkpointed_every, []
-        case Checkpointing.BY_OPERATION:
+            return _recomputed(num_blocks // run.checkpointed_every, settled), []
+        case Checkpointing.SELECTIVE if all(
+            _EVERY_SECOND in [of.product_stride for of in profile.selective] for profile in workload.profiles
+        ):
+            return {"n_checkpoint": num_blocks, "n_selective": num_blocks, "product_stride": _EVERY_SECOND}, []
+        case Checkpointing.SELECTIVE | Checkpointing.BY_COMPILATION:
             differences.append(
                 "what is recomputed is chosen operation by operation there; here half of the blocks are recomputed, "
                 "and the ends, none of them and all, are told beside it."
             )
-            return num_blocks // 2, [("nothing recomputed", 0), ("every block recomputed", num_blocks)]
+            ends = [("nothing recomputed", 0), ("every block recomputed", num_blocks)]
+            return _recomputed(num_blocks // 2, settled), ends
         case _:
-            return 0, []
+            return _recomputed(0, settled), []
+
+
+def _recomputed(n_checkpoint: int, settled: Settled) -> dict[str, int]:
+    n_offload_input = max(0, n_checkpoint - 1) if settled.run.offloads_inputs else 0
+    return {"n_checkpoint": n_checkpoint, "n_offload_input": n_offload_input}

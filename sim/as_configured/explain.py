@@ -68,7 +68,8 @@ def explain(
     settled = settle(reading, said, asked.machine, file=asked.file)
     workload, settled = workload_of(settled, cache=asked.cache, warn=warn)
     configured = configured_plan(settled, workload, reading.tool)
-    record = _predicted(configured.plan, workload, settled.machine, asked, configured.runtime)
+    machine = _of_run(settled)
+    record = _predicted(configured.plan, workload, machine, asked, configured.runtime)
     others = [
         OtherReading(
             name=words,
@@ -76,7 +77,7 @@ def explain(
             guaranteed_peak_device_bytes=other.guaranteed_peak_device_bytes,
         )
         for words, plan in configured.other_plans
-        for other in [_predicted(plan, workload, settled.machine, asked, configured.runtime)]
+        for other in [_predicted(plan, workload, machine, asked, configured.runtime)]
     ]
     found, why = _searched(settled, workload, record, asked, on_progress) if asked.searches else (None, None)
     lacking = _lacking(record, settled.machine, asked)
@@ -109,6 +110,15 @@ def _what_is_predicted(tool: Tool, runtime: RuntimeProfile) -> str:
         f"nor its costs of its own (allocations, synchronisation, Python), so that the run is hardly faster than the "
         f"prediction."
     )
+
+
+def _of_run(settled: Settled) -> Hardware:
+    """The machine, with the attention that the run asks for; plans here have PyTorch's."""
+    machine, kernel = settled.machine, settled.run.attention_kernel
+    if kernel is None:
+        return machine
+    device = machine.device.model_copy(update={"attention_kernel": kernel})
+    return machine.model_copy(update={"device": device})
 
 
 def _predicted(plan: Plan, workload: Workload, machine: Hardware, asked: Asked, runtime: RuntimeProfile) -> Record:

@@ -25,6 +25,16 @@ from .efficiency import HALVED_CLOCK_HZ, LANES
 
 ELEMENTS_PER_CLOCK: Final = 1.2
 """Of one multiprocessor, in kernels that are not vectorized; see [Note: Vectorized kernels]."""
+UNPACKED_PER_CLOCK: Final = 2.0
+"""Weights of 4 bits that one multiprocessor unpacks per clock in bitsandbytes' kernel.
+
+Derived: before version 0.48 it was 0.8 to 1.3.  3.2 billion weights of StableLM 3B took 37 ms for forward and backward
+together, most likely on an A100 (github.com/Lightning-AI/litgpt/pull/275: 5,544 in place of 4,807 s for 20,000
+iterations), and one weight of 14,336 by 4,096 took 30 to 50 % of its product with 2,048 rows on an A800
+(github.com/bitsandbytes-foundation/bitsandbytes issue 1319).  Table look-ups by shuffles took 1.36 to 2.07 times less
+on A100 and H100 (pull/1747); on an RTX 4090 large weights gained nothing, since its memory sets the pace.
+"""
+_UNPACKING: Final = "bitsandbytes::dequantize_4bit"
 DEVICE_STEP_FRAC: Final = 0.7
 """Share of the bandwidth that fused optimizers reach on a device: 61, 63, 67, 72 and 75 % in five trainings on an H100,
 float32 and bfloat16; 67 and 78 % by themselves (``make bench-sheets``)."""
@@ -71,6 +81,8 @@ def share_of(operation: Operation, device: Device, class_share: float) -> float:
 
 def element_s(operation: Operation, device: Device) -> float:
     """Seconds in which a CUDA device gets through one call element by element; 0: it need not."""
+    if operation.name == _UNPACKING:
+        return elements_s(operation.flops, device) * ELEMENTS_PER_CLOCK / UNPACKED_PER_CLOCK
     return elements_s(operation.flops, device) if goes_by_elements(operation) else 0.0
 
 
@@ -94,7 +106,7 @@ def goes_by_elements(operation: Operation) -> bool:
     if operation.name == "_to_copy":
         if operation.dtype in _NARROW:
             return operation.bytes_moved != 2 * tensor_bytes
-        return operation.dtype is DType.FLOAT32 and operation.bytes_moved < 2 * tensor_bytes
+        return operation.dtype in (DType.FLOAT32, *_HALF) and operation.bytes_moved < 2 * tensor_bytes
     if operation.name in _SHIFTS:
         return operation.bytes_moved < 2 * tensor_bytes
     is_broadcast = 2 * tensor_bytes + _SCALAR_BYTES < operation.bytes_moved < 2.9 * tensor_bytes

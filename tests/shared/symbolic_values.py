@@ -35,7 +35,7 @@ class Violation(Exception):
     """Something that training would not survive, at the first moment at which it happens."""
 
 
-RECOMPUTED = (ActivationMode.CHECKPOINT, ActivationMode.OFFLOAD_INPUT)
+RECOMPUTED = (ActivationMode.CHECKPOINT, ActivationMode.OFFLOAD_INPUT, ActivationMode.SELECTIVE)
 
 
 class SymbolicValues:
@@ -125,6 +125,8 @@ class SymbolicValues:
         elif section is not OuterSection.PROLOGUE:
             needed.append(("output", before, iteration, micro))
             needed += self._input(section, iteration, micro)
+            if task.kind in (TaskKind.RECOMPUTE, TaskKind.BACKWARD):
+                needed += self._results(section, iteration, micro)
             if task.kind is TaskKind.BACKWARD:
                 needed.append(("saved", section, iteration, micro))
                 needed += self._swapped(section, iteration, micro)
@@ -146,6 +148,8 @@ class SymbolicValues:
                 return ("output", task.section, iteration, micro)
             case TaskKind.FORWARD, Content.ACTIVATIONS if self._keeps(task.section):
                 return ("saved", task.section, iteration, micro)
+            case TaskKind.FORWARD, Content.KEPT_RESULTS if self._results(task.section, iteration, micro):
+                return ("results", task.section, iteration, micro)
             case TaskKind.FORWARD, Content.SWAPPED if (
                 buffer.section == task.section and self._swapped(task.section, iteration, micro)  # type: ignore[arg-type]
             ):
@@ -283,6 +287,15 @@ class SymbolicValues:
         if not self.workload.profile_of(section).swappable_bytes:
             return []
         return [("swapped", section, iteration, micro)]
+
+    def _results(self, section: Section | None, iteration: int, micro: int) -> list[Value]:
+        """What a block in mode SELECTIVE keeps of what its forward made."""
+        if section is None or isinstance(section, OuterSection):
+            return []
+        if self.modes[section] is not ActivationMode.SELECTIVE:
+            return []
+        (chosen,) = self.workload.profile_of(section).selective
+        return [("results", section, iteration, micro)] if chosen.kept_bytes else []
 
     def _input(self, section: Section | None, iteration: int, micro: int) -> list[Value]:
         """The input of a block in mode OFFLOAD_INPUT, beside the rest of what the block before has left."""

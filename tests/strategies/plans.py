@@ -72,10 +72,12 @@ def plans(
     n_checkpoint = draw(st.integers(0, workload.num_blocks))
     n_swap = draw(st.integers(0, workload.num_blocks - n_checkpoint))
     counts = {"n_checkpoint": n_checkpoint, "n_swap": n_swap, "n_offload_input": draw(st.integers(0, n_checkpoint))}
+    keeps_results = all(profile.selective for profile in workload.profiles)
+    if keeps_results:
+        counts["n_selective"] = draw(st.integers(0, n_checkpoint - counts["n_offload_input"]))
     if draw(st.booleans()):
-        modes = tuple(
-            draw(st.lists(st.sampled_from(ActivationMode), min_size=workload.num_blocks, max_size=workload.num_blocks))
-        )
+        able = [mode for mode in ActivationMode if keeps_results or mode is not ActivationMode.SELECTIVE]
+        modes = tuple(draw(st.lists(st.sampled_from(able), min_size=workload.num_blocks, max_size=workload.num_blocks)))
         counts = mode_counts(modes)
     num_offloaded = len(layout.chunks) - n_persist - n_host_stepped
     n_disk_state = draw(st.just(0) | st.integers(0, num_offloaded)) if has_disk else 0

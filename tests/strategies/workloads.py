@@ -13,6 +13,7 @@ from typing import Final
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
+from protwin.shared.phases.block_profile import SelectiveRecomputation
 from protwin.shared.phases.shared_inputs import SharedInput
 from protwin.shared.schema.workload import (
     Block,
@@ -135,6 +136,26 @@ def _block_kinds(draw: DrawFn, dtypes: SearchStrategy[DType], min_parameters: in
                 phases(gradient_bytes - recomputed_bytes - output_bytes - generator_bytes, measured, stated_bytes)
             ),
             swappable_bytes=draw(st.integers(0, saved_bytes)),
+            selective=draw(_selective(output_bytes + generator_bytes, recomputed_bytes)),
+        ),
+    )
+
+
+@st.composite
+def _selective(draw: DrawFn, forward_bytes: int, recomputed_bytes: int) -> tuple[SelectiveRecomputation, ...]:
+    """What a block keeps of the results of a forward that leaves ``forward_bytes`` beside them.
+
+    A recomputation takes over what is kept, and may let more of it go than it makes.
+    """
+    kept_bytes = draw(SIZES_BYTES)
+    unused_bytes = draw(st.integers(0, kept_bytes))
+    return (
+        SelectiveRecomputation(
+            product_stride=1,
+            kept_bytes=kept_bytes,
+            unused_bytes=unused_bytes,
+            forward_curve=_curves(draw, forward_bytes + kept_bytes),
+            recompute=draw(phases(recomputed_bytes - (kept_bytes - unused_bytes), measured=False)),
         ),
     )
 

@@ -9,6 +9,7 @@ from protwin.calibration.fitting.measurement_plans import bootstrap_plans
 from protwin.calibration.validation.drawing import Draw, draw_plans, guaranteed_bytes, plan_words
 from protwin.runtime.timing.within_budget import least_plan
 from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.phases.block_profile import SelectiveRecomputation
 from protwin.shared.schema.plan import ActivationMode, ParallelMode, ProjectionPlace
 from protwin.shared.schema.schedule import OF_OWNERS, TaskKind
 from protwin.shared.schema.workload import Workload
@@ -80,8 +81,20 @@ def test_every_kind_of_projection_comes() -> None:
     assert any(plan.micro_batches > 1 and plan.projects_gradients_on is ProjectionPlace.DEVICE for plan in drawn)
 
 
+def keeping_results(workload: Workload) -> Workload:
+    """A tenth of what each forward saves are results that may be kept, and that all take as long as the rest."""
+    profiles = []
+    for profile in workload.profiles:
+        again, kept_bytes = profile.recompute, profile.forward.net_bytes // 10
+        curve = ((1.0, profile.checkpoint_forward.peak_bytes + kept_bytes),)
+        less = again.model_copy(update={"net_bytes": again.net_bytes - kept_bytes})
+        kept = {"product_stride": 1, "kept_bytes": kept_bytes, "forward_curve": curve, "recompute": less}
+        profiles.append(profile.model_copy(update={"selective": (SelectiveRecomputation.model_validate(kept),)}))
+    return workload.model_copy(update={"profiles": tuple(profiles)})
+
+
 def test_every_kind_of_plan_comes() -> None:
-    workload = swappable(a_workload(6))
+    workload = keeping_results(swappable(a_workload(6)))
     drawn = draw_plans(workload, Draw(has_disk=True), number=60)
     assert len(drawn) == 60
     kinds = {task.kind for plan in drawn for task in compile_schedule(plan, workload).tasks}
@@ -91,7 +104,9 @@ def test_every_kind_of_plan_comes() -> None:
     of_methods |= {kind for kind in TaskKind if "projection" in kind}
     assert kinds == set(TaskKind) - of_ranks - of_methods
     mixtures = {frozenset(plan.activation_modes or ()) for plan in drawn}
-    assert {frozenset(ActivationMode), frozenset({ActivationMode.KEEP, ActivationMode.SWAP})} <= mixtures
+    others = frozenset(ActivationMode) - {ActivationMode.SELECTIVE}
+    pairs = {frozenset({ActivationMode.KEEP, mode}) for mode in (ActivationMode.SWAP, ActivationMode.SELECTIVE)}
+    assert {others, *pairs} <= mixtures
     assert {plan.micro_batches for plan in drawn} == {1, 2, 3}
     assert any(plan.num_kept == 0 for plan in drawn)
     together = draw_plans(workload, Draw(num_ranks=2), number=40)

@@ -20,7 +20,7 @@ from tests.proof_size import some_quick
 from tests.runtime.equality import miscounted, trained
 from tests.runtime.models import Case, cases
 
-KEEP, CHECKPOINT, SWAP, OFFLOAD_INPUT = ActivationMode
+KEEP, CHECKPOINT, SWAP, OFFLOAD_INPUT, SELECTIVE = ActivationMode
 
 
 def plan_of(workload: Workload, modes: tuple[ActivationMode, ...], *, micro_batches: int = 1) -> Plan:

@@ -18,7 +18,7 @@ from tests.proof_size import examples
 from tests.strategies.plans import PlannedWorkload, parallel_workloads, planned_workloads
 
 DEPTHS = np.array([1, 2, 5])
-HANDED_ON = (Content.OUTPUT, Content.ACTIVATIONS, Content.INCOMING_GRADIENT)
+HANDED_ON = (Content.OUTPUT, Content.ACTIVATIONS, Content.KEPT_RESULTS, Content.INCOMING_GRADIENT)
 """What sections hand to each other, whose sizes depend on the modes."""
 
 

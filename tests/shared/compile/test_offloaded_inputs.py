@@ -24,7 +24,7 @@ from tests.shared.small_models import OUTPUT_BYTES, chain, plan
 from tests.shared.symbolic_values import Violation
 from tests.strategies.plans import PlannedWorkload, planned_workloads
 
-KEEP, CHECKPOINT, SWAP, OFFLOAD_INPUT = ActivationMode
+KEEP, CHECKPOINT, SWAP, OFFLOAD_INPUT, SELECTIVE = ActivationMode
 OF_ACTIVATIONS = (Content.OUTPUT, Content.ACTIVATIONS, Content.SWAPPED, Content.INCOMING_GRADIENT)
 
 

@@ -27,6 +27,7 @@ from protwin.shared.foreign.torchtitan_keys import TORCHTITAN_KEYS
 from protwin.shared.foreign.training_arguments import read_training_arguments
 from protwin.shared.foreign.training_arguments_keys import TRAINING_ARGUMENTS_KEYS
 from protwin.shared.phases.tiling import LossHead
+from protwin.shared.schema.hardware import AttentionKernel
 from protwin.shared.schema.optimizer import Optimizer
 from tests.proof_size import some_quick
 from tests.shared.foreign.recorded_keys import AXOLOTL, DEEPSPEED, TORCHTITAN
@@ -285,6 +286,9 @@ def test_what_a_file_of_torchtitan_cannot_ask_for_is_one_message(content: dict[s
     [
         ({"rl": "dpo"}, 'rl is "dpo": it trains by another Trainer'),
         ({"load_in_4bit": True}, "nothing is trained without an adapter"),
+        ({"gptq": True}, "nothing is trained without an adapter"),
+        ({"gptq": True, "adapter": "qlora", "lora_r": 4}, "gptq says that the base is packed already"),
+        ({"gptq": True, "adapter": "lora", "load_in_8bit": True, "lora_r": 4}, "packed already"),
         ({"adapter": "lora"}, "adapter is lora, and has no rank"),
         ({"adapter": "prompt", "lora_r": 4}, "Choose from lora, qlora"),
         ({"adapter": "lora", "lora_r": 4, "lora_target_modules": "layers.*q"}, "no list of plain names"),
@@ -360,3 +364,19 @@ def test_a_file_that_could_be_two_or_none_is_one_message() -> None:
         optimizer_on=Place.DEVICE,
         parameters_on=Place.DEVICE,
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "kernel", "left_out"),
+    [
+        ("flash_attention_2", AttentionKernel.FLASH_2, False),
+        ("flash_attention_3", AttentionKernel.FLASH_3, False),
+        ("sdpa", None, False),
+        ("eager", None, True),
+        (["flash_attention_2"], None, True),
+    ],
+)
+def test_what_computes_attention(given: object, kernel: AttentionKernel | None, left_out: bool) -> None:
+    reading = read_training_arguments({"model_init_kwargs": {"attn_implementation": given}, "max_length": 512})
+    assert reading.run.attention_kernel is kernel
+    assert ("model_init_kwargs" in {note.key for note in reading.left_out}) == left_out

@@ -10,6 +10,7 @@ from protwin.shared.foreign.asked_run import AskedRun, Checkpointing, Place, Pre
 from protwin.shared.methods.runtime_profile import Runtime
 from protwin.shared.phases.quantization import Quantization, QuantizedType
 from protwin.shared.phases.tiling import LossHead
+from protwin.shared.schema.hardware import AttentionKernel
 from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.training_options import LoraOptions, QuantizationOptions
 from protwin.shared.schema.workload import DType
@@ -224,7 +225,8 @@ def torchtitan(run: AskedRun, *, is_old: bool) -> dict[str, Any]:
         "activation_checkpoint": {
             Checkpointing.NONE: {"mode": "none"},
             Checkpointing.FULL: {"mode": "full"},
-            Checkpointing.BY_OPERATION: {"mode": "selective", "selective_ac_option": "op"},
+            Checkpointing.BY_COMPILATION: {"mode": "memory_budget"},
+            Checkpointing.SELECTIVE: {"mode": "selective", "selective_ac_option": "op"},
             Checkpointing.EVERY_NTH: {"mode": "selective", "selective_ac_option": str(run.checkpointed_every)},
         }[run.checkpointing or Checkpointing.NONE],
         "parallelism": {} if is_old else degrees,
@@ -251,6 +253,7 @@ def axolotl_run(rng: random.Random) -> AskedRun:
         "optimizer": rng.choice([Optimizer.ADAMW, Optimizer.LION, Optimizer.ADAMW_8BIT]),
         "max_gradient_norm": rng.choice([1.0, 0.0, 0.3]),
         "checkpointing": rng.choice([Checkpointing.NONE, Checkpointing.FULL]),
+        "attention_kernel": rng.choice([None, AttentionKernel.FLASH_2, AttentionKernel.FLASH_3]),
         "loss_head": rng.choice([None, LossHead.FUSED, LossHead.CHUNKED]),
         "split": split,
         "parameters_on": None if split is Split.NOTHING or place is Place.DEVICE else place,
@@ -269,12 +272,13 @@ def axolotl_run(rng: random.Random) -> AskedRun:
             dropout=rng.choice([0.0, 0.05]),
             use_dora=rng.random() < 0.2,
         )
-        packed = rng.choice([None, Quantization(type=QuantizedType.INT8), NF4])
+        packed = rng.choice([None, Quantization(type=QuantizedType.INT8), NF4, GPTQ])
         fields["quantized"] = None if packed is None else QuantizationOptions(how=packed)
     return known(fields)
 
 
 NF4 = Quantization(type=QuantizedType.NF4, double=True)
+GPTQ = Quantization(type=QuantizedType.GPTQ, blocksize=128)
 
 
 def axolotl(run: AskedRun, rng: random.Random) -> dict[str, Any]:
@@ -294,6 +298,11 @@ def axolotl(run: AskedRun, rng: random.Random) -> dict[str, Any]:
         content["gradient_accumulation_steps"] = run.micro_batches
     else:
         content["batch_size"] = (run.micro_batches or 1) * (run.batch_size or 1)
+    if run.attention_kernel is AttentionKernel.FLASH_2 and rng.random() < 0.5:
+        content["flash_attention"] = True
+    elif run.attention_kernel is not None or rng.random() < 0.3:
+        names = {AttentionKernel.FLASH_2: "flash_attention_2", AttentionKernel.FLASH_3: "flash_attention_3"}
+        content["attn_implementation"] = "sdpa" if run.attention_kernel is None else names[run.attention_kernel]
     if run.offloads_inputs:
         content |= rng.choice([{"gradient_checkpointing": "offload"}, {"activation_offloading": True}])
     if run.loss_head is LossHead.FUSED:
@@ -306,8 +315,12 @@ def axolotl(run: AskedRun, rng: random.Random) -> dict[str, Any]:
         content["peft_use_dora"] = run.lora.use_dora
         content |= {"lora_target_modules": list(run.lora.targets)} if run.lora.targets else {"lora_target_linear": True}
         if run.quantized is not None:
-            is_8bit = run.quantized.how.type is QuantizedType.INT8
-            content |= {"load_in_8bit": True} if is_8bit else rng.choice([{"adapter": "qlora"}, {"load_in_4bit": True}])
+            ways = {
+                QuantizedType.INT8: [{"load_in_8bit": True}],
+                QuantizedType.NF4: [{"adapter": "qlora"}, {"load_in_4bit": True}],
+                QuantizedType.GPTQ: [{"gptq": True}],
+            }
+            content |= rng.choice(ways[run.quantized.how.type])
     if run.split is not Split.NOTHING:
         names = {Split.GRADIENTS: "SHARD_GRAD_OP", Split.PARAMETERS: "FULL_SHARD"}
         assert run.split is not None

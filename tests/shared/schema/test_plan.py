@@ -134,6 +134,8 @@ def test_the_identity_covers_every_knob() -> None:
         {"n_checkpoint": 1},
         {"n_swap": 1},
         {"n_checkpoint": 1, "n_offload_input": 1},
+        {"n_checkpoint": 1, "n_selective": 1},
+        {"n_checkpoint": 1, "n_selective": 1, "product_stride": 2},
         {"activation_modes": (KEEP,)},
         {"mlp_tiles": 2},
         {"micro_batches": 2},

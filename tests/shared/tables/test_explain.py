@@ -172,7 +172,8 @@ def test_the_account_adds_up_to_the_schedule(case: PlannedWorkload) -> None:
     outputs = [
         buffer.size_bytes
         for buffer in schedule.buffers
-        if buffer.content in (Content.OUTPUT, Content.ACTIVATIONS) and buffer.memory is Memory.DEVICE
+        if buffer.content in (Content.OUTPUT, Content.ACTIVATIONS, Content.KEPT_RESULTS)
+        and buffer.memory is Memory.DEVICE
     ]
     per_micro_batch = sum(section.kept_bytes for section in found.sections)
     recomputed = sum(section.recomputed_bytes for section in found.sections)

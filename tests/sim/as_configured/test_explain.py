@@ -184,11 +184,31 @@ def test_recomputation_is_whole_by_blocks_or_lies_between_two_ends() -> None:
     num_blocks = workload.num_blocks
     assert configured.plan.n_checkpoint == num_blocks
     assert planned(checkpointing=Checkpointing.EVERY_NTH, checkpointed_every=3)[0].plan.n_checkpoint == num_blocks // 3
-    configured, _, _ = planned(checkpointing=Checkpointing.BY_OPERATION)
+    configured, _, _ = planned(checkpointing=Checkpointing.BY_COMPILATION)
     assert configured.plan.n_checkpoint == num_blocks // 2
     assert [plan.n_checkpoint for _, plan in configured.other_plans] == [0, num_blocks]
     offloaded = planned(checkpointing=Checkpointing.FULL, offloads_inputs=True)[0].plan
     assert offloaded.n_offload_input == num_blocks - 1
+
+
+def test_a_choice_by_operation_is_a_mode_of_every_block_where_it_is_known() -> None:
+    configured, workload, settled = planned(checkpointing=Checkpointing.SELECTIVE, batch_size=4)
+    plan, num_blocks = configured.plan, workload.num_blocks
+    assert (plan.n_checkpoint, plan.n_selective, plan.product_stride) == (num_blocks, num_blocks, 2)
+    assert configured.other_plans == ()
+    peaks, times = zip(
+        *(
+            (record.guaranteed_peak_device_bytes, record.iteration_s)
+            for kind in (Checkpointing.FULL, Checkpointing.SELECTIVE, Checkpointing.NONE)
+            for record in [simulate(planned(checkpointing=kind, batch_size=4)[0].plan, workload, settled.machine)]
+        ),
+        strict=True,
+    )
+    assert peaks[0] < peaks[1] < peaks[2]
+    assert times[0] > times[1] > times[2]
+    unknown = tuple(profile.model_copy(update={"selective": ()}) for profile in workload.profiles)
+    half = configured_plan(settled, workload.model_copy(update={"profiles": unknown}), Tool.TORCHTITAN)
+    assert (half.plan.n_checkpoint, half.plan.n_selective, len(half.other_plans)) == (num_blocks // 2, 0, 2)
 
 
 def test_a_chunked_head_makes_no_logits() -> None:
@@ -278,6 +298,17 @@ def told_of(said: Said | None = None, *, on: str = "rtx-3090", **changes: Any) -
     run = AskedRun.model_validate({name: value for name, value in (GOOD | changes).items() if value is not None})
     asked = Asked(file="file.json", hardware_name=on, machine=machine(on))
     return explain(Reading(tool=Tool.TRAINING_ARGUMENTS, run=run), said or Said(), asked, never)
+
+
+def test_attention_is_that_of_the_file_in_the_run_and_pytorchs_in_the_plan() -> None:
+    on = "h100-80gb"
+    usual, flash = (
+        told_of(on=on, attention_kernel=kernel, batch_size=2, sequence_length=8192) for kernel in (None, "flash-2")
+    )
+    assert flash.configured.iteration_s > usual.configured.iteration_s
+    assert flash.found.prediction.iteration_s == usual.found.prediction.iteration_s
+    (own,) = [one for one in flash.found.baselines if one.name == "the run of the file"]
+    assert own.iteration_s == flash.configured.iteration_s
 
 
 def test_the_answer_is_that_of_the_simulator_and_of_the_search() -> None:

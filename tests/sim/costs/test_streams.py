@@ -85,6 +85,26 @@ def test_casts_on_other_boards_and_to_other_types_take_what_was_published() -> N
     assert operation_s(narrowed, H100) == pytest.approx(333e-6, rel=0.1)
 
 
+def test_weights_of_four_bits_are_unpacked_at_the_pace_that_was_published() -> None:
+    """Before a kernel that takes 1.36 to 2.07 times less: (seconds, weights), on boards of 108 multiprocessors."""
+    a100 = device_part("a100-80gb")
+    product_s = 2 * 2048 * 14336 * 4096 / (0.8 * 312e12)
+    for least_s, most_s, count in (
+        (0.3 * product_s, 0.5 * product_s, 14336 * 4096),
+        ((5544 - 4807) / 20_000, (5544 - 4807) / 20_000, 2 * 16 * 12 * 4096**2),
+    ):
+        packed = operation("bitsandbytes::dequantize_4bit", count, DType.BFLOAT16, count * 41 // 16)
+        found = operation_s(packed, a100)
+        assert 1.36 * found < most_s
+        assert 2.07 * found > least_s
+        # As a stream it would be out of that range.
+        assert 2.07 * count * 41 / 16 / (0.85 * 2039e9) < 0.8 * least_s
+    # Where memory sets the pace it is a stream.
+    rtx_4090 = device_part("rtx-4090")
+    packed = operation("bitsandbytes::dequantize_4bit", 2**26, DType.BFLOAT16, 2**26 * 41 // 16)
+    assert operation_s(packed, rtx_4090) == pytest.approx(2**26 * 41 / 16 / (0.85 * 1008e9), rel=0.01)
+
+
 def test_a_chain_that_unpacks_whole_numbers_goes_element_by_element_but_for_the_mask() -> None:
     """GPTQ's (``runtime/quantized/gptq.py``), of four bits in groups of 128 to float16."""
     count = 4096 * 4096
