@@ -17,7 +17,7 @@ from ...shared.phases.tiling import LossHead
 from ...shared.schema.hardware import AttentionKernel, MemorySize
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.plan import ParallelMode
-from ...shared.schema.workload import DType
+from ...shared.schema.workload import Compiled, DType, Float8
 
 
 class Source(FrozenModel):
@@ -136,6 +136,10 @@ class MeasuredRun(FrozenModel):
     """Who carried it out, where its copies are known."""
     reduce_dtype: DType | None = None
     """What gradients were reduced in; None: their own type."""
+    compiled: Compiled | None = None
+    """What torch.compile had compiled; None: nothing."""
+    float8: Float8 | None = None
+    """How linear maps of blocks multiplied in float8; None: they did not."""
     loops_over_tensors: bool = False
     """Whether AdamW was a loop over tensors."""
     recomputes_whole: bool = False

@@ -141,6 +141,8 @@ def workload_of(run: MeasuredRun) -> Workload:
             quantized=packed,
             autocast=run.autocast,
             loss_head=LossHead.FUSED if run.loss is LossHead.FUSED else None,
+            compiled=run.compiled,
+            float8=run.float8,
         ),
         loss_tiles=() if run.loss_tiles == 1 else (run.loss_tiles,),
     )

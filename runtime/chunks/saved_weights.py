@@ -379,7 +379,7 @@ def fill_packed(
     if saved is None:
         _fill_at_random(model, chosen, how, compute_dtype)
         return chosen
-    if how.type.is_grouped and saved.find([f"{path}.{PACKED}" for path in chosen]):
+    if are_packed(saved, how):
         _fill_as_packed(model, saved, chosen, how)
         return chosen
     saved.check(model, fills_all=True)
@@ -396,6 +396,11 @@ def fill_packed(
         names = [f"{path}.weight"]
         pack(model, path, how, compute_dtype, lambda w=weight, n=names: saved.whole(w, n))  # type: ignore[misc]
     return chosen
+
+
+def are_packed(saved: SavedWeights, how: Quantization) -> bool:
+    """Whether the files hold packed maps, which are taken as they are."""
+    return how.type.is_grouped and any(name.endswith(f".{PACKED}") for name in saved.tensors)
 
 
 def _fill_as_packed(model: nn.Module, saved: SavedWeights, chosen: Sequence[str], how: Quantization) -> None:

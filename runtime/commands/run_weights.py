@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from ...shared.schema.training_options import QuantizationOptions, TrainingOptions
 from ..chunks.meta_parameters import parameters_on_meta
-from ..chunks.saved_weights import SavedWeights, fill_packed
+from ..chunks.saved_weights import SavedWeights, are_packed, fill_packed
 from ..model.adapters import LowRankLinear
 from ..model.configurations import build_model
 from ..model.pretrained import check_dtypes, load_generation, load_pretrained
@@ -97,7 +97,8 @@ class FolderModel:
     ) -> BuiltModel:
         """The same with packed maps, from ``model`` without memory."""
         saved = SavedWeights(self.folder, _renamed(model, saved.tensors))
-        if was_whole := bool(saved.misfits(model, fills_all=True)):
+        was_whole = not are_packed(saved, packed.how) and bool(saved.misfits(model, fills_all=True))
+        if was_whole:
             before_loading(model.requires_grad_(False))
             model = self._loaded_whole()
             quantize(model, packed.how.type, double=packed.how.double, blocksize=packed.how.blocksize)

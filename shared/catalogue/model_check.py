@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from ..basics.errors import FileError
+from ..phases.quantization import QuantizedType
 
 _ATTENTION: Final = ("num_hidden_layers", "num_attention_heads")
 _LLAMA: Final = ("vocab_size", "hidden_size", "intermediate_size", *_ATTENTION)
@@ -77,6 +78,13 @@ def quantization_complaint(config: Mapping[str, Any], *, prefix: str = "") -> st
         if stated is None:
             continue
         kind = _quantization(stated) if isinstance(stated, Mapping) else f"{stated!r:.40}"
+        option = _option_of(stated) if isinstance(stated, Mapping) else None
+        if option is not None:
+            return (
+                f"has a {prefix}{field} ({kind}): its weights are quantized. To train adapters beside them, remove the "
+                f"field and add {option} and --lora-rank 16; without these the question is about its weights in 16 "
+                f"bits (--dtype float16)."
+            )
         return (
             f"has a {prefix}{field} ({kind}): its weights are quantized, and protwin neither predicts nor trains such. "
             f"Take the configuration of the model that they were quantized from, or remove the field to ask about its "
@@ -85,6 +93,15 @@ def quantization_complaint(config: Mapping[str, Any], *, prefix: str = "") -> st
     parts = ((name, part) for name, part in config.items() if name.endswith("_config") and isinstance(part, Mapping))
     found = (quantization_complaint(part, prefix=f"{prefix}{name}.") for name, part in parts)
     return next((complaint for complaint in found if complaint is not None), None)
+
+
+def _option_of(stated: Mapping[str, Any]) -> str | None:
+    """How a base that is packed so is asked about; None if it cannot be."""
+    kind = {4: QuantizedType.GPTQ, 8: QuantizedType.GPTQ_8BIT}.get(stated.get("bits", 0))
+    size = stated.get("group_size")
+    if stated.get("quant_method") != "gptq" or kind is None or size not in kind.blocksizes or stated.get("desc_act"):
+        return None
+    return f"--quantize {kind} --quantization-blocksize {size}"
 
 
 def _quantization(stated: Mapping[str, Any]) -> str:

@@ -57,6 +57,13 @@ that launch nothing.  On one desktop (RTX 3090 Ti, github.com/mli/transformers-b
 by a constant took the host 4.3 µs, and a BERT layer's forward 433 µs for its 22 kernels, 19.7 µs each, whether it had
 256 tokens or 512.
 """
+COMPILED_DISPATCHES_PER_LAUNCH: Final = 2.0
+"""The same for a kernel of a compiled graph: its generated wrapper takes 6.8 µs without arguments and 9.1 µs with 19
+where the driver's own launch takes 3.0 to 3.3 µs (github.com/meta-pytorch/tritonbench/pull/1017)."""
+DISPATCHES_PER_GRAPH: Final = 8.0
+"""The same for the call of a compiled graph, guards and autograd's wrapper included: 39.0 µs with gradients where the
+operation itself takes 5.6 µs (github.com/pytorch/pytorch/issues/122029), some 33 µs less its kernel
+(github.com/meta-pytorch/tritonbench/pull/1017)."""
 POWER_LIMITED_FRAC: Final = 0.8
 """Share of the matrix units' peak that power allows boards whose units run at the full rate.
 
@@ -69,9 +76,17 @@ times, Blackwell's data-centre boards 30, NVIDIA's boards before them 4 at most 
 catalogue)."""
 FLOAT32_FRAC: Final = 0.65
 """Share of the float32 peak that products reach where half of a multiprocessor's 128 units also do integers: RTX 3090
-70 %, 4090 66 %, 5090 65 %, A6000 and PRO 6000 62 %, L40S 51 %, H100 78 % (the measurements of POWER_LIMITED_FRAC)."""
+70 %, 4090 66 %, 5090 65 %, A6000 and PRO 6000 62 %, L40S 51 % (the measurements of POWER_LIMITED_FRAC)."""
+FLOAT32_OF_HOPPER_FRAC: Final = 0.79
+"""The same on Hopper and its successors for data centres, whose integers have units of their own: H100 78 %, H200 77 %,
+B200 83 % (the same measurements); 80 % in a float32 training on an H100 (``make bench-sheets``)."""
 FLOAT32_OF_HALF_FRAC: Final = 0.9
 """The same with 64 units of their own: A100 93 to 98 %, V100S 83 % (the same measurements)."""
+UNALIGNED_FLOP_PER_CLOCK: Final = {1: 400.0, 2: 950.0}
+"""FLOP of a multiprocessor and clock in 16-bit products whose rows begin at multiples of so many elements: kernels that
+load 2 or 4 bytes at a time do not keep the matrix units fed.  Odd rows: 440 on an H100 (GPT-2's vocabulary of 50,257
+words, ``make bench-sheets``), 358 on an RTX 4090 (115.6 TFLOP/s, github.com/pytorch/pytorch issue 181718); even ones:
+950 on the H100 (BERT's 30,522)."""
 LANES: Final = 128
 """Float32 units of one multiprocessor; Volta, Turing and the A100 have half as many."""
 HALVED_CLOCK_HZ: Final = 1.6e9
@@ -111,11 +126,18 @@ def sustained_flop_per_s(device: Device, peak_flop_per_s: float, dtype: DType) -
     if stated is not None:
         return stated * peak_flop_per_s
     if dtype is DType.FLOAT32:
-        return (FLOAT32_OF_HALF_FRAC if has_half_the_lanes(device) else FLOAT32_FRAC) * peak_flop_per_s
+        return _float32_frac(device) * peak_flop_per_s
     if device.sustained_frac is not None:
         return device.sustained_frac * peak_flop_per_s
     unlimited = min(peak_flop_per_s, UNLIMITED_MATRIX_RATE * device.vector_flop_per_s)
     return max(POWER_LIMITED_FRAC * peak_flop_per_s, unlimited)
+
+
+def _float32_frac(device: Device) -> float:
+    """Share of the float32 peak that products reach."""
+    if has_half_the_lanes(device):
+        return FLOAT32_OF_HALF_FRAC
+    return FLOAT32_OF_HOPPER_FRAC if multiplies_by_warpgroups(device) else FLOAT32_FRAC
 
 
 def has_half_the_lanes(device: Device) -> bool:

@@ -8,19 +8,26 @@ for each multiplication, small ones fill the device better.  Where there are few
 shared dimension is split as well, and the partial sums are added up by a second kernel.  The choice that takes the
 least time counts here; each choice takes longer for a larger product, and so does the least.
 Source: NVIDIA, Matrix Multiplication Background User's Guide (DU-09799-001), chapters 2 and 3.
+
+[Note: Rows that begin anywhere]
+16-bit products load 16 bytes at a time where all rows of all operands begin at multiples of 8 elements.  Of an m x k
+by k x n product the result has rows of n.  Operands have rows of m or k where they lie transposed, which the shape does
+not tell: these are the vocabulary in the backward of a head, or the tokens of a batch, which nothing has rows of.  A
+vocabulary is taken to be what exceeds 16,384.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from math import ceil
+from math import ceil, gcd
 from typing import Final
 
 from ...shared.schema.hardware import Device
-from ...shared.schema.workload import Operation, OperationClass
+from ...shared.schema.workload import DType, Operation, OperationClass
 from .attention import attention_s
-from .efficiency import KERNEL_FIXED_S, efficiency_frac, sustained_flop_per_s
+from .efficiency import KERNEL_FIXED_S, UNALIGNED_FLOP_PER_CLOCK, efficiency_frac, sustained_flop_per_s
+from .streams import clock_hz
 
 _TILES: Final = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (64, 32), (32, 64), (32, 32))
 """Rows and columns of output tiles, as the guide lists them (section 2.3), and the smaller ones of CUTLASS."""
@@ -34,6 +41,8 @@ _MULTIPLICATIONS_PER_FETCH: Final = 8.0
 """Multiply-adds that take as long as the fetch of one operand: an instruction that fetches brings 256 elements to a
 warp (ldmatrix.x4), one that multiplies does 2 048 multiply-adds (mma.m16n8k16), and each takes its turn to issue (PTX
 ISA, warp-level matrix instructions)."""
+_MOST_TOKENS: Final = 16_384
+"""By definition: a dimension above it is a vocabulary, see [Note: Rows that begin anywhere]."""
 _PARTIAL_SUM_BYTES: Final = 4
 """Of a float32: products of 16 bits are added up in it (NVIDIA, DU-09799-001)."""
 
@@ -49,7 +58,18 @@ def kernel_s(operation: Operation, device: Device, peak_flop_per_s: float) -> fl
         if OperationClass.ATTENTION in device.efficiency:
             return operation.flops / (peak_flop_per_s * efficiency_frac(device, OperationClass.ATTENTION))
         return attention_s(operation, device, peak_flop_per_s)
-    return product_s(operation.shape, device, sustained_flop_per_s(device, peak_flop_per_s, operation.dtype))
+    sustained = sustained_flop_per_s(device, peak_flop_per_s, operation.dtype)
+    if operation.dtype.item_bytes == DType.FLOAT16.item_bytes and OperationClass.MATMUL not in device.efficiency:
+        unaligned = UNALIGNED_FLOP_PER_CLOCK.get(alignment_of(operation.shape))
+        if unaligned is not None:
+            sustained = min(sustained, unaligned * clock_hz(device) * device.num_multiprocessors)
+    return product_s(operation.shape, device, sustained)
+
+
+def alignment_of(shape: tuple[int, ...]) -> int:
+    """Elements, 8 at most, that every row of a product is a multiple of; see [Note: Rows that begin anywhere]."""
+    _, m, n, k = shape
+    return gcd(8, n, *(of for of in (m, k) if of > _MOST_TOKENS))
 
 
 def product_s(shape: tuple[int, ...], device: Device, sustained_flop_per_s: float) -> float:

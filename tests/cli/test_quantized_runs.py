@@ -11,10 +11,11 @@ import numpy as np
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from protwin.calibration import calibrate
+from protwin.runtime import quantize
 from protwin.shared.catalogue.machines import hardware_to_toml
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.record import Record
@@ -67,12 +68,14 @@ def run(*options: str) -> tuple[str, ...]:
     )
 
 
-def by_hand(folder: Path, name: str, steps: int) -> dict[str, torch.Tensor]:
-    """PEFT's adapter beside bitsandbytes' layers, trained by the loop that everybody writes; in PEFT's form."""
+def by_hand(folder: Path, name: str, steps: int, model: Any = None) -> dict[str, torch.Tensor]:
+    """PEFT's adapter beside packed layers, of bitsandbytes or those of ``model``, trained by the loop that everybody
+    writes; in PEFT's form."""
     rows = chats(12)
     orders = [np.random.default_rng((0, epoch)).permutation(len(rows)).tolist() for epoch in range(9)]
     sequences = iter(sequences_by_hand(folder / "base", rows, orders))
-    model: Any = packed_blocks(AutoModelForCausalLM.from_pretrained(folder / "base").train(), **BY_HAND[name])
+    if model is None:
+        model = packed_blocks(AutoModelForCausalLM.from_pretrained(folder / "base").train(), **BY_HAND[name])
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT's own, of transformers
@@ -107,6 +110,29 @@ def test_a_folder_is_packed_and_tuned_by_the_plan_that_was_searched(
     assert Record.load(work / "measured.json").plan == plan
     assert "loaded whole" not in result.stdout + result.stderr
     assert same_bits(load_file(work / "adapter" / "adapter_model.safetensors"), by_hand(work, name, 5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_packed", [False, True], ids=["packed by the run", "packed already"])
+def test_a_folder_in_groups_is_tuned_by_the_plan_that_was_searched(
+    protwin_here: Protwin, work: Path, *, is_packed: bool
+) -> None:
+    how = ("--quantize=gptq", "--quantization-blocksize=32")
+    make_folder(work / "base", hidden_size=64, intermediate_size=96)
+    model = AutoModelForCausalLM.from_pretrained(work / "base").train()
+    quantize(model, "gptq", blocksize=32)
+    if is_packed:
+        tensors = {key: value for key, value in model.state_dict().items() if not key.endswith("shifts")}
+        save_file(tensors, work / "base" / "model.safetensors", {"format": "pt"})
+    write_rows(work / "chats.jsonl", chats(12))
+    asked = ("--model=base/config.json", "--hardware=rtx-3090", *SHAPE, *LORA, *how, "--chunk-bytes=16KiB")
+    assert protwin_here("search", *asked, "--n-persist=0", "--output=plan.json").returncode == 0
+    result = protwin_here(*run(*how), "--data=chats.jsonl", "--steps=4", "--save=adapter")
+    assert result.returncode == 0, result.stderr
+    assert "loaded whole" not in result.stdout + result.stderr
+    model.requires_grad_(False)
+    expected = by_hand(work, "gptq", 4, model)
+    assert same_bits(load_file(work / "adapter" / "adapter_model.safetensors"), expected)
 
 
 @pytest.mark.slow

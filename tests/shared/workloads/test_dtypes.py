@@ -99,6 +99,7 @@ def test_the_head_says_which_and_why(model: str, machine: str, dtype: str | None
     ("field", "stated", "kind"),
     [
         ("quantization_config", {"quant_method": "gptq", "bits": 4}, r"gptq, 4 bits"),
+        ("quantization_config", {"quant_method": "gptq", "bits": 4, "group_size": 128}, r"gptq, 4 bits"),
         ("quantization_config", {"load_in_8bit": True}, r"bitsandbytes, 8 bits"),
         ("quantization_config", {"quant_method": "fp8"}, r"fp8"),
         ("quantization_config", {}, r"of no known method"),
@@ -114,5 +115,9 @@ def test_quantized_weights_are_refused_by_name(field: str, stated: object, kind:
     path.write_text(json.dumps({"model_type": "any", "text_config": LLAMA | {field: stated}}))
     with pytest.raises(FileError, match=rf"has a text_config\.{field} "):
         load_model_configuration(path)
+    is_asked_about = isinstance(stated, dict) and "group_size" in stated
+    with pytest.raises(FileError) as caught:
+        load_model_configuration(path)
+    assert ("--quantize gptq --quantization-blocksize 128" in str(caught.value)) is is_asked_about
     path.write_text(json.dumps(LLAMA | {field: None}))
     assert load_model_configuration(path).config["hidden_size"] == 32
