@@ -17,7 +17,7 @@ from ...shared.phases.tiling import LossHead
 from ...shared.schema.hardware import AttentionKernel, MemorySize
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.plan import ParallelMode
-from ...shared.schema.workload import DType
+from ...shared.schema.workload import Compiled, DType, Float8
 
 
 class Source(FrozenModel):
@@ -105,6 +105,8 @@ class MeasuredRun(FrozenModel):
     """Of parameters; float32 masters and moments besides where it has 16 bits."""
     autocast: DType | None = None
     lora_rank: PositiveInt | None = None
+    lora_dropout: NonNegativeFloat = Field(default=0.0, lt=1)
+    """Part of what adapters read that is dropped."""
     lora_targets: tuple[str, ...] = ()
     """Maps with adapters; none: all of a block."""
     quantized: Quantization | None = None
@@ -136,6 +138,10 @@ class MeasuredRun(FrozenModel):
     """Who carried it out, where its copies are known."""
     reduce_dtype: DType | None = None
     """What gradients were reduced in; None: their own type."""
+    compiled: Compiled | None = None
+    """What torch.compile had compiled; None: nothing."""
+    float8: Float8 | None = None
+    """How linear maps of blocks multiplied in float8; None: they did not."""
     loops_over_tensors: bool = False
     """Whether AdamW was a loop over tensors."""
     recomputes_whole: bool = False
@@ -154,6 +160,8 @@ class MeasuredRun(FrozenModel):
 
     @model_validator(mode="after")
     def _is_measured(self) -> Self:
+        if self.lora_dropout and self.lora_rank is None:
+            raise ValueError(f"{self.id} has lora_dropout without lora_rank")
         if self.trained_whole and self.lora_rank is None:
             raise ValueError(f"{self.id} has trained_whole without lora_rank")
         if self.offloaded and self.host_stepped:

@@ -9,6 +9,7 @@ from typing import Any, Final
 from torch import nn
 
 from ...shared.basics.errors import PlanError, ScheduleError
+from ...shared.phases.operations import lowering_words
 from ...shared.schema.workload import Workload
 from .compiled import compiled_part
 from .identity import model_hash
@@ -27,6 +28,11 @@ def check_model(model: nn.Module, workload: Workload, *, traced_hash: str | None
     compiled = compiled_part(model)
     if compiled is not None:
         raise PlanError(compiled)
+    if (words := lowering_words(workload.compiled, workload.float8)) is not None:
+        raise PlanError(
+            f"the workload of {workload.model_name} is for predictions of what others run ({words}), and its plans are "
+            f"not carried out here. Trace the model without --compile and --float8."
+        )
     if (traced_hash or model_hash(model)) != workload.model_hash:
         raise PlanError(
             f"the workload was traced from another model ({workload.model_name}): module classes, parameter names, "

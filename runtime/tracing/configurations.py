@@ -86,6 +86,8 @@ def workload_of_configuration(
                         loss_head=options.loss_head or LossHead.EAGER,
                         sequence_ranks=sequence_ranks,
                         packing=packing,
+                        compiled=options.compiled,
+                        float8=options.float8,
                         on_progress=on_progress,
                     )
             except (BatchRefusedError, ModelFailedError) as error:

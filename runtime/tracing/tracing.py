@@ -25,6 +25,7 @@ from ...shared.families.variants import (
     with_tilings,
 )
 from ...shared.observed.assembly import TracedModel, TracedShape, assemble
+from ...shared.observed.lowered import AS_TRACED, Lowering, lowered
 from ...shared.observed.observation import Observation
 from ...shared.observed.observed_inputs import PhaseKey
 from ...shared.observed.packed import attending_within_samples
@@ -33,7 +34,7 @@ from ...shared.phases.tiling import LossHead, checked_loss_head
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import ActivationMode
 from ...shared.schema.schedule import OuterSection, TaskKind
-from ...shared.schema.workload import BlockId, DType, Workload
+from ...shared.schema.workload import BlockId, Compiled, DType, Float8, Workload
 from ..adapters.refusals import refused_adapter
 from ..data.packed_batches import is_told_ends, packing_of_batch, samples_apart
 from ..devices.device import device_description
@@ -88,6 +89,8 @@ def trace(
     loss_head: LossHead | str = LossHead.EAGER,
     sequence_ranks: int | Sequence[int] = (),
     packing: Packing | None = None,
+    compiled: Compiled | str | None = None,
+    float8: Float8 | str | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Workload:
     """Trace one training iteration of ``model`` on ``batch``.
@@ -104,7 +107,9 @@ def trace(
     in, each traced once more; ``loss_head``: ``"eager"``, or ``"fused"``, where the gradient of whole logits takes
     their place; ``sequence_ranks``: numbers of ranks that may share each sequence, each traced once more,
     tiles too, as one of these ranks runs, with what others would send it made up.  ``packing``, of a model on the meta
-    device: the samples of each row, which its attention kernel is told; without it they are read off the batch.  Raises
+    device: the samples of each row, which its attention kernel is told; without it they are read off the batch.
+    ``compiled`` (``"blocks"``, ``"model"``) and ``float8`` (``"tensorwise"``, ``"rowwise"``, ``"delayed"``), of a model
+    on the meta device: what others' programs compile and multiply so, for predictions alone.  Raises
     WorkloadError if the model cannot be traced, or the batch mixes packed samples, PlanError if its loss cannot be
     computed by tiles, or ranks cannot share its sequences.
     """
@@ -116,6 +121,8 @@ def trace(
     made = checked_loss_head(loss_head, shared_counts)
     check_loss_head(model, made, loss)
     check_shared(model, batch, loss, shared_counts)
+    is_run = not any(parameter.is_meta for parameter in model.parameters())
+    lowering = Lowering.asked(compiled, float8, is_run=is_run, is_shared=bool(shared_counts))
     reports = parts_of(on_progress, (1 + len(mlp_counts) + len(loss_counts)) * (1 + len(shared_counts)))
     packing_of_batch(model, batch)
 
@@ -124,7 +131,7 @@ def trace(
         mlps = find_mlps(named, mlp_modules) if mlp_counts else ()
 
         def traced_among(num_ranks: int) -> Workload:
-            asked = _Asked(model, batch, loss, repeats, name, device_kind, packing, num_ranks, made)
+            asked = _Asked(model, batch, loss, repeats, name, device_kind, packing, num_ranks, made, lowering)
             found = asked.traced(names, next(report))
             if mlp_counts:
                 counts = checked_tiles(mlp_counts, num_tokens // num_ranks)
@@ -161,6 +168,7 @@ class _Asked:
     packing: Packing | None
     sequence_ranks: int = 1
     loss_head: LossHead = LossHead.EAGER
+    lowering: Lowering = AS_TRACED
 
     def traced(
         self,
@@ -186,7 +194,7 @@ class _Asked:
             with subject.in_tiles(mlps, mlp_tiles):
                 subject.packing = self.packing or packing_of_batch(model, batch)
                 with samples_apart(model, batch, subject.packing):
-                    shape = subject.at(batch, loss, on_progress)
+                    shape = lowered(subject.at(batch, loss, on_progress), self.lowering)
             return assemble(traced_as(subject.uses, traced_with="fake", row_lookups=subject.row_lookups), shape)
         with (
             in_tiles(modules_of(named, mlps), mlp_tiles),

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Final
 
 from ..basics.errors import ProtwinError
+from ..phases.operations import Compiled, Float8
 from ..phases.quantization import Quantization, QuantizedType
 from ..phases.tiling import LossHead
 from ..schema.plan import Plan, TrainingMethod
@@ -70,6 +71,8 @@ def options_of(
     use_dora: bool = False,
     images: ImageOptions | None = None,
     loss: LossHead | None = None,
+    compiled: Compiled | None = None,
+    float8: Float8 | None = None,
 ) -> TrainingOptions:
     """What the options say of how a model is trained, on which ``images``, and how its loss is made.
 
@@ -135,6 +138,8 @@ def options_of(
         autocast=computed,
         images=images,
         loss_head=head,
+        compiled=compiled,
+        float8=float8,
     )
 
 

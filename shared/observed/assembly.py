@@ -15,7 +15,9 @@ from ..schema.workload import (
     Block,
     BlockId,
     BlockProfile,
+    Compiled,
     DType,
+    Float8,
     OperationClass,
     Parameter,
     Phase,
@@ -68,6 +70,10 @@ class TracedShape:
     """Ranks that share each sequence: what is observed is one rank's."""
     loss_head: LossHead = LossHead.EAGER
     """How the loss is made of hidden states."""
+    compiled: Compiled | None = None
+    """What of it torch.compile has compiled."""
+    float8: Float8 | None = None
+    """How products of linear maps are computed in float8."""
 
 
 def assemble(
@@ -107,6 +113,8 @@ def assemble(
         packing=shape.packing,
         quadratic=_quadratic(model, shape.observed),
         loss_head=shape.loss_head,
+        compiled=shape.compiled,
+        float8=shape.float8,
         traced_with=model.traced_with,
         measured_on=measured_on,
         software=model.software,
@@ -157,6 +165,7 @@ def phase_of(observation: Observation, measured_s: float | None) -> Phase:
         curve=observation.curve(),
         adding_curve=observation.adding_curve(),
         exchanges=tuple(observation.exchanges),
+        num_graphs=observation.num_graphs,
         measured_s=measured_s,
     )
 

@@ -111,6 +111,8 @@ class Observation:
     passes: list[tuple[int, int | None]] = field(default_factory=list)
     """Where passes of loops over tiles begin: how many operations came before, and the pass's tokens; None: the loop
     has ended."""
+    num_graphs: int | None = None
+    """``Phase.num_graphs``."""
     repeated: tuple[Repeated, ...] = ()
     """In order; operations outside of them happen once.  Levels listed behind one are those behind its last pass."""
 

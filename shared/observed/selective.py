@@ -121,4 +121,5 @@ def _phase(observation: Observation) -> Phase:
         gradient_bytes=max(0, observation.gradient_bytes),
         curve=observation.curve(),
         exchanges=tuple(observation.exchanges),
+        num_graphs=observation.num_graphs,
     )

@@ -88,6 +88,33 @@ class DTypeOrigin(StrEnum):
     """The device: another one than published, which its matrix units compute in."""
 
 
+class Float8(StrEnum):
+    """How matrix products of linear maps are computed in float8, and how their operands are scaled."""
+
+    TENSORWISE = "tensorwise"
+    """By the largest element of each operand, found anew each time (torchao)."""
+    ROWWISE = "rowwise"
+    """By the largest of each row (torchao)."""
+    DELAYED = "delayed"
+    """By the largest elements of steps before (Transformer Engine)."""
+
+
+class Compiled(StrEnum):
+    """What torch.compile has compiled."""
+
+    BLOCKS = "blocks"
+    """Every block by itself."""
+    MODEL = "model"
+    """The whole model, its loss included."""
+
+
+def lowering_words(compiled: Compiled | None, float8: Float8 | None) -> str | None:
+    """What is computed otherwise than this package's runtime does, in words; None where nothing is."""
+    words = [] if compiled is None else [f"{compiled} compiled by torch.compile"]
+    words += [] if float8 is None else [f"linear maps of blocks in float8, scaled {float8}"]
+    return ", ".join(words) or None
+
+
 class OperationClass(StrEnum):
     """Operations whose cost follows the same law."""
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Annotated, Any, Self
 
-from pydantic import Field, NonNegativeFloat, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from ..basics.documents import FrozenModel
 from .operations import Bytes, Operation, SignedBytes
@@ -35,6 +42,9 @@ class Phase(FrozenModel):
     own part included.  Beside ``measured_s``.  A file has the field where there are any."""
     looked_up_bytes: Bytes = 0
     """Rows of embeddings that it looks up on the host and copies to the device; beside ``measured_s``."""
+    num_graphs: NonNegativeInt | None = None
+    """Compiled graphs that begin with it, 0 within one; None: its operations are dispatched one by one.  A file has
+    the field where it is compiled."""
     measured_s: NonNegativeFloat | None = None
     """Median seconds on ``Workload.measured_on``, alone on the machine."""
 
@@ -43,6 +53,8 @@ class Phase(FrozenModel):
         fields: dict[str, Any] = handler(self)
         if not self.exchanges:
             fields.pop("exchanges", None)
+        if self.num_graphs is None:
+            fields.pop("num_graphs", None)
         return fields
 
     @property
@@ -68,6 +80,7 @@ class Phase(FrozenModel):
             curve=self.adding_curve or self.curve,
             exchanges=self.exchanges,
             looked_up_bytes=self.looked_up_bytes,
+            num_graphs=self.num_graphs,
             measured_s=self.measured_s,
         )
 
@@ -99,6 +112,7 @@ class Phase(FrozenModel):
                 adding_curve=tuple((end, level + held_bytes) for end, level in self.adding_curve),
                 exchanges=self.exchanges,
                 looked_up_bytes=self.looked_up_bytes,
+                num_graphs=self.num_graphs,
                 measured_s=self.measured_s,
             )
         return self._with_shared[key]

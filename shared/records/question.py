@@ -92,11 +92,14 @@ def sequence_length_of(workload: Workload) -> int | None:
 
 
 def matrix_dtype(workload: Workload) -> DType:
-    """The element type of most FLOPs of the blocks' matrix products; that of the weights where none are listed."""
+    """The element type of most FLOPs of the blocks' matrix products; that of the weights where none are listed.
+
+    Of those in float8 it is not known what they would be computed in otherwise.
+    """
     flops: dict[DType, int] = {}
     for index in {block.profile for block in workload.blocks}:
         for operation in workload.profiles[index].forward.operations:
-            if operation.operation_class in _MATRIX_CLASSES:
+            if operation.operation_class in _MATRIX_CLASSES and operation.dtype is not DType.FLOAT8_E4M3FN:
                 flops[operation.dtype] = flops.get(operation.dtype, 0) + operation.flops * operation.count
     return max(flops, key=lambda dtype: flops[dtype]) if flops else workload.compute_dtype
 

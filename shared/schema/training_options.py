@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, SerializerFunctionWrapHa
 from ..basics.documents import FrozenModel
 from ..phases.quantization import Quantization
 from ..phases.tiling import LossHead
-from .workload import DType
+from .workload import Compiled, DType, Float8
 
 
 class LoraOptions(FrozenModel):
@@ -80,6 +80,11 @@ class TrainingOptions(FrozenModel):
     """``eager`` or ``fused``; None: eager, and a saved workload may have either.  Chunks are the plan's to choose
     (``Plan.loss_tiles``)."""
 
+    compiled: Compiled | None = None
+    """What of it torch.compile compiles, in predictions; None: nothing."""
+    float8: Float8 | None = None
+    """How linear maps of blocks multiply in float8, in predictions; None: in the others' element type."""
+
     @model_validator(mode="after")
     def _leaves_chunks_to_the_plan(self) -> Self:
         if self.loss_head is LossHead.CHUNKED:
@@ -90,7 +95,7 @@ class TrainingOptions(FrozenModel):
     def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Kept traces are found by it, also those of before there were these."""
         fields: dict[str, Any] = handler(self)
-        for later in ("osft", "images", "quantized", "loss_head"):
+        for later in ("osft", "images", "quantized", "loss_head", "compiled", "float8"):
             if fields.get(later) is None:
                 fields.pop(later, None)
         return fields
@@ -99,9 +104,14 @@ class TrainingOptions(FrozenModel):
     def is_full(self) -> bool:
         """Whether every parameter is trained, none is added, and all compute in their own element type.
 
-        However the loss is made: of the model all is trained with any.
+        However the loss is made, and whatever is compiled: of the model all is trained with any.
         """
-        return self.model_copy(update={"loss_head": None}) == FULL_TRAINING
+        return self.model_copy(update={"loss_head": None, "compiled": None, "float8": None}) == FULL_TRAINING
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether something is computed otherwise than this package's runtime does."""
+        return self.compiled is not None or self.float8 is not None
 
     @property
     def is_fused(self) -> bool:

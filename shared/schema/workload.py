@@ -29,8 +29,10 @@ from ..phases.block_profile import Tiling as Tiling
 from ..phases.distillation import Distillation, StagePlace
 from ..phases.operations import MAX_BYTES as MAX_BYTES
 from ..phases.operations import Bytes as Bytes
+from ..phases.operations import Compiled as Compiled
 from ..phases.operations import DType as DType
 from ..phases.operations import DTypeOrigin as DTypeOrigin
+from ..phases.operations import Float8 as Float8
 from ..phases.operations import Operation as Operation
 from ..phases.operations import OperationClass as OperationClass
 from ..phases.operations import SignedBytes as SignedBytes
@@ -145,6 +147,10 @@ class Workload(Document):
     file has the field where it is set."""
     loss_head: LossHead = LossHead.EAGER
     """How the loss is made of hidden states where a plan has it whole.  A file has the field where it is not eager."""
+    compiled: Compiled | None = None
+    """What of it torch.compile has compiled: no plan of it is carried out.  A file has the field where it is set."""
+    float8: Float8 | None = None
+    """How linear maps of blocks multiply in float8, likewise."""
     row_lookups: RowLookups | None = None
     """Embeddings whose rows the prologue may look up on the host; None where there are none, or nobody knows."""
     resident_bytes: Bytes = 0
@@ -237,19 +243,12 @@ class Workload(Document):
     @model_serializer(mode="wrap")
     def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = handler(self)
-        if not self.tilings:
-            fields.pop("tilings", None)
         if self.loss_head is LossHead.EAGER:
             fields.pop("loss_head", None)
-        if self.distillation is None:
-            fields.pop("distillation", None)
-        if not self.subspaces:
-            fields.pop("subspaces", None)
-        if not self.sequence_sharings:
-            fields.pop("sequence_sharings", None)
-        if not self.loss_tilings:
-            fields.pop("loss_tilings", None)
-        for name in ("packing", "quadratic"):
+        for name in ("tilings", "subspaces", "sequence_sharings", "loss_tilings"):
+            if not getattr(self, name):
+                fields.pop(name, None)
+        for name in ("distillation", "packing", "quadratic", "compiled", "float8"):
             if getattr(self, name) is None:
                 fields.pop(name, None)
         return fields

@@ -7,10 +7,11 @@ from typing import Final
 
 from ..basics.errors import WorkloadError
 from ..basics.units import format_bytes
+from ..phases.operations import lowering_words
 from ..schema.hardware import DeviceKind, Hardware
 from ..schema.plan import TrainingMethod
 from ..schema.training_options import TrainingOptions
-from ..schema.workload import Phase, Workload
+from ..schema.workload import DType, Phase, Workload
 from ..students.student import Student
 
 _MOST_BYTES: Final = 2**56
@@ -77,6 +78,22 @@ def check_kernels(workload: Workload, hardware: Hardware) -> None:
         )
 
 
+def check_lowering(workload: Workload, hardware: Hardware) -> None:
+    """Raise WorkloadError if ``workload`` multiplies in float8, and ``hardware`` has no units for it, or is a CPU."""
+    device = hardware.device
+    if workload.float8 is not None and DType.FLOAT8_E4M3FN not in device.peak_flop_per_s:
+        raise WorkloadError(
+            f"float8 {workload.float8} is asked for, but {device.name} of {hardware.name} states no peak of float8 "
+            f"products (device.peak_flop_per_s has {', '.join(sorted(device.peak_flop_per_s))}). Leave --float8 out, "
+            f"or name a machine of Ada's or Hopper's generation or later."
+        )
+    if workload.compiled is not None and device.kind is DeviceKind.CPU:
+        raise WorkloadError(
+            f"--compile {workload.compiled} is asked for, but {hardware.name} computes on its CPU, and how long "
+            f"inductor's kernels take is known of GPUs alone. Leave --compile out."
+        )
+
+
 def check_method(workload: Workload, model: str, method: TrainingMethod | None) -> Workload:
     """``workload``, which ``model`` names.  Raises WorkloadError if it is of another method than ``method``."""
     if method is not None and workload.method is not method:
@@ -94,6 +111,12 @@ def check_saved(saved: Workload, model: str, options: TrainingOptions, student: 
             f"{model} is a workload, traced as it was to be trained. Leave out --lora-rank, --lora-targets, "
             f"--quantize, --unfreeze-rank-ratio, --osft-target, --freeze, --autocast and --student, or name the model "
             f"that it was traced from."
+        )
+    if (options.compiled, options.float8) not in ((None, None), (saved.compiled, saved.float8)):
+        asked = lowering_words(options.compiled, options.float8)
+        raise WorkloadError(
+            f"{asked}: so it is asked for, but {model} is a workload, which was traced with its operations one by one. "
+            f"Leave --compile and --float8 out, or name the model that it was traced from."
         )
     if options.loss_head not in (None, saved.loss_head):
         raise WorkloadError(

@@ -131,6 +131,11 @@ def resolve_workload(
             "a student's file says what of it is learnt, block by block. Leave out --lora-rank, --lora-targets, "
             "--unfreeze-rank-ratio, --freeze and --loss, or --student."
         )
+    if options.is_lowered and (student is not None or _beside_one(sequence_ranks)):
+        how = "learns from another model" if student is not None else "shares its sequences among ranks"
+        raise WorkloadError(
+            f"--compile and --float8 say how a model's own training is computed, but this one {how}. Leave them out."
+        )
     if options.is_fused:
         checked_loss_head(LossHead.FUSED, sequence_ranks)
     mlp_counts, loss_counts = _beside_one(mlp_tiles), _beside_one(loss_tiles)
@@ -285,11 +290,11 @@ def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload |
     It has none of tiles or shared sequences in float16, with factors, with adapters or in packed rows that are shared,
     of tiles or packed rows with factors, of adapters beside other maps than those known (``adapted.py``), of frozen
     parts or autocast, of shapes beyond those proven, of some named maps in factors (``factorised.py``), of dropout in
-    attention on a CPU, where that runs otherwise, and of students that differ from their teacher
-    (``catalogue_pairs.py``).
+    attention on a CPU, where that runs otherwise, and of students that differ from their teacher.
     """
     from ..families.family import OutsideFamilyError
     from ..families.fused_losses import fusing
+    from ..families.lowerings import lowering
 
     if request.student is not None:
         from .catalogue_pairs import distillation_of_shipped, needs_no_trace
@@ -301,6 +306,7 @@ def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload |
     osft = request.options.osft
     family, change = _family_and_change(described, request)
     change = fusing(change) if request.options.is_fused else change
+    change = lowering(change, request.options)
     is_tiled, is_shared = bool(request.mlp_tiles or request.loss_tiles), bool(request.sequence_ranks)
     if family is None:
         return None
@@ -356,7 +362,7 @@ def _family_and_change(
 def _is_beyond_families(request: TraceRequest) -> bool:
     """Whether what is asked for goes together in no family."""
     osft, lora, quantized = request.options.osft, request.options.lora, request.options.quantized
-    is_fused = request.options.is_fused
+    is_fused = request.options.is_fused or request.options.is_lowered
     rest = request.options.model_copy(update={"osft": None, "lora": None, "quantized": None})
     is_tiled, is_packed = bool(request.mlp_tiles or request.loss_tiles), request.packing is not None
     is_shared, is_learnt = bool(request.sequence_ranks), request.student is not None

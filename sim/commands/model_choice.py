@@ -11,6 +11,7 @@ from ...shared.basics.errors import ProtwinError, WorkloadError
 from ...shared.catalogue.models import known_model
 from ...shared.cli.options import cache_folder, warn
 from ...shared.cli.trained_as import options_of, osft_of
+from ...shared.phases.operations import Compiled, Float8
 from ...shared.phases.tiling import LossHead
 from ...shared.schema.hardware import Device
 from ...shared.schema.plan import TrainingMethod
@@ -74,6 +75,10 @@ class ModelChoice:
     autocast: str | None
     loss: LossHead | None = field(default=None, kw_only=True)
     """How the loss is made of hidden states; None: nobody says."""
+    compiled: Compiled | None = field(default=None, kw_only=True)
+    """What of it torch.compile has compiled; None: nothing."""
+    float8: Float8 | None = field(default=None, kw_only=True)
+    """How its linear maps multiply in float8; None: they do not."""
     device: Device
     """Decides the element type and the kernels."""
     has_cache: bool
@@ -125,6 +130,8 @@ class ModelChoice:
             use_dora=self.use_dora,
             images=self.images,
             loss=self.loss,
+            compiled=self.compiled,
+            float8=self.float8,
         )
 
     @property

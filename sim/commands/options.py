@@ -22,7 +22,7 @@ from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.record import Record
 from ...shared.schema.search_result import BatchSearchResult, Goal, Risk
-from ...shared.schema.workload import DType, Workload
+from ...shared.schema.workload import Compiled, DType, Float8, Workload
 from ...shared.workloads.dtypes import TRAINABLE
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..space.step_spec import MOST_MICRO_BATCHES, MOST_RANKS, check_ranks
@@ -111,6 +111,24 @@ Parallel = Annotated[
 ]
 AsRuntime = Annotated[
     Runtime, typer.Option("--as", help="Who carries the plan out: other systems copy, wait and step otherwise.")
+]
+
+
+CompiledParts = Annotated[
+    Compiled | None,
+    typer.Option(
+        "--compile",
+        help="Predict the plan where torch.compile has compiled every block, or the whole model.  Protwin's runtime "
+        "carries out no such plan.",
+    ),
+]
+Float8Scaling = Annotated[
+    Float8 | None,
+    typer.Option(
+        "--float8",
+        help="Predict the plan where linear maps of blocks multiply in float8, scaled by tensors or rows (torchao, "
+        "with --compile), or by the steps before (Transformer Engine).  Protwin's runtime carries out no such plan.",
+    ),
 ]
 
 

@@ -73,6 +73,8 @@ from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from .model_choice import ModelChoice
 from .options import (
     AsRuntime,
+    CompiledParts,
+    Float8Scaling,
     MethodName,
     NumRanks,
     Parallel,
@@ -143,6 +145,8 @@ def simulate_command(
     shard_ranks: ShardRanks = None,
     runtime: AsRuntime = Runtime.OURS,
     reduce_dtype: ReduceDType = None,
+    compiled: CompiledParts = None,
+    float8: Float8Scaling = None,
     reentrant: Reentrant = False,
     optimizer: OptimizerName = None,
     tokens: Tokens = None,
@@ -157,8 +161,9 @@ def simulate_command(
 
     --output writes the record, which protwin compare lays beside a measured one.  --parallel, --ranks, --n-shard and
     --shard-ranks, in place of the plan's own, ask about several devices of the machine, and --optimizer about another
-    optimizer.  --as asks how long another system takes for the same plan, with its copies around collectives.  Of a
-    pipeline's file, every stage is simulated, and told in a row.
+    optimizer.  --as asks how long another system takes for the same plan, with its copies around collectives, --compile
+    and --float8 how long it takes where torch.compile or float8 products compute it: none of these is carried out by
+    protwin's own runtime.  Of a pipeline's file, every stage is simulated, and told in a row.
     """
     keep_apart(
         {"--output": output, "--timeline": timeline, "--report": report},
@@ -193,6 +198,8 @@ def simulate_command(
         images=images_of(image_size, images),
         autocast=autocast,
         loss=loss,
+        compiled=compiled,
+        float8=float8,
         device=machine.device,
         has_cache=not no_cache,
         method=method,

@@ -57,6 +57,13 @@ that launch nothing.  On one desktop (RTX 3090 Ti, github.com/mli/transformers-b
 by a constant took the host 4.3 µs, and a BERT layer's forward 433 µs for its 22 kernels, 19.7 µs each, whether it had
 256 tokens or 512.
 """
+COMPILED_DISPATCHES_PER_LAUNCH: Final = 2.0
+"""The same for a kernel of a compiled graph: its generated wrapper takes 6.8 µs without arguments and 9.1 µs with 19
+where the driver's own launch takes 3.0 to 3.3 µs (github.com/meta-pytorch/tritonbench/pull/1017)."""
+DISPATCHES_PER_GRAPH: Final = 8.0
+"""The same for the call of a compiled graph, guards and autograd's wrapper included: 39.0 µs with gradients where the
+operation itself takes 5.6 µs (github.com/pytorch/pytorch/issues/122029), some 33 µs less its kernel
+(github.com/meta-pytorch/tritonbench/pull/1017)."""
 POWER_LIMITED_FRAC: Final = 0.8
 """Share of the matrix units' peak that power allows boards whose units run at the full rate.
 

@@ -5,8 +5,9 @@ The host thread that dispatches operations and the device that executes them are
 CUDA the host runs ahead, hundreds of kernels deep, and a phase takes as long as the slower of the two needs for all of
 its operations: max(dispatches, executions).  Taking the larger one operation by operation would bill small kernels for
 dispatches that happen while a large one before them still runs.  A dispatch takes the host DISPATCHES_PER_LAUNCH times
-as long as an operation that does nothing, and a kernel takes the device KERNEL_FIXED_S besides its work.  On the CPU
-one thread dispatches and then executes, so the two add up.
+as long as an operation that does nothing, and a kernel takes the device KERNEL_FIXED_S besides its work.  Kernels of
+a compiled graph take COMPILED_DISPATCHES_PER_LAUNCH, and its call DISPATCHES_PER_GRAPH.  On the CPU one thread
+dispatches and then executes, so the two add up.
 
 [Note: Paged state]
 The moments of a paged optimizer lie in memory that the driver moves between host and device as it is used.  A plan
@@ -29,12 +30,14 @@ from ...shared.schema.hardware import Device, DeviceKind, Disk, Hardware, Host, 
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.schedule import ALL_TO_ALLS, OF_OWNERS, Memory, RankAxis, Schedule, Section, Task, TaskKind
 from ...shared.schema.workload import Operation, OperationClass, Phase, Workload
-from ...shared.workloads.check import check_kernels
+from ...shared.workloads.check import check_kernels, check_lowering
 from .collectives import Collective
 from .copies import copy_time_s
 from .efficiency import (
+    COMPILED_DISPATCHES_PER_LAUNCH,
     CORE_BYTES_PER_S,
     CPU_ADAM_FRAC,
+    DISPATCHES_PER_GRAPH,
     DISPATCHES_PER_LAUNCH,
     KERNEL_FIXED_S,
     efficiency_frac,
@@ -44,7 +47,7 @@ from .fabrics import machine_collective, passing_s
 from .kernels import kernel_s
 from .projections import device_projection_s, host_projection_s
 from .rank_lines import RankLine
-from .streams import DEVICE_STEP_FRAC, element_s, moved_bytes, share_of
+from .streams import DEVICE_STEP_FRAC, element_s, launched, moved_bytes, share_of
 
 _OF_PHASES: Final = frozenset(
     {TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.TEACHER_FORWARD, TaskKind.LOSS}
@@ -110,6 +113,7 @@ class CostModel:
         that ``hardware`` does not have, and HardwareError if it has fewer devices than ranks.
         """
         check_kernels(workload, hardware)
+        check_lowering(workload, hardware)
         use_measured = workload.measured_on == hardware.name
         if not use_measured and not any(profile.forward.operations for profile in workload.profiles):
             origin = f"seconds measured on {workload.measured_on}" if workload.measured_on is not None else "no seconds"
@@ -429,15 +433,23 @@ def roofline_s(phase: Phase, device: Device) -> float:
     (``sim/costs/kernels.py``); and it costs one launch, see [Note: Launches].
     Raises HardwareError if the device states no peak for an element type that matrix products use.
     """
-    seconds = [(operation, operation_s(operation, device)) for operation in phase.operations]
+    operations = phase.operations if device.kind is DeviceKind.CPU else launched(phase.operations)
+    seconds = [(operation, operation_s(operation, device)) for operation in operations]
     working_s = sum(of_one_s for _, of_one_s in seconds)
     if device.kind is DeviceKind.CPU:
         return working_s
     products_s = sum(of_one_s for operation, of_one_s in seconds if operation.operation_class in _MATRIX_CLASSES)
     if working_s > 0:
         working_s += products_s * (power_slowdown(device, products_s / working_s) - 1)
-    num_launches = sum(operation.count for operation in phase.operations)
-    return max(working_s, num_launches * DISPATCHES_PER_LAUNCH * device.launch_overhead_s)
+    return max(working_s, _dispatches(operations, phase.num_graphs) * device.launch_overhead_s)
+
+
+def _dispatches(operations: Sequence[Operation], num_graphs: int | None) -> float:
+    """How many times as long the host takes as for an operation that does nothing; see [Note: Launches]."""
+    num_launches = sum(operation.count for operation in operations)
+    if num_graphs is None:
+        return num_launches * DISPATCHES_PER_LAUNCH
+    return num_launches * COMPILED_DISPATCHES_PER_LAUNCH + num_graphs * DISPATCHES_PER_GRAPH
 
 
 def operation_s(operation: Operation, device: Device) -> float:
