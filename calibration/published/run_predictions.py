@@ -117,7 +117,11 @@ def profile_of(run: MeasuredRun) -> RuntimeProfile:
 
 def workload_of(run: MeasuredRun) -> Workload:
     """One micro-batch of ``run`` on one device."""
-    lora = LoraOptions(rank=run.lora_rank, targets=run.lora_targets) if run.lora_rank is not None else None
+    lora = (
+        LoraOptions(rank=run.lora_rank, targets=run.lora_targets, dropout=run.lora_dropout)
+        if run.lora_rank is not None
+        else None
+    )
     packed = None if run.quantized is None else QuantizationOptions(how=run.quantized)
     if lora is not None and run.trained_whole:
         configuration = configuration_of(run.model)

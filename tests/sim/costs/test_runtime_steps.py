@@ -172,7 +172,8 @@ def test_hooks_take_the_host_s_time_and_not_the_device_s() -> None:
     ):
         task = next(t for t in schedule.tasks if t.kind is kind and t.section == 5)
         assert task.phase is not None
-        launches = sum(operation.count for operation in task.phase.operations)
+        # Of the three operations of a dropout on a CPU, a device has one.
+        launches = sum(one.count for one in task.phase.operations if one.name not in ("bernoulli_", "div_"))
         assert seconds[task.id] == pytest.approx(4 * (launches + operations) * 1e-3, rel=0.02)
     quick, _, at_once = seconds_of(plan, RuntimeProfile(Runtime.DEEPSPEED_ZERO3), on(MACHINE, 1e-9))
     _, _, none = seconds_of(plan, RuntimeProfile(Runtime.DEEPSPEED_ZERO3), on(MACHINE, 0.0))
