@@ -115,6 +115,10 @@ bench-peers: $(BENCH_STAMP) ## Step time, memory and losses of FSDP2, DeepSpeed 
 	-$(PIP) --quiet --no-deps $(OSFT_PEER)
 	$(BIN)/python benchmarks/peers_osft.py
 
+.PHONY: runtime-hooks
+runtime-hooks: $(BENCH_STAMP) ## What hooks of FSDP, FSDP2, DDP and DeepSpeed take in Python, per module, parameter and block
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/runtime_hooks.py $(ARGS)
+
 .PHONY: bench-predictors
 # llm-analysis asks for older versions of what training needs, but runs without them; if it cannot be had, the table says so.
 bench-predictors: $(STAMP) ## Memory and time that other predictors give for the same questions

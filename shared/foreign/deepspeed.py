@@ -22,6 +22,7 @@ _STAGE_WORDS: Final = (
     "ZeRO-2: ranks have optimizer state and gradients in parts",
     "ZeRO-3: ranks have parameters, gradients and optimizer state in parts",
 )
+_RUNTIMES: Final = (None, Runtime.DEEPSPEED_ZERO1, Runtime.DEEPSPEED_ZERO2, Runtime.DEEPSPEED_ZERO3)
 _DEVICES: Final = {"none": Place.DEVICE, "cpu": Place.HOST, "nvme": Place.DISK}
 _REDUCED: Final = {
     "fp32": DType.FLOAT32,
@@ -126,8 +127,11 @@ def _zero(walk: Walk) -> dict[str, Any]:
     if group is not None and group > 0 and stage == 3:
         found["shard_ranks"] = group
         walk.means(f"{_ZERO}.mics_shard_size", "ranks that have parts between them, with replicas across such groups")
+    if stage:
+        found["runtime"] = _RUNTIMES[stage]
     if stage == 3:
-        found["runtime"] = Runtime.DEEPSPEED_ZERO3
+        if optimizer_on is Place.HOST and parameters_on is Place.DEVICE:
+            found["runtime"] = Runtime.DEEPSPEED_OFFLOAD
         for key, name, usual, about in (
             ("stage3_max_live_parameters", "live_parameters", MAX_LIVE_PARAMETERS, "parameters gathered at a time"),
             ("stage3_prefetch_bucket_size", "prefetched_parameters", PREFETCHED_PARAMETERS, "parameters fetched ahead"),

@@ -118,7 +118,8 @@ def why_no_product_stride(product_stride: int, known: tuple[int, ...], model_nam
         return None
     if not known:
         return (
-            f"n_selective: nobody knows which operations blocks of {model_name} may keep: their recomputation is not "
-            f"their forward once more, or depends on values. Set it to 0"
+            f"n_selective: nobody knows which operations blocks of {model_name} may keep: they do other things when "
+            f"they are recomputed, or their memory depends on values, or the workload is one of before that was kept. "
+            f"Trace the model anew, or set it to 0"
         )
     return f"product_stride: {product_stride}, but it is known for {' and '.join(map(str, known))}"

@@ -11,8 +11,9 @@ A unit of FSDP is a block, so that every block is a chunk ([Note: Other systems 
 | parameters | sharded, places for a window | offloaded parts, places for a window | the same |
 
 With a place for every chunk nothing has to be gathered twice, so that a chunk is gathered once per step, as ZeRO-1 and
-ZeRO-2 gather what they have stepped.  Gradients are reduced and scattered, as ZeRO-2 has it; ZeRO-1 keeps them whole
-between micro-batches, which is told apart.
+ZeRO-2 gather what they have stepped.  Gradients are reduced and scattered, as ZeRO-2 has it.  DeepSpeed's runtime
+profiles say what is otherwise there: ZeRO-1 keeps gradients whole until the step, parts stay on devices whose hosts
+step them, and nothing overlaps with a step; of others that is told apart.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from ...shared.schema.workload import DType, Workload
 from ..searching.baselines import NORM_LIMIT
 from .question import Settled
 
+_OF_ONE_RANK: Final = (Runtime.DEEPSPEED_ZERO1, Runtime.DEEPSPEED_ZERO2, Runtime.DEEPSPEED_OFFLOAD)
+"""They copy, wait and step otherwise on one rank too."""
 _EVERY_SECOND: Final = 2
 """``Plan.product_stride`` of a run that keeps every second product."""
 
@@ -84,7 +87,9 @@ def _runtime(settled: Settled) -> RuntimeProfile:
     run, is_whole = settled.run, settled.run.recomputes_whole
     if settled.num_ranks > 1 and run.split in (None, Split.NOTHING):
         return RuntimeProfile(Runtime.DDP, recomputes_whole=is_whole)
-    if settled.num_ranks == 1 or run.runtime is None:
+    uses_disk = Place.DISK in (run.parameters_on, run.optimizer_on)
+    knows_one_rank = run.runtime in _OF_ONE_RANK and not uses_disk
+    if run.runtime is None or (settled.num_ranks == 1 and not knows_one_rank):
         return RuntimeProfile(recomputes_whole=is_whole)  # of one rank, nothing is gathered or reduced
     return RuntimeProfile(run.runtime, run.reduce_dtype, recomputes_whole=is_whole)
 
@@ -132,7 +137,8 @@ def _residency(
     knobs["n_shard"] = 0 if is_stepped_on_host or run.parameters_on is not Place.DEVICE else num_chunks
     if split is Split.PARAMETERS:
         knobs |= _window(settled, workload, layout)
-        if is_stepped_on_host and run.parameters_on is Place.DEVICE:
+        keeps_parts = run.runtime is Runtime.DEEPSPEED_OFFLOAD
+        if is_stepped_on_host and run.parameters_on is Place.DEVICE and not keeps_parts:
             part = sum(p.size_bytes for p in workload.parameters) // num_ranks
             differences.append(
                 f"each rank's part of the parameters stays on its device there, {format_bytes(part)} more; here it "
@@ -140,7 +146,7 @@ def _residency(
             )
     else:
         knobs |= {"n_buffer": num_chunks, "prefetch_depth": 1}
-        if split is Split.OPTIMIZER:
+        if split is Split.OPTIMIZER and run.runtime is not Runtime.DEEPSPEED_ZERO1:
             whole = sum(p.size_bytes for p in workload.parameters if p.trainable)
             differences.append(
                 f"ZeRO-1 keeps gradients whole until the step, {format_bytes(whole - whole // num_ranks)} more on each "

@@ -103,6 +103,8 @@ def explain(
 
 def _what_is_predicted(tool: Tool, runtime: RuntimeProfile) -> str:
     copies = "" if runtime.is_ours else f", with the copies that {runtime.runtime} makes around its collectives"
+    if runtime.steps_alone:
+        copies = f", with the copies, waits and steps of {runtime.runtime}"
     return (
         f"what is predicted is a plan here that does the same{copies}: {_RUNTIMES[tool]} is not simulated beyond that, "
         f"nor its costs of its own (allocations, synchronisation, Python), so that the run is hardly faster than the "

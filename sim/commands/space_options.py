@@ -98,6 +98,14 @@ AllowedOffloadedInputs = Annotated[
         "sensible; some only where nothing fits unless given.",
     ),
 ]
+AllowedProductStrides = Annotated[
+    list[int] | None,
+    _allowed_or_all(
+        "--product-stride",
+        "Allow checkpointed blocks that keep the first of every so many of their products, and attention (repeatable), "
+        "0 for none, or all of it; none unless given.",
+    ),
+]
 AllowedMlpTiles = Annotated[
     list[int] | None,
     _allowed(

@@ -46,7 +46,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Final, Self
 
 from ...shared.methods.runtime_profile import OUR_RUNTIME, Runtime, RuntimeProfile
@@ -54,7 +54,7 @@ from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.schedule import ChunkId, Content, Lane, OuterSection, Schedule, Section, Task, TaskKind
 from ...shared.schema.workload import BlockId, DType, Workload
 from .efficiency import CORE_BYTES_PER_S, DISPATCHES_PER_LAUNCH
-from .streams import elements_s
+from .streams import elements_s, launched
 from .task_costs import CostModel, host_adam_bytes_per_s
 
 FUSED_BYTES: Final = 28
@@ -203,6 +203,10 @@ class RuntimeCosts(CostModel):
             if task.kind is TaskKind.DEVICE_ADAM and self.dtype.item_bytes < _MASTER_BYTES:
                 seconds[index] += copies.step_bytes * task.num_stepped / self._streamed_bytes_per_s
             if task.kind is TaskKind.ALL_GATHER:
+                if copies.is_whole and self._trained_frac < 1:
+                    # What is frozen is whole everywhere, and never gathered.
+                    trained_bytes = round(task.moved_bytes * self._trained_frac)
+                    seconds[index] = priced.task_s(replace(task, moved_bytes=trained_bytes)) if trained_bytes else 0.0
                 if casts_part:
                     part_bytes = task.moved_bytes / task.num_ranks
                     seconds[index] += (
@@ -263,7 +267,7 @@ class RuntimeCosts(CostModel):
             if device.kind is DeviceKind.CPU:
                 seconds[index] += self._calibrated(more_s, task.kind)
                 continue
-            num_launches = sum(operation.count for operation in task.phase.operations)
+            num_launches = sum(operation.count for operation in launched(task.phase.operations))
             host_s = self._calibrated(num_launches * operation_s + more_s, task.kind)
             seconds[index] = max(seconds[index], host_s)
 
@@ -331,6 +335,12 @@ class RuntimeCosts(CostModel):
         return super()._laying_flat_s(kind, size_bytes) if self.profile.runtime not in _COPIES else 0.0
 
     @property
+    def _trained_frac(self) -> float:
+        """Share of the parameters' bytes that is trained."""
+        trained_bytes = sum(section.gradient_bytes for section in self.sections.values())
+        return trained_bytes / max(1, sum(section.parameter_bytes for section in self.sections.values()))
+
+    @property
     def _widening(self) -> float:
         """Bytes of a gradient that is reduced over those that backward made."""
         reduced_in = self.profile.reduce_dtype
@@ -357,6 +367,8 @@ class SectionParts:
     num_parameters: int = 0
     """That are trained."""
     gradient_bytes: int = 0
+    parameter_bytes: int = 0
+    """With those that are frozen."""
     is_block: bool = False
 
     def operations(self, hooks: _Hooks) -> float:
@@ -369,9 +381,10 @@ def sections_of(workload: Workload) -> dict[Section, SectionParts]:
     """Every section of ``workload``: modules from the names of parameters, and the modules around them."""
     names: dict[Section, set[str]] = {}
     trained: dict[Section, list[int]] = {}
+    sizes: dict[Section, int] = {}
     sections: list[Section] = [*OuterSection, *(BlockId(block) for block in range(workload.num_blocks))]
     for section in sections:
-        names[section], trained[section] = set(), []
+        names[section], trained[section], sizes[section] = set(), [], 0
     for parameter in workload.parameters:
         if parameter.block is not None:
             section = BlockId(parameter.block)
@@ -379,6 +392,7 @@ def sections_of(workload: Workload) -> dict[Section, SectionParts]:
             ends = parameter.uses.gradient if parameter.uses is not None else OuterSection.PROLOGUE
             section = ends if isinstance(ends, OuterSection) else BlockId(ends)
         names[section].add(parameter.name.rpartition(".")[0])
+        sizes[section] += parameter.size_bytes
         if parameter.trainable:
             trained[section].append(parameter.size_bytes)
     return {
@@ -386,6 +400,7 @@ def sections_of(workload: Workload) -> dict[Section, SectionParts]:
             num_modules=_num_modules(names[section]) if isinstance(section, int) else len(names[section]),
             num_parameters=len(trained[section]),
             gradient_bytes=sum(trained[section]),
+            parameter_bytes=sizes[section],
             is_block=isinstance(section, int),
         )
         for section in sections

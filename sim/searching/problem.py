@@ -41,7 +41,7 @@ from ..space.plan_family import PlanFamily
 from ..space.prices import FloatArray
 from ..space.space import IntArray, LayoutGrid, SearchSpace, Trips
 from ..space.step_spec import StepSpec
-from ..space.tilings import WHOLE, Tiles, mode_rows_in_tiles
+from ..space.tilings import WHOLE, Tiles, mode_rows_in_tiles, run_in
 from .request import SearchRequest, check_possible
 
 _MOST_FAMILIES: Final = 64
@@ -275,12 +275,12 @@ class SearchProblem:
     def in_tiles(self, request: SearchRequest, tiles: Sequence[Tiles]) -> SearchProblem:
         """The space whose plans run their MLPs and loss in these numbers of tiles, and are the same else.
 
-        It has the same chunks, and shares what is known of them.  Raises PlanError as ``Workload.tiled``.
+        It has the same chunks, and shares what is known of them.  Raises PlanError as ``run_in``.
         """
         if tuple(tiles) == self.tiles:
             return self
         first, policies = self.layouts[0].grid, self.method.policies
-        planned = {one: _planned(self.workload.tiled(*one), first) for one in tiles}
+        planned = {one: _planned(run_in(self.workload, one), first) for one in tiles}
         modes = mode_rows_in_tiles(planned, _space_of(request, self.method))
         workloads = [planned[one] for one in modes.tiles]
         compute, kept = _compute_tables(workloads, replace(first, modes=modes), self.costs, self.step, policies)
@@ -341,7 +341,7 @@ def search_problem(
     )
     method = request.method_of(workload)
     grids = _grids(request, workload, step, costs, is_offloading=is_offloading)
-    tilings = {one: _planned(workload.tiled(*one), grids[0]) for one in tiles}
+    tilings = {one: _planned(run_in(workload, one), grids[0]) for one in tiles}
     modes = mode_rows_in_tiles(tilings, _space_of(request, method))
     grids = tuple(replace(grid, modes=modes) for grid in grids)
     planned = [tilings[one] for one in modes.tiles]

@@ -30,6 +30,7 @@ from dataclasses import replace
 from itertools import product
 
 from ...shared.basics.errors import InfeasibleError, PlanError
+from ...shared.phases.activation_modes import why_no_product_stride
 from ...shared.phases.sequence_sharing import why_no_sequence_ranks, why_not_shared
 from ...shared.phases.tiling import why_no_loss_tiles, why_no_mlp_tiles
 from ...shared.schema.plan import ParallelMode, ProjectionPlace, TrainingMethod
@@ -37,7 +38,7 @@ from ...shared.schema.plan_kind import PlanKind
 from ...shared.schema.search_result import BatchSearchResult, Risk
 from ...shared.schema.search_result import SearchResult as SearchResult
 from ...shared.schema.workload import Workload
-from ..space.tilings import WHOLE
+from ..space.tilings import WHOLE, Tiles
 from .baselines import baselines
 from .branch_and_bound import BranchAndBound, OnProgress, was_interrupted
 from .choice import Chooser, Grouping, Where
@@ -254,7 +255,7 @@ def _places(workload: Workload, mode: ParallelMode) -> tuple[ProjectionPlace, ..
     return tuple(ProjectionPlace)
 
 
-def _shares(request: SearchRequest, workload: Workload) -> dict[int, list[tuple[int, int]]]:
+def _shares(request: SearchRequest, workload: Workload) -> dict[int, list[Tiles]]:
     """The ranks that may share each sequence, the fewest first, with the numbers of tiles that each of them may have.
 
     All that the workload knows and the ranks allow, or those that the space names.  Raises PlanError if the workload
@@ -278,8 +279,8 @@ def _shares(request: SearchRequest, workload: Workload) -> dict[int, list[tuple[
     return found
 
 
-def _tile_counts(request: SearchRequest, workload: Workload) -> list[tuple[int, int]]:
-    """The numbers of tiles that MLPs may run in, and those of the loss, the fewest first.
+def _tile_counts(request: SearchRequest, workload: Workload) -> list[Tiles]:
+    """The numbers of tiles that MLPs may run in, and those of the loss, the fewest first, with what blocks may keep.
 
     All that the workload knows, or those that the space allows.  Raises PlanError if the workload knows none of these.
     """
@@ -296,7 +297,27 @@ def _tile_counts(request: SearchRequest, workload: Workload) -> list[tuple[int, 
         raise PlanError(
             f"{why_no_loss_tiles(request.space.loss_tiles[0], workload.loss_tilings, workload.model_name)}."
         )
-    return list(product(found[0], found[1]))
+    found.append(_product_strides(request, workload))
+    # Blocks whose MLPs run in tiles keep no results.
+    tiles = [(mlp, loss, stride) for mlp, loss, stride in product(*found) if mlp == 1 or not stride]
+    if not tiles:
+        raise PlanError(
+            f"the space holds no plan: product_stride is at least {min(found[2])} and mlp_tiles at least "
+            f"{min(found[0])}, but blocks in tiles keep no results. Allow mlp_tiles = 1, or product_stride = 0."
+        )
+    return tiles
+
+
+def _product_strides(request: SearchRequest, workload: Workload) -> list[int]:
+    """What checkpointed blocks may keep; 0: nothing.  Raises PlanError if the workload knows none of what is named."""
+    of_profiles = [{of.product_stride for of in profile.selective} for profile in workload.profiles]
+    known = (0, *sorted(set.intersection(*of_profiles)))
+    wanted = request.space.product_stride
+    found = [stride for stride in known if wanted is None or stride in wanted]
+    if not found:
+        assert wanted is not None
+        raise PlanError(f"{why_no_product_stride(min(wanted), known[1:], workload.model_name)}.")
+    return found
 
 
 def _is_offloading(mode: ParallelMode, modes: tuple[ParallelMode, ...]) -> bool | None:
@@ -310,8 +331,8 @@ def _tried(branches: dict[Where, BranchAndBound]) -> str:
     """Which knobs of long sequences were turned, in words."""
     knobs: list[str] = []
     tiles = [one for branch in branches.values() for one in branch.problem.tiles]
-    for knob, of_knob in (("mlp_tiles", {mlp for mlp, _ in tiles}), ("loss_tiles", {loss for _, loss in tiles})):
-        numbers = sorted(of_knob - {1})
+    for place, knob in enumerate(("mlp_tiles", "loss_tiles")):
+        numbers = sorted({one[place] for one in tiles} - {1})
         knobs += [f"{knob} {' and '.join(map(str, numbers))}"] if numbers else []
     inputs = [branch.problem.compute.modes.n_offload_input for branch in branches.values()]
     most = max((int(numbers.max()) for numbers in inputs if numbers is not None), default=0)

@@ -187,7 +187,7 @@ def keeping_all(space: SearchSpace) -> SearchSpace:
                 f"of a block follows its forward at once, and there is nothing to recompute or to swap. Allow "
                 f"{knob} = 0."
             )
-    return space.model_copy(update={"n_checkpoint": (0,), "n_swap": (0,), "n_offload_input": (0,)})
+    return space.model_copy(update=dict.fromkeys(("n_checkpoint", "n_swap", "n_offload_input", "product_stride"), (0,)))
 
 
 def _swap_counts(workload: Workload, wanted: Sequence[int] | None) -> list[int]:

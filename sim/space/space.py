@@ -76,6 +76,9 @@ class SearchSpace(FrozenModel):
     n_swap: _NonNegative | None = (0,)
     n_offload_input: _NonNegative | None = (0,)
     """Of the checkpointed blocks; None for what [Note: Offloaded inputs] in ``enumerate.py`` names."""
+    product_stride: _NonNegative | None = (0,)
+    """What checkpointed blocks keep: of their products, the first of every so many, and attention (mode SELECTIVE); 0:
+    nothing.  None for all that the workload knows."""
     mlp_tiles: _Positive | None = None
     """Tiles of tokens that MLPs run in; None for whole and all numbers that the workload knows."""
     loss_tiles: _Positive | None = None
@@ -84,7 +87,7 @@ class SearchSpace(FrozenModel):
     """Neighbouring ranks that share each sequence; None for 1 and all numbers that the workload knows and the ranks
     allow."""
 
-    @field_validator("n_swap", "n_host_stepped", "n_offload_input", mode="before")
+    @field_validator("n_swap", "n_host_stepped", "n_offload_input", "product_stride", mode="before")
     @classmethod
     def _every(cls, value: Any) -> Any:
         return None if isinstance(value, tuple) and ALL in value else value
@@ -124,8 +127,8 @@ class ModeRows:
     """(K,) ascending for each of the pairs; None if no block offloads its input."""
     input_bytes: IntArray | None = None
     """(n,) or (T, n), what each block moves in mode OFFLOAD_INPUT; None if no block offloads its input."""
-    tiles: tuple[tuple[int, int], ...] = ((1, 1),)
-    """(T,) tiles that MLPs run in, and those of head and loss, the fewest first."""
+    tiles: tuple[tuple[int, int, int], ...] = ((1, 1, 0),)
+    """(T,) tiles that MLPs run in, and those of head and loss, the fewest first; and what checkpointed blocks keep."""
     tiling: IntArray | None = None
     """(K,) which of ``tiles``, ascending; None if all rows have the first."""
     sends_as: tuple[int, ...] = (0,)
@@ -183,8 +186,8 @@ class ModeRows:
             (self.tiles[tiling],),
         )
 
-    def tiles_of(self, row: int) -> tuple[int, int]:
-        """``mlp_tiles`` and ``loss_tiles`` of a row."""
+    def tiles_of(self, row: int) -> tuple[int, int, int]:
+        """``mlp_tiles`` and ``loss_tiles`` of a row, and the ``product_stride`` of its checkpointed blocks or 0."""
         return self.tiles[0 if self.tiling is None else int(self.tiling[row])]
 
     @cached_property
@@ -316,8 +319,7 @@ class LayoutGrid:
             n_swap=int(self.modes.n_swap[mode]),
             n_checkpoint=int(self.modes.n_checkpoint[mode]),
             n_offload_input=self.modes.num_offloading(mode),
-            mlp_tiles=self.modes.tiles_of(mode)[0],
-            loss_tiles=self.modes.tiles_of(mode)[1],
+            **self._in_tiles(mode),
             micro_batches=self.step.micro_batches,
             max_gradient_norm=self.step.max_gradient_norm,
             optimizer=self.step.optimizer,
@@ -329,15 +331,21 @@ class LayoutGrid:
             sequence_ranks=self.step.sequence_ranks,
         )
 
+    def _in_tiles(self, mode: int) -> dict[str, Any]:
+        mlp_tiles, loss_tiles, product_stride = self.modes.tiles_of(mode)
+        knobs = {"mlp_tiles": mlp_tiles, "loss_tiles": loss_tiles}
+        n_checkpoint = int(self.modes.n_checkpoint[mode])
+        if product_stride and n_checkpoint:
+            knobs |= {"n_selective": n_checkpoint, "product_stride": product_stride}
+        return knobs
+
     def simplicity(self, residency: int, depth: int, mode: int) -> tuple[int, ...]:
         """Smaller is simpler.
 
-        Fewer tiles of MLPs, then of the loss, fewer swapped blocks, fewer offloaded inputs, fewer recomputed blocks,
-        less look-ahead, fewer chunks on a disk,
-        less of each and fewer places, fewer offloaded chunks, fewer sharded ones, fewer that the host steps for the
-        device, fewer buffers,
-        larger chunks.  No two distinct plans of a space share it, so
-        a choice by it depends on no order of enumeration.
+        Fewer tiles of MLPs, then of the loss, no results that are kept, fewer swapped blocks, fewer offloaded inputs,
+        fewer recomputed blocks, less look-ahead, fewer chunks on a disk, less of each and fewer places, fewer offloaded
+        chunks, fewer sharded ones, fewer that the host steps for the device, fewer buffers, larger chunks.  No two
+        distinct plans of a space share it, so a choice by it depends on no order of enumeration.
         """
         return (
             *self.modes.tiles_of(mode),

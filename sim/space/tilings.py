@@ -6,6 +6,9 @@ same order, with the same waits: tiles change what sections take and hold, and n
 numbers of tiles are one more choice of a row of modes (``ModeRows.tiling``).  A look at a residency, which compiles it,
 and what is known of its copies serve all tilings at once.  What blocks swap may differ, and what they send of their
 input: rows of different ``Trips.tiling`` do not share a look.
+
+Which results checkpointed blocks keep (mode SELECTIVE) is such a choice too: their phases are others, and all that runs
+beside them is the same.  All checkpointed blocks of a plan of the space keep results, or none does.
 """
 
 from __future__ import annotations
@@ -16,14 +19,22 @@ from typing import Final
 
 import numpy as np
 
+from ...shared.layout.tiling import keeping_results
 from ...shared.layout.travelling_inputs import input_bytes
 from ...shared.schema.workload import Workload
 from .enumerate import mode_rows
 from .space import ModeRows, SearchSpace
 
-Tiles = tuple[int, int]
-"""Of MLPs, and of head and loss."""
-WHOLE: Final[Tiles] = (1, 1)
+Tiles = tuple[int, int, int]
+"""Of MLPs, and of head and loss; and the ``product_stride`` of checkpointed blocks, 0 if they keep no results."""
+WHOLE: Final[Tiles] = (1, 1, 0)
+
+
+def run_in(workload: Workload, tiles: Tiles) -> Workload:
+    """What plans in these tiles do, with what they keep.  Raises PlanError if nobody knows."""
+    mlp_tiles, loss_tiles, product_stride = tiles
+    found = workload.tiled(mlp_tiles, loss_tiles)
+    return keeping_results(found, (True,) * found.num_blocks, product_stride) if product_stride else found
 
 
 def mode_rows_in_tiles(tilings: Mapping[Tiles, Workload], space: SearchSpace) -> ModeRows:
@@ -32,7 +43,10 @@ def mode_rows_in_tiles(tilings: Mapping[Tiles, Workload], space: SearchSpace) ->
     ``tilings``: what the plans do in each.  Raises PlanError as ``mode_rows``.
     """
     tiles, workloads = sorted(tilings), [tilings[one] for one in sorted(tilings)]
-    parts = [mode_rows(workload, space) for workload in workloads]
+    rows = [_distinct(mode_rows(tilings[one], space), one, space) for one in tiles]
+    filled = [number for number, part in enumerate(rows) if len(part.n_swap)] or [0]
+    tiles, workloads = [tiles[number] for number in filled], [workloads[number] for number in filled]
+    parts = [rows[number] for number in filled]
     if len(parts) == 1:
         return replace(parts[0], tiles=tuple(tiles))
     num_blocks, sizes = parts[0].num_blocks, [len(part.n_swap) for part in parts]
@@ -55,6 +69,20 @@ def mode_rows_in_tiles(tilings: Mapping[Tiles, Workload], space: SearchSpace) ->
         _first_alike(workloads, lambda workload: (_swapped(workload), *input_bytes(workload), *_exchanged(workload))),
         _first_alike(workloads, _exchanged),
     )
+
+
+def _distinct(rows: ModeRows, tiles: Tiles, space: SearchSpace) -> ModeRows:
+    """``rows`` without plans that keep results and offload inputs, and without those that others are already.
+
+    Where no block is checkpointed, none keeps results.
+    """
+    product_stride, allowed = tiles[2], space.product_stride or (0,)
+    if not product_stride:
+        return rows
+    is_here = rows.n_checkpoint >= (0 if product_stride == min(allowed) else 1)
+    if rows.n_offload_input is not None:
+        is_here &= rows.n_offload_input == 0
+    return ModeRows(rows.num_blocks, rows.n_swap[is_here], rows.n_checkpoint[is_here], rows.moves)
 
 
 def _first_alike(workloads: list[Workload], key: Callable[[Workload], Hashable]) -> tuple[int, ...]:

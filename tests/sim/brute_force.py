@@ -124,7 +124,8 @@ def brute_force(
         for of_mlp, of_loss in product(mlp, loss)
         if of_mlp in (space.mlp_tiles or mlp) and of_loss in (space.loss_tiles or loss)
     ]
-    every_modes = list(product(space.n_checkpoint or (), space.n_swap or (), space.n_offload_input or (0,)))
+    counts = product(space.n_checkpoint or (), space.n_swap or (), space.n_offload_input or (0,))
+    every_modes = list(product(counts, space.product_stride or (0, 1)))
     knobs = (space.chunk_bytes, tiles, space.n_buffer, space.prefetch_depth, every_modes)
     chunk_sizes, *others = (() if values is None else values for values in knobs)
     for chunk_bytes in chunk_sizes:
@@ -133,7 +134,11 @@ def brute_force(
         for (n_persist, n_host_stepped), on_disk, in_tiles, n_buffer, depth, modes in product(
             kept, disk_counts(space), *others
         ):
-            n_checkpoint, n_swap, n_offload_input = modes
+            (n_checkpoint, n_swap, n_offload_input), product_stride = modes
+            is_kept = product_stride and n_checkpoint
+            keeps = {"n_selective": n_checkpoint, "product_stride": product_stride} if is_kept else {}
+            if product_stride and (n_offload_input or in_tiles["mlp_tiles"] > 1):
+                continue
             if n_buffer >= layout.min_buffers(n_persist + n_host_stepped):
                 if n_checkpoint + n_swap > model.num_blocks or n_offload_input > n_checkpoint:
                     continue
@@ -154,6 +159,7 @@ def brute_force(
                     n_swap=n_swap,
                     n_offload_input=n_offload_input,
                     **in_tiles,
+                    **keeps,
                     micro_batches=step.micro_batches,
                     max_gradient_norm=step.max_gradient_norm,
                     optimizer=step.optimizer,
@@ -245,6 +251,7 @@ def cases_with_long_knobs(draw: DrawFn, models: st.SearchStrategy[Workload] = _M
         n_offload_input=draw(st.sampled_from(((0,), (0, 1), (0, 2), (0, 1, 2)))),
         mlp_tiles=draw(every),
         loss_tiles=draw(every),
+        product_stride=draw(st.sampled_from(((0,), (1,), (0, 1), None))),
     )
     step = StepSpec(draw(st.sampled_from((1, 1, 2))), draw(st.sampled_from((None, None, 1.0))))
     outcomes = brute_force(model, box, None, space, step)

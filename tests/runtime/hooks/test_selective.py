@@ -31,8 +31,10 @@ from protwin.runtime import carry_out, trace
 from protwin.runtime.devices.ledger import MemoryLedger
 from protwin.runtime.hooks.section_walker import Recomputing, SectionWalker
 from protwin.runtime.hooks.selective import draws_dropout
+from protwin.runtime.model.adapters import add_lora
 from protwin.runtime.model.blocks import find_blocks
 from protwin.runtime.model.snapshot import left_as_found
+from protwin.runtime.osft.orthogonal_model import make_orthogonal
 from protwin.runtime.tracing import observing
 from protwin.runtime.tracing.observing import observe_sections
 from protwin.shared.basics.errors import PlanError, ScheduleError
@@ -107,6 +109,18 @@ KEPT_BY_TORCH = [
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 ]
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    add_lora(model, rank=4, targets=("q_proj", "v_proj", "down_proj"))
+    return model
+
+
+def in_factors(model: nn.Module) -> nn.Module:
+    make_orthogonal(model, unfreeze_rank_ratio=0.5)
+    return model
+
+
 BUILDS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED)),
     "llama in bfloat16, eager attention": lambda: LlamaForCausalLM(
@@ -117,6 +131,8 @@ BUILDS: dict[str, Callable[[], nn.Module]] = {
             vocab_size=256, n_embd=64, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0, attn_pdrop=0
         )
     ),
+    "llama, LoRA": lambda: with_lora(LlamaForCausalLM(LlamaConfig(**GROUPED))),
+    "llama, OSFT": lambda: in_factors(LlamaForCausalLM(LlamaConfig(**GROUPED))),
     "opt": lambda: OPTForCausalLM(
         OPTConfig(**SIZES, ffn_dim=96, word_embed_proj_dim=64, max_position_embeddings=64, dropout=0.0)
     ),

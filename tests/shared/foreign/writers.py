@@ -41,8 +41,15 @@ def deepspeed_run(rng: random.Random) -> AskedRun:
     }
     if rng.random() < 0.3:
         fields["reduce_dtype"] = rng.choice([DType.FLOAT32, DType.BFLOAT16])
+    if split is not Split.NOTHING:
+        fields["runtime"] = {
+            Split.OPTIMIZER: Runtime.DEEPSPEED_ZERO1,
+            Split.GRADIENTS: Runtime.DEEPSPEED_ZERO2,
+            Split.PARAMETERS: Runtime.DEEPSPEED_ZERO3,
+        }[split]
     if split is Split.PARAMETERS:
-        fields["runtime"] = Runtime.DEEPSPEED_ZERO3
+        if (fields["optimizer_on"], fields["parameters_on"]) == (Place.HOST, Place.DEVICE):
+            fields["runtime"] = Runtime.DEEPSPEED_OFFLOAD
         fields["live_parameters"] = rng.choice([10**9, rng.randint(0, 10**10)])
         fields["prefetched_parameters"] = rng.choice([5 * 10**7, rng.randint(0, 10**9)])
         fields["shard_ranks"] = rng.choice([None, 2, 8])

@@ -14,6 +14,7 @@ from protwin.shared.basics.errors import PlanError
 from protwin.shared.catalogue.machines import machine
 from protwin.shared.catalogue.models import model_configuration
 from protwin.shared.foreign.asked_run import AskedRun, Checkpointing, Place, Precision, Reading, Split, Tool
+from protwin.shared.foreign.deepspeed import read_deepspeed
 from protwin.shared.methods.runtime_profile import Runtime, RuntimeProfile
 from protwin.shared.phases.tiling import LossHead
 from protwin.shared.schema.optimizer import HostGradients, Optimizer
@@ -349,3 +350,40 @@ def test_adapters_are_told_of_without_a_trace() -> None:
     told = told_of(lora=LoraOptions(rank=16), model="llama-3.2-1b", sequence_length=1024)
     assert told.configured.question.lora_rank == 16
     assert "--lora-rank=16" in told.command
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "num_ranks", "runtime"),
+    [
+        (1, {}, 8, Runtime.DEEPSPEED_ZERO1),
+        (2, {}, 8, Runtime.DEEPSPEED_ZERO2),
+        (3, {}, 8, Runtime.DEEPSPEED_ZERO3),
+        (2, {"offload_optimizer": {"device": "cpu"}}, 8, Runtime.DEEPSPEED_ZERO2),
+        (3, {"offload_optimizer": {"device": "cpu"}}, 8, Runtime.DEEPSPEED_OFFLOAD),
+        (
+            3,
+            {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+            8,
+            Runtime.DEEPSPEED_ZERO3,
+        ),
+        (2, {}, 1, Runtime.DEEPSPEED_ZERO2),
+        (2, {"offload_optimizer": {"device": "cpu"}}, 1, Runtime.DEEPSPEED_ZERO2),
+        (3, {"offload_optimizer": {"device": "cpu"}}, 1, Runtime.DEEPSPEED_OFFLOAD),
+        (2, {"offload_optimizer": {"device": "nvme"}}, 1, Runtime.OURS),
+        (3, {}, 1, Runtime.OURS),
+    ],
+)
+def test_a_stage_of_deepspeed_has_its_own_runtime(
+    stage: int, offload: dict[str, Any], num_ranks: int, runtime: Runtime
+) -> None:
+    """From the file on, and the plan is one that the runtime carries out."""
+    content = {"zero_optimization": {"stage": stage, **offload}, "bf16": {"enabled": True}}
+    run = read_deepspeed(content).run
+    changes = {name: getattr(run, name) for name in run.model_fields_set}
+    found, workload, settled = planned(
+        Tool.DEEPSPEED, on="a100-80gb" if num_ranks == 1 else "a100-80gb-x8", micro_batches=2, **changes
+    )
+    assert found.runtime.runtime is runtime
+    if runtime is not Runtime.OURS:
+        assert simulate(found.plan, workload, settled.machine, runtime=found.runtime).iteration_s > 0
+    assert not any("ZeRO-1 keeps" in one or "stays on its device" in one for one in found.differences)
