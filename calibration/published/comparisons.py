@@ -198,7 +198,8 @@ def form_of_run(run: MeasuredRun) -> PlanForm:
 
 
 def _machine(run: MeasuredRun) -> str:
-    trained = f"{run.dtype}, {run.autocast}, {run.lora_rank}, {run.lora_targets}"
+    trained = f"{run.dtype}, {run.autocast}, {run.lora_rank}, {run.lora_dropout}, {run.lora_targets}"
+    trained += f", {run.compiled}, {run.float8}"
     where = f"{run.num_ranks} of {run.machine}, {run.network}, {run.changes}"
     return f"{run.source}: {run.model} ({trained}) at {run.sequence_length} tokens on {where}"
 

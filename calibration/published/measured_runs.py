@@ -105,6 +105,8 @@ class MeasuredRun(FrozenModel):
     """Of parameters; float32 masters and moments besides where it has 16 bits."""
     autocast: DType | None = None
     lora_rank: PositiveInt | None = None
+    lora_dropout: NonNegativeFloat = Field(default=0.0, lt=1)
+    """Part of what adapters read that is dropped."""
     lora_targets: tuple[str, ...] = ()
     """Maps with adapters; none: all of a block."""
     quantized: Quantization | None = None
@@ -158,6 +160,8 @@ class MeasuredRun(FrozenModel):
 
     @model_validator(mode="after")
     def _is_measured(self) -> Self:
+        if self.lora_dropout and self.lora_rank is None:
+            raise ValueError(f"{self.id} has lora_dropout without lora_rank")
         if self.trained_whole and self.lora_rank is None:
             raise ValueError(f"{self.id} has trained_whole without lora_rank")
         if self.offloaded and self.host_stepped:

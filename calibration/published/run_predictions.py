@@ -6,6 +6,7 @@ or sharded; of offloaded runs none is, and the next one is gathered while one ru
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Final
@@ -16,7 +17,7 @@ from ...shared.basics.documents import FrozenModel
 from ...shared.basics.interval import Interval
 from ...shared.catalogue.machines import machine, override_hardware
 from ...shared.catalogue.parts import network_part
-from ...shared.layout.layout import layout_of
+from ...shared.layout.layout import Layout, layout_of
 from ...shared.methods.runtime_profile import Runtime, RuntimeProfile
 from ...shared.phases.tiling import LossHead
 from ...shared.schema.hardware import Hardware
@@ -27,13 +28,14 @@ from ...shared.schema.training_options import LoraOptions, QuantizationOptions, 
 from ...shared.schema.workload import DType, Workload
 from ...shared.workloads.source import load_workload
 from ...sim.engine.simulator import simulate
-from ...sim.searching.baselines import NORM_LIMIT
+from ...sim.searching.baselines import MAX_LIVE_PARAMETERS, NORM_LIMIT
 from .measured_runs import MEASURED_RUNS, MeasuredRun, configuration_of
 from .sharded import block_chunk_bytes
 
 _POSITIONS: Final = "max_position_embeddings"
 _GATHERING_ONCE: Final = (Runtime.DEEPSPEED_ZERO1, Runtime.DEEPSPEED_ZERO2)
 """They gather all chunks once per step, each to a place of its own."""
+_WITH_LIVE_PARAMETERS: Final = (Runtime.DEEPSPEED_ZERO3, Runtime.DEEPSPEED_OFFLOAD)
 
 OnStep = Callable[[int, int], None]
 
@@ -115,7 +117,11 @@ def profile_of(run: MeasuredRun) -> RuntimeProfile:
 
 def workload_of(run: MeasuredRun) -> Workload:
     """One micro-batch of ``run`` on one device."""
-    lora = LoraOptions(rank=run.lora_rank, targets=run.lora_targets) if run.lora_rank is not None else None
+    lora = (
+        LoraOptions(rank=run.lora_rank, targets=run.lora_targets, dropout=run.lora_dropout)
+        if run.lora_rank is not None
+        else None
+    )
     packed = None if run.quantized is None else QuantizationOptions(how=run.quantized)
     if lora is not None and run.trained_whole:
         configuration = configuration_of(run.model)
@@ -198,6 +204,19 @@ def hardware_of(run: MeasuredRun) -> Hardware:
     return hardware.model_copy(update={"network": network.model_copy(update={"num_nodes": num_nodes})})
 
 
+def _num_places(run: MeasuredRun, workload: Workload, layout: Layout) -> int:
+    """For chunks that are gathered: for two blocks', for all, or for the parameters that ZeRO-3 has live."""
+    fewest = layout.min_buffers(0)
+    if run.keeps_gathered or run.runtime in _GATHERING_ONCE:
+        return len(layout.chunks)
+    if run.runtime not in _WITH_LIVE_PARAMETERS:
+        return 2 * fewest
+    numbers: Counter[int | None] = Counter()
+    for parameter in workload.parameters:
+        numbers[parameter.block] += parameter.num_elements
+    return max(fewest, MAX_LIVE_PARAMETERS // max(numbers[block] for block in range(workload.num_blocks)))
+
+
 def plan_of(run: MeasuredRun, workload: Workload) -> Plan:
     """What every rank of ``run`` does."""
     chunk_bytes = block_chunk_bytes(workload)
@@ -208,8 +227,7 @@ def plan_of(run: MeasuredRun, workload: Workload) -> Plan:
     is_resident = not (is_sharded or is_offloaded or has_whole_host)
     num_chunks = len(layout.chunks)
     n_checkpoint = round(workload.num_blocks * run.checkpointed_frac)
-    has_places = run.keeps_gathered or run.runtime in _GATHERING_ONCE
-    num_places = num_chunks if has_places else 2 * layout.min_buffers(0)
+    num_places = min(_num_places(run, workload, layout), num_chunks)
     steps_alone = profile_of(run).steps_alone and (is_offloaded or has_whole_host)
     return Plan(
         workload_id=workload.identity,

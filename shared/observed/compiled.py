@@ -94,9 +94,17 @@ class Fused:
         flow = self._flow
         for number, value in enumerate(flow.values):
             is_drawn = value.maker is not None and flow.calls[value.maker].name in DRAWN
-            is_last = number == self._output or value.maker == self._num_calls - 1
+            is_last = number == self._output or value.maker == self._num_calls - 1 or self._is_gradient(number)
             if not flow.is_fusible(number) or flow.is_operand(number) or value.is_small or is_drawn or is_last:
                 self._kept.add(number)
+
+    def _is_gradient(self, value: Number) -> bool:
+        """Whether it is a gradient in the parameter's own type, of one that a product made in another."""
+        of = self._flow.values[value]
+        if of.maker is None or of.maker < self._flow.num_forward or of.readers:
+            return False
+        call = self._flow.calls[of.maker]
+        return call.name == "_to_copy" and not self._flow.is_fusible(self._flow.reads[of.maker][0])
 
     def _resolve(self) -> None:
         for made in self._flow.made:

@@ -188,9 +188,22 @@ class Flow:
                 found = self._input_again(index, of_one) if self._is_linear(index) else None
                 found = self._latest(index, of_one, pool, reads) if found is None else found
                 found = self._sliced(index, of_one[0], pool, reads) if found is None else found
+            elif place == len(sizes) - 1:
+                found = self._weight_made(of_one)
             reads.append(self._from_outside(of_one[0]) if found is None else found)
         self._finish(index, reads)
         self._save(index)
+
+    def _weight_made(self, sizes: tuple[int, int]) -> Number | None:
+        """A weight that was cast or unpacked for a linear map."""
+        for number in range(len(self.values) - 1, self._given, -1):
+            value = self.values[number]
+            if value.maker is None or value.readers or value.read_as not in sizes:
+                continue
+            reads = self.reads[value.maker]
+            if reads and all(self.values[read].maker is None and read != self._given for read in reads):
+                return number
+        return None
 
     def _input_again(self, index: int, sizes: tuple[int, int]) -> Number | None:
         """What the linear map before reads too, if it has such an input: maps that follow one another have one."""
@@ -293,7 +306,9 @@ class Flow:
                 if fitting and is_alone and not has_input:
                     found = fitting[0]
             elif is_linear and place == len(sizes) - 1:
-                reads.append(self._from_outside(of_one[0]))
+                weight = self.reads[undone][-1] if undone is not None else None
+                is_made = weight is not None and self.values[weight].read_as in of_one and weight not in reads
+                reads.append(weight if is_made and weight is not None else self._from_outside(of_one[0]))
                 continue
             elif not is_linear and fitting and place > 0:
                 found = fitting[0]

@@ -54,7 +54,7 @@ from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.schedule import ChunkId, Content, Lane, OuterSection, Schedule, Section, Task, TaskKind
 from ...shared.schema.workload import BlockId, DType, Workload
 from .efficiency import CORE_BYTES_PER_S, DISPATCHES_PER_LAUNCH
-from .streams import elements_s
+from .streams import elements_s, launched
 from .task_costs import CostModel, host_adam_bytes_per_s
 
 FUSED_BYTES: Final = 28
@@ -267,7 +267,7 @@ class RuntimeCosts(CostModel):
             if device.kind is DeviceKind.CPU:
                 seconds[index] += self._calibrated(more_s, task.kind)
                 continue
-            num_launches = sum(operation.count for operation in task.phase.operations)
+            num_launches = sum(operation.count for operation in launched(task.phase.operations))
             host_s = self._calibrated(num_launches * operation_s + more_s, task.kind)
             seconds[index] = max(seconds[index], host_s)
 

@@ -13,10 +13,16 @@ several types, and operands that are broadcast or expanded, one element at a tim
 An operation's bytes count each of its tensors once.  The negative log-likelihood picks one element out of each row
 forward and writes one backward, into zeros: of its logits it reads nothing else.  Softmax over a vocabulary goes over a
 row that no register holds twice and more.
+
+[Note: Dropout]
+A CPU draws the noise, divides it, and multiplies by it: three operations.  On a CUDA device one kernel does all three
+(``native_dropout``), which moves about what the multiplication alone does here: its mask has one byte for each element.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Final
 
 from ...shared.schema.hardware import Device, DeviceKind
@@ -63,6 +69,27 @@ _HALF: Final = frozenset({DType.FLOAT16, DType.BFLOAT16})
 """Types of 16 bits."""
 _SCALAR_BYTES: Final = 64
 """Less than any operand that is broadcast has."""
+
+
+def launched(operations: Sequence[Operation]) -> Sequence[Operation]:
+    """``operations`` as a CUDA device runs them; see [Note: Dropout]."""
+    drawn = Counter({_size(one): one.count for one in operations if one.name == "bernoulli_"})
+    if not drawn:
+        return operations
+    found = []
+    for one in operations:
+        spared = one.count if one.name == "bernoulli_" else 0
+        if one.name == "div_":
+            spared = min(one.count, drawn[_size(one)])
+            drawn[_size(one)] -= spared
+        if spared < one.count:
+            found.append(one.model_copy(update={"count": one.count - spared}) if spared else one)
+    return found
+
+
+def _size(operation: Operation) -> tuple[int, DType]:
+    """Elements that an element-wise operation makes, and their type."""
+    return operation.flops, operation.dtype
 
 
 def moved_bytes(operation: Operation) -> float:

@@ -47,7 +47,7 @@ from .fabrics import machine_collective, passing_s
 from .kernels import kernel_s
 from .projections import device_projection_s, host_projection_s
 from .rank_lines import RankLine
-from .streams import DEVICE_STEP_FRAC, element_s, moved_bytes, share_of
+from .streams import DEVICE_STEP_FRAC, element_s, launched, moved_bytes, share_of
 
 _OF_PHASES: Final = frozenset(
     {TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.TEACHER_FORWARD, TaskKind.LOSS}
@@ -433,22 +433,23 @@ def roofline_s(phase: Phase, device: Device) -> float:
     (``sim/costs/kernels.py``); and it costs one launch, see [Note: Launches].
     Raises HardwareError if the device states no peak for an element type that matrix products use.
     """
-    seconds = [(operation, operation_s(operation, device)) for operation in phase.operations]
+    operations = phase.operations if device.kind is DeviceKind.CPU else launched(phase.operations)
+    seconds = [(operation, operation_s(operation, device)) for operation in operations]
     working_s = sum(of_one_s for _, of_one_s in seconds)
     if device.kind is DeviceKind.CPU:
         return working_s
     products_s = sum(of_one_s for operation, of_one_s in seconds if operation.operation_class in _MATRIX_CLASSES)
     if working_s > 0:
         working_s += products_s * (power_slowdown(device, products_s / working_s) - 1)
-    return max(working_s, _dispatches(phase) * device.launch_overhead_s)
+    return max(working_s, _dispatches(operations, phase.num_graphs) * device.launch_overhead_s)
 
 
-def _dispatches(phase: Phase) -> float:
-    """How many times as long the host takes for a phase as for an operation that does nothing; see [Note: Launches]."""
-    num_launches = sum(operation.count for operation in phase.operations)
-    if phase.num_graphs is None:
+def _dispatches(operations: Sequence[Operation], num_graphs: int | None) -> float:
+    """How many times as long the host takes as for an operation that does nothing; see [Note: Launches]."""
+    num_launches = sum(operation.count for operation in operations)
+    if num_graphs is None:
         return num_launches * DISPATCHES_PER_LAUNCH
-    return num_launches * COMPILED_DISPATCHES_PER_LAUNCH + phase.num_graphs * DISPATCHES_PER_GRAPH
+    return num_launches * COMPILED_DISPATCHES_PER_LAUNCH + num_graphs * DISPATCHES_PER_GRAPH
 
 
 def operation_s(operation: Operation, device: Device) -> float:

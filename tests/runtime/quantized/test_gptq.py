@@ -191,7 +191,8 @@ def test_the_unpacked_weight_is_saved_for_backward_as_autograd_does_it() -> None
     assert one.checkpoint_forward.peak_bytes >= 5 * largest
 
 
-@some_quick("to", list(BITS), quick=["gptq-8bit"])
+@pytest.mark.slow
+@pytest.mark.parametrize("to", BITS)
 def test_sizes_at_rest_are_those_of_the_layout(to: str) -> None:
     """Bits of weights; for each group 16 bits of a scale and those of a zero; 4 bytes for each input."""
     workload = trace(with_own_lora(packed_llama(to).half()), token_batches(1)[0], repeats=0)
@@ -204,6 +205,7 @@ def test_sizes_at_rest_are_those_of_the_layout(to: str) -> None:
     assert {p.quantized.words for p in own if p.quantized is not None} == {f"{to} in groups of 32"}
 
 
+@pytest.mark.slow
 def test_what_stays_on_the_meta_device_has_the_sizes_of_what_does_not() -> None:
     batch = token_batches(1)[0]
     found = []
@@ -239,7 +241,7 @@ def test_random_plans_equal_the_plain_loop(name: str, seed: int) -> None:
 @some_quick(
     ("name", "mixture", "residency"),
     product(list(cases()), MIXTURES, ["persistent", "offloaded", "mixed"]),
-    quick=[("gptq", "mixed", "offloaded"), ("gptq-8bit, with biases", "swapped", "mixed")],
+    quick=[("gptq", "mixed", "offloaded")],
 )
 def test_the_peak_is_the_account(name: str, mixture: str, residency: str) -> None:
     case = cases()[name]
@@ -248,6 +250,7 @@ def test_the_peak_is_the_account(name: str, mixture: str, residency: str) -> Non
     assert error_frac(measured_peak_bytes(case, plan), accounted) == pytest.approx(0, abs=BAR)
 
 
+@pytest.mark.slow
 def test_a_training_resumes_under_another_plan(tmp_path: Path) -> None:
     case = cases()["gptq"]
     check_resumption(case, offloaded(case.workload), mixed(case.workload), tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,14 @@ from hypothesis import strategies as st
 
 from protwin.shared.catalogue.machines import machine
 from protwin.shared.catalogue.parts import device_part
+from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.schedule import TaskKind
-from protwin.shared.schema.workload import DType, Operation, OperationClass
-from protwin.sim.costs.streams import clock_hz, goes_by_elements, moved_bytes
-from protwin.sim.costs.task_costs import CostModel, operation_s
+from protwin.shared.schema.training_options import LoraOptions, TrainingOptions
+from protwin.shared.schema.workload import DType, Operation, OperationClass, Phase
+from protwin.shared.workloads.source import load_workload
+from protwin.sim.costs.streams import clock_hz, goes_by_elements, launched, moved_bytes
+from protwin.sim.costs.task_costs import CostModel, operation_s, roofline_s
 
 from .kernel_cases import device
 
@@ -194,3 +198,46 @@ def test_stated_efficiencies_replace_all_of_it() -> None:
     stated = device(memory_bandwidth_bytes_per_s=100.0, efficiency={OperationClass.NORMALIZATION: 0.5})
     norm = operation("native_layer_norm_backward", 0, DType.FLOAT32, 1000, operation_class=OperationClass.NORMALIZATION)
     assert operation_s(norm, stated) == pytest.approx(1000 / 50)
+
+
+def noise(name: str, elements: int, count: int) -> Operation:
+    return Operation(
+        name=name,
+        operation_class=OperationClass.ELEMENTWISE,
+        dtype=DType.BFLOAT16,
+        flops=elements,
+        bytes_moved=4 * elements,
+        count=count,
+    )
+
+
+def test_dropout_is_one_kernel_on_a_cuda_device() -> None:
+    """What a CPU does in three operations; a division of something else, and by itself, stays."""
+    mul = noise("mul", 100, 3)
+    operations = (noise("bernoulli_", 100, 3), noise("div_", 100, 5), mul, noise("div_", 70, 2))
+    assert tuple(launched(operations)) == (noise("div_", 100, 2), mul, noise("div_", 70, 2))
+    assert launched((mul,)) == (mul,)
+    phase = Phase(operations=(noise("bernoulli_", 10**8, 1), noise("div_", 10**8, 1), noise("mul", 10**8, 1)))
+    a100 = device_part("a100-80gb")
+    assert roofline_s(phase, a100) == roofline_s(Phase(operations=phase.operations[2:]), a100)
+    cpu = a100.model_copy(update={"kind": DeviceKind.CPU})
+    assert roofline_s(phase, cpu) > 2 * roofline_s(Phase(operations=phase.operations[2:]), cpu)
+
+
+@pytest.mark.slow
+def test_a_dropout_is_traced_as_what_is_spared() -> None:
+    """PyTorch draws, divides and multiplies on a CPU, in tensors of one size and type."""
+    plain, dropping = (
+        load_workload(
+            "qwen2.5-0.5b",
+            batch_size=1,
+            sequence_length=64,
+            options=TrainingOptions(lora=LoraOptions(rank=4, dropout=part)),
+        )
+        for part in (0.0, 0.1)
+    )
+    before, after = (
+        Counter({one.name: one.count for one in launched(of.profile_of(1).forward.operations)})
+        for of in (plain, dropping)
+    )
+    assert after.keys() == before.keys() | {"mul"}
