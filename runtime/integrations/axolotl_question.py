@@ -43,12 +43,13 @@ KNOBS: Final = {
     "n_checkpoint": 0,
     "n_swap": 0,
     "n_offload_input": 0,
+    "product_stride": 0,
     "mlp_tiles": 1,
     "loss_tiles": 1,
     "sequence_ranks": 1,
 }
 """Least value of each knob that a search leaves fixed; its option is called as it is."""
-_ALL: Final = ("n_host_stepped", "n_swap", "n_offload_input")
+_ALL: Final = ("n_host_stepped", "n_swap", "n_offload_input", "product_stride")
 """Knobs whose option takes ``all``, which the section writes as null."""
 _ALWAYS: Final = ("n_disk", "n_staging", "prefetch_depth")
 """Knobs that need a value."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from ...shared.basics.errors import InfeasibleError, WorkloadError
 from ...shared.basics.progress import OnProgress, no_progress
 from ...shared.catalogue.rank_share import machine_of_rank
-from ...shared.foreign.asked_run import Reading, Tool
+from ...shared.foreign.asked_run import Checkpointing, Reading, Tool
 from ...shared.methods.runtime_profile import RuntimeProfile
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
@@ -148,19 +148,21 @@ def _searched(
     settled: Settled, workload: Workload, configured: Record, asked: Asked, on_progress: OnProgress
 ) -> tuple[SearchResult | None, str | None]:
     """The recommended plan within the same budgets, or why none fits."""
-    tiles = {
+    knobs: dict[str, tuple[int, ...] | None] = {
         name: (number,)
         for name, number in (("mlp_tiles", settled.mlp_tiles), ("loss_tiles", settled.loss_tiles))
         if number > 1
     }
     if settled.options.loss_head is not None:
-        tiles["loss_tiles"] = (1,)
+        knobs["loss_tiles"] = (1,)
+    if configured.plan.n_selective:
+        knobs["product_stride"] = None
     request = SearchRequest(
         workload=workload,
         hardware=settled.machine,
         calibration=asked.calibration,
         device_budget_bytes=asked.device_budget_bytes,
-        space=SearchSpace.model_validate(tiles),
+        space=SearchSpace.model_validate(knobs),
         step=Step(
             micro_batches=settled.micro_batches,
             max_gradient_norm=settled.run.max_gradient_norm or None,
@@ -218,6 +220,7 @@ def command_line(settled: Settled, asked: Asked) -> str:
     if quantized is not None:
         words.append(f"--quantize={quantized.how.type}")
         words += ["--double-quantize"] if quantized.how.double else []
+    words += ["--product-stride=all"] if run.checkpointing is Checkpointing.SELECTIVE else []
     words += [f"--mlp-tiles={settled.mlp_tiles}"] if settled.mlp_tiles > 1 else []
     if settled.options.loss_head is not None:
         words.append(f"--loss={settled.options.loss_head}")

@@ -198,8 +198,8 @@ class _Known:
     @property
     def character(self) -> tuple[int, ...]:
         """What makes plans more than variants of one another: layout, where chunks lie, modes."""
-        _, _, n_swap, n_offload_input, n_checkpoint, _, *residencies, _, _ = self.candidate.simplicity
-        return self.candidate.layout, *residencies, n_checkpoint, n_swap, n_offload_input
+        _, _, kept, n_swap, n_offload_input, n_checkpoint, _, *residencies, _, _ = self.candidate.simplicity
+        return self.candidate.layout, *residencies, n_checkpoint, n_swap, n_offload_input, kept
 
     @property
     def order(self) -> tuple[float, int, tuple[int, ...]]:

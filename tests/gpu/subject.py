@@ -11,11 +11,12 @@ from torch import nn
 
 from protwin.runtime import CudaDevice, Training, TrainingDevice, carry_out
 from protwin.shared.layout.layout import build_layout
-from protwin.shared.schema.plan import ActivationMode, Plan
+from protwin.shared.schema.plan import ActivationMode, Plan, mode_counts
 from tests.runtime.models import SEED, Batch, Case, snapshot, uncached
 
 DEVICE = torch.device("cuda", 0)
 KEEP, CHECKPOINT, SWAP = ActivationMode.KEEP, ActivationMode.CHECKPOINT, ActivationMode.SWAP
+SELECTIVE = ActivationMode.SELECTIVE
 
 
 def make_device(budget_bytes: int | None = None) -> TrainingDevice:
@@ -44,8 +45,7 @@ def plan_of(
         n_buffer=fewest + 1 if fewest else 0,
         prefetch_depth=changes.pop("prefetch_depth", 2),
         activation_modes=chosen,
-        n_swap=chosen.count(SWAP),
-        n_checkpoint=chosen.count(CHECKPOINT),
+        **mode_counts(chosen),
         **changes,
     )
 

@@ -12,6 +12,7 @@ from protwin.runtime import carry_out
 from tests.gpu.subject import (
     CHECKPOINT,
     KEEP,
+    SELECTIVE,
     SWAP,
     carried_out,
     differing,
@@ -34,6 +35,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "all modes, half persistent": {"modes": [SWAP, CHECKPOINT, KEEP], "persistent": 0.5},
     "all modes, two micro-batches": {"modes": [SWAP, CHECKPOINT, KEEP], "persistent": 0.3, "micro_batches": 2},
     "everything persistent": {"modes": [CHECKPOINT, KEEP], "persistent": 1.0},
+    "results kept, half persistent": {"modes": [SELECTIVE, KEEP], "persistent": 0.5},
+    "every second product kept": {"modes": [SELECTIVE], "product_stride": 2, "micro_batches": 2},
 }
 LIMIT = 1e-6
 """Of the norm.  AdamW evens out how large gradients are, but for those as small as its epsilon."""

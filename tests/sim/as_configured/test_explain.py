@@ -24,7 +24,7 @@ from protwin.shared.schema.training_options import LoraOptions
 from protwin.shared.schema.workload import DType, Workload
 from protwin.shared.workloads.source import load_workload
 from protwin.sim.as_configured.configured_plan import ConfiguredPlan, configured_plan
-from protwin.sim.as_configured.explain import Asked, explain
+from protwin.sim.as_configured.explain import Asked, command_line, explain
 from protwin.sim.as_configured.explanation import Explanation
 from protwin.sim.as_configured.question import Said, Settled, settle, workload_of
 from protwin.sim.engine.simulator import simulate
@@ -231,6 +231,8 @@ def test_a_choice_by_operation_is_a_mode_of_every_block_where_it_is_known() -> N
         ),
         strict=True,
     )
+    asked = Asked(file="file.json", hardware_name="a100-80gb-x8", machine=settled.machine)
+    assert "--product-stride=all" in command_line(settled, asked)
     assert peaks[0] < peaks[1] < peaks[2]
     assert times[0] > times[1] > times[2]
     unknown = tuple(profile.model_copy(update={"selective": ()}) for profile in workload.profiles)

@@ -234,7 +234,7 @@ def test_a_rule_that_leaves_ties_open_depends_on_the_order(monkeypatch: pytest.M
     # The wrong variant: of equally fast plans with as many swapped blocks, the one that was enumerated first counts.
     monkeypatch.setattr(Chooser, "_undominated", lambda self, chosen: chosen)
     original = LayoutGrid.simplicity
-    monkeypatch.setattr(LayoutGrid, "simplicity", lambda *args: (*original(*args)[:3], *args[1:], 0, 0))
+    monkeypatch.setattr(LayoutGrid, "simplicity", lambda *args: (*original(*args)[:4], *args[1:], 0, 0))
     first, *others = _orders(monkeypatch, 0.1, num_orders=5, copy_s=0.2)
     assert any(other.plan != first.plan for other in others)
 
