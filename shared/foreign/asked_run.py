@@ -12,7 +12,7 @@ from ..phases.tiling import LossHead
 from ..schema.hardware import AttentionKernel
 from ..schema.optimizer import Optimizer
 from ..schema.training_options import LoraOptions, QuantizationOptions
-from ..schema.workload import DType
+from ..schema.workload import Compiled, DType, Float8
 
 
 class Tool(StrEnum):
@@ -123,6 +123,10 @@ class AskedRun(FrozenModel):
     """Tiles of tokens of a chunked loss."""
     mlp_tiles: PositiveInt = 1
     """Tiles of tokens that MLPs run in."""
+    compiled: Compiled | None = None
+    """What torch.compile compiles; None: nothing."""
+    float8: Float8 | None = None
+    """How linear maps of blocks multiply in float8; None: they do not."""
     lora: LoraOptions | None = None
     quantized: QuantizationOptions | None = None
     """How frozen weights are packed."""

@@ -10,6 +10,7 @@ from ..phases.quantization import GROUP_SIZE, Quantization, QuantizedType
 from ..phases.tiling import LossHead
 from ..schema.hardware import AttentionKernel
 from ..schema.training_options import LoraOptions, QuantizationOptions
+from ..schema.workload import Compiled
 from .asked_run import Checkpointing, Precision, Reading, Split
 from .axolotl_keys import AXOLOTL_KEYS
 from .deepspeed import read_deepspeed
@@ -168,6 +169,9 @@ def _memory(walk: Walk) -> dict[str, Any]:
     offloads = given in ("offload", "offload_disk") or walk.flag("activation_offloading")
     is_recomputed = given in ("offload", "offload_disk") or walk.flag("gradient_checkpointing")
     found: dict[str, Any] = {"checkpointing": Checkpointing.FULL if is_recomputed else Checkpointing.NONE}
+    if walk.flag("torch_compile"):
+        walk.means("torch_compile", "the whole model is compiled by torch.compile")
+        found["compiled"] = Compiled.MODEL
     if is_recomputed:
         walk.means("gradient_checkpointing", "every block is recomputed in backward")
         found["recomputes_whole"] = recomputes_whole(walk)

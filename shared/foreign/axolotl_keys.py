@@ -16,6 +16,7 @@ LIGER: Final = (
     "liger_glu_activation",
 )
 _READ: Final = [
+    "torch_compile",
     "base_model",
     "base_model_config",
     "sequence_len",
@@ -64,7 +65,6 @@ _FUSED: Final = "fused kernels take less time than the answer's, and hold less"
 _FEWER: Final = "fewer weights are adapted than in the answer"
 _LEFT_OUT: Final = {
     **dict.fromkeys(LIGER, LeftOut(_FUSED)),
-    "torch_compile": LeftOut("compiled kernels take less time than the answer's, and hold less"),
     "deepcompile": LeftOut("compiled kernels and gathers take less time than the answer's"),
     "lora_mlp_kernel": LeftOut(_FUSED),
     "lora_qkv_kernel": LeftOut(_FUSED),

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from ..methods.runtime_profile import Runtime
 from ..phases.tiling import LossHead
-from ..schema.workload import DType
+from ..schema.workload import Compiled, DType, Float8
 from .asked_run import Checkpointing, Place, Precision, Reading, Split
 from .keys import Walk, one_of, said
 from .optimizers import optimizer_of
@@ -42,6 +42,12 @@ _MODES: Final = {
 }
 
 
+_FLOAT8: Final = ("float8", "quantize.linear.float8")
+"""What converters of linear maps to torchao's are called."""
+_RECIPE_KEYS: Final = ("float8.recipe_name", "quantize.linear.float8.recipe_name")
+_RECIPES: Final = {"tensorwise": Float8.TENSORWISE, "rowwise": Float8.ROWWISE}
+
+
 def read_torchtitan(content: Mapping[str, Any]) -> Reading:
     """What a file of torchtitan asks for.  Raises PlanError, one message, if it contradicts itself or a plan."""
     walk = Walk(TORCHTITAN_KEYS, content)
@@ -66,8 +72,7 @@ def read_torchtitan(content: Mapping[str, Any]) -> Reading:
     if walk.flag("liger_kernel.enable_fused_linear_cross_entropy"):
         found["loss_head"] = LossHead.CHUNKED
         walk.means("liger_kernel.enable_fused_linear_cross_entropy", "logits are made in tiles, and never exist whole")
-    _converters(walk)
-    return walk.reading(said(found))
+    return walk.reading(said(found | _lowering(walk)))
 
 
 def _model(walk: Walk) -> str:
@@ -183,8 +188,26 @@ def _reduced(walk: Walk, *, is_sharded: bool) -> DType | None:
     return DType.BFLOAT16 if is_narrow else DType.FLOAT32
 
 
-def _converters(walk: Walk) -> None:
+def _lowering(walk: Walk) -> dict[str, Any]:
+    """What is compiled, and what multiplies in float8; torchao's casts are fused by compilation alone."""
+    found: dict[str, Any] = {}
+    for key in ("training.compile", "compile.enable"):
+        if walk.flag(key):
+            walk.means(key, "every block is compiled by torch.compile")
+            found["compiled"] = Compiled.BLOCKS
     given = walk.value("model.converters")
     names = given.split(",") if isinstance(given, str) else given if isinstance(given, list) else []
-    if any(str(name).strip() for name in names):
-        walk.leaves_out("model.converters", "products in fewer bits take less time than the answer's")
+    wanted = [name for name in (str(name).strip() for name in names) if name]
+    key = "float8.enable_float8_linear" if walk.flag("float8.enable_float8_linear") else "model.converters"
+    if key == "model.converters" and not wanted:
+        return found
+    recipe_key = next((key for key in _RECIPE_KEYS if walk.has(key)), _RECIPE_KEYS[0])
+    scaling = _RECIPES.get(walk.text(recipe_key, "tensorwise") or "tensorwise")
+    is_float8 = key != "model.converters" or (len(wanted) == 1 and wanted[0] in _FLOAT8)
+    if not is_float8 or scaling is None or not found:
+        walk.leaves_out(key, "products in fewer bits take less time than the answer's")
+        return found
+    walk.means(key, f"linear maps of blocks multiply in float8, scaled {scaling}")
+    if walk.has(recipe_key):
+        walk.means(recipe_key, f"scaled {scaling}")
+    return found | {"float8": scaling}

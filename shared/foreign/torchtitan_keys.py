@@ -35,15 +35,16 @@ _READ: Final = [
     "activation_checkpoint.mode",
     "activation_checkpoint.selective_ac_option",
     "liger_kernel.enable_fused_linear_cross_entropy",
+    "training.compile",
+    "compile.enable",
+    "float8.enable_float8_linear",
+    "float8.recipe_name",
+    "quantize.linear.float8.recipe_name",
 ]
-_COMPILED: Final = "compiled kernels take less time than the answer's, and hold less"
 _FLOAT8: Final = "products in float8 take less time than the answer's"
 _LEFT_OUT: Final = {
-    "training.compile": LeftOut(_COMPILED),
-    "compile.enable": LeftOut(_COMPILED),
     "training.fp8_linear": LeftOut(_FLOAT8),
     "training.enable_fp8_linear": LeftOut(_FLOAT8),
-    "float8.enable_float8_linear": LeftOut(_FLOAT8),
     "model.norm_type": LeftOut("norms are of another kind than the model's", ("rmsnorm", "fused_rmsnorm")),
     "model.use_flex_attn": LeftOut("attention is FlexAttention's, by a mask"),
     "model.attn_mask_type": LeftOut("attention leaves out what lies in other documents", ("causal",)),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..phases.tiling import LossHead
+from ..schema.workload import Compiled
 from .asked_run import AskedRun, Checkpointing, Precision, Reading, Split
 from .deepspeed import read_deepspeed
 from .fsdp import fsdp_options, read_fsdp
@@ -105,6 +106,9 @@ def _memory(walk: Walk, *, is_sft: bool) -> dict[str, Any]:
         if walk.flag(key):
             walk.means(key, "every block is recomputed in backward")
     found: dict[str, Any] = {"checkpointing": Checkpointing.FULL if is_recomputed else Checkpointing.NONE}
+    if walk.flag("torch_compile"):
+        walk.means("torch_compile", "the whole model is compiled by torch.compile")
+        found["compiled"] = Compiled.MODEL
     if is_recomputed:
         found["recomputes_whole"] = recomputes_whole(walk)
     if walk.flag("activation_offloading"):

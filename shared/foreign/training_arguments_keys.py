@@ -8,6 +8,7 @@ from .asked_run import Tool
 from .keys import Contradicts, KeyTable, LeftOut
 
 _READ: Final = (
+    "torch_compile",
     "per_device_train_batch_size",
     "per_gpu_train_batch_size",
     "gradient_accumulation_steps",
@@ -32,7 +33,6 @@ _READ: Final = (
     "loss_type",
 )
 _LEFT_OUT: Final = {
-    "torch_compile": LeftOut("compiled kernels take less time than the answer's"),
     "tf32": LeftOut("products of float32 weights run in TF32, which takes less time", (True,)),
     "neftune_noise_alpha": LeftOut("noise is added to embeddings, one tensor of hidden states"),
     "torch_empty_cache_steps": LeftOut("cached segments are given back now and then: less is held, steps take longer"),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...shared.basics.errors import InfeasibleError
+from ...shared.basics.errors import InfeasibleError, WorkloadError
 from ...shared.basics.progress import OnProgress, no_progress
 from ...shared.catalogue.rank_share import machine_of_rank
 from ...shared.foreign.asked_run import Checkpointing, Reading, Tool
@@ -19,6 +19,7 @@ from ...shared.schema.record import Record
 from ...shared.schema.search_result import Lack, SearchResult
 from ...shared.schema.workload import Workload
 from ...shared.tables.memory import allocator_warning
+from ...shared.workloads.check import check_lowering
 from ..engine.simulator import simulate
 from ..memory.host import default_host_budget_bytes
 from ..memory.libraries import rank_device_bytes
@@ -27,7 +28,7 @@ from ..searching.search import search_batches
 from ..space.space import SearchSpace
 from .configured_plan import configured_plan
 from .explanation import Explanation, OtherReading
-from .question import Said, Settled, settle, workload_of
+from .question import Said, Settled, as_here, settle, workload_of
 
 _RUNTIMES = {
     Tool.DEEPSPEED: "DeepSpeed's runtime",
@@ -66,7 +67,8 @@ def explain(
     ``resolve_workload`` and ``simulate`` raise.
     """
     settled = settle(reading, said, asked.machine, file=asked.file)
-    workload, settled = workload_of(settled, cache=asked.cache, warn=warn)
+    here, plain = workload_of(as_here(settled), cache=asked.cache, warn=warn)
+    workload, settled = _lowered(settled, (here, plain), asked, warn)
     configured = configured_plan(settled, workload, reading.tool)
     machine = _of_run(settled)
     record = _predicted(configured.plan, workload, machine, asked, configured.runtime)
@@ -79,7 +81,7 @@ def explain(
         for words, plan in configured.other_plans
         for other in [_predicted(plan, workload, machine, asked, configured.runtime)]
     ]
-    found, why = _searched(settled, workload, record, asked, on_progress) if asked.searches else (None, None)
+    found, why = _searched(settled, here, record, asked, on_progress) if asked.searches else (None, None)
     lacking = _lacking(record, settled.machine, asked)
     return Explanation(
         file=asked.file,
@@ -99,6 +101,22 @@ def explain(
         command=command_line(settled, asked),
         num_ranks=settled.num_ranks,
     )
+
+
+def _lowered(
+    settled: Settled, plain: tuple[Workload, Settled], asked: Asked, warn: Callable[[str], None]
+) -> tuple[Workload, Settled]:
+    """The workload of the run as it is compiled, and multiplies; ``plain`` where that is not known, which it says."""
+    if not settled.options.is_lowered:
+        return plain
+    try:
+        found, same = workload_of(settled, cache=asked.cache, warn=warn)
+        check_lowering(found, same.machine)
+    except WorkloadError as error:
+        here, same = plain
+        why = f"nothing is compiled or in float8 in the answer, which takes more time for it: {error}"
+        return here, replace(same, differences=(*same.differences, why))
+    return found, same
 
 
 def _what_is_predicted(tool: Tool, runtime: RuntimeProfile) -> str:

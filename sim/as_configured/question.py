@@ -116,11 +116,20 @@ def settle(reading: Reading, said: Said, machine: Hardware | None, *, file: str)
         notes=tuple(notes),
         differences=tuple(differences),
         options=TrainingOptions(
-            lora=lora, quantized=run.quantized, loss_head=LossHead.FUSED if run.loss_head is LossHead.FUSED else None
+            lora=lora,
+            quantized=run.quantized,
+            loss_head=LossHead.FUSED if run.loss_head is LossHead.FUSED else None,
+            compiled=run.compiled,
+            float8=run.float8,
         ),
         loss_tiles=run.loss_tiles if run.loss_head is LossHead.CHUNKED else 1,
         mlp_tiles=run.mlp_tiles,
     )
+
+
+def as_here(settled: Settled) -> Settled:
+    """The run with its operations one by one, as every plan here has them."""
+    return replace(settled, options=settled.options.model_copy(update={"compiled": None, "float8": None}))
 
 
 def is_reachable(model: str) -> bool:

@@ -29,6 +29,7 @@ from protwin.shared.foreign.training_arguments_keys import TRAINING_ARGUMENTS_KE
 from protwin.shared.phases.tiling import LossHead
 from protwin.shared.schema.hardware import AttentionKernel
 from protwin.shared.schema.optimizer import Optimizer
+from protwin.shared.schema.workload import Compiled, Float8
 from tests.proof_size import some_quick
 from tests.shared.foreign.recorded_keys import AXOLOTL, DEEPSPEED, TORCHTITAN
 from tests.shared.foreign.writers import (
@@ -309,10 +310,42 @@ def test_what_an_axolotl_configuration_cannot_ask_for_is_one_message(content: di
 
 def test_what_compilers_and_fused_kernels_spare_is_named() -> None:
     content = {"base_model": "gpt2", "torch_compile": True, "liger_rms_norm": True, "lora_mlp_kernel": False}
-    assert [note.key for note in read_axolotl(content).left_out] == ["torch_compile", "liger_rms_norm"]
-    reading = read_torchtitan({"compile": {"enable": True}, "model": {"converters": ["float8"]}})
-    named = {note.key for note in reading.left_out}
-    assert named == {"compile.enable", "model.converters"}
+    reading = read_axolotl(content)
+    assert [note.key for note in reading.left_out] == ["liger_rms_norm"]
+    assert reading.run.compiled is Compiled.MODEL
+    assert read_axolotl({"base_model": "gpt2", "torch_compile": False}).run.compiled is None
+
+
+def test_what_torchtitan_compiles_and_narrows_is_read() -> None:
+    both = {"compile": {"enable": True}, "model": {"converters": ["float8"]}}
+    reading = read_torchtitan(both)
+    assert (reading.run.compiled, reading.run.float8) == (Compiled.BLOCKS, Float8.TENSORWISE)
+    assert not {"compile.enable", "model.converters"} & {note.key for note in reading.left_out}
+    by_rows = read_torchtitan(both | {"float8": {"recipe_name": "rowwise"}}).run
+    assert by_rows.float8 is Float8.ROWWISE
+    older = read_torchtitan({"training": {"compile": True}, "float8": {"enable_float8_linear": True}}).run
+    assert (older.compiled, older.float8) == (Compiled.BLOCKS, Float8.TENSORWISE)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param({"model": {"converters": ["float8"]}}, id="nothing is compiled"),
+        pytest.param({"compile": {"enable": True}, "model": {"converters": ["mx"]}}, id="another type"),
+        pytest.param(
+            {
+                "compile": {"enable": True},
+                "model": {"converters": ["float8"]},
+                "float8": {"recipe_name": "rowwise_with_gw_hp"},
+            },
+            id="another recipe",
+        ),
+    ],
+)
+def test_narrow_products_that_are_not_predicted_are_named(content: dict[str, Any]) -> None:
+    reading = read_torchtitan(content)
+    assert reading.run.float8 is None
+    assert "model.converters" in {note.key for note in reading.left_out}
 
 
 def test_a_flavor_of_attention_and_a_model_that_is_none_of_the_catalogue() -> None:

@@ -25,6 +25,7 @@ from protwin.shared.schema.workload import DType, Workload
 from protwin.shared.workloads.source import load_workload
 from protwin.sim.as_configured.configured_plan import ConfiguredPlan, configured_plan
 from protwin.sim.as_configured.explain import Asked, command_line, explain
+from protwin.sim.as_configured.explanation import Explanation
 from protwin.sim.as_configured.question import Said, Settled, settle, workload_of
 from protwin.sim.engine.simulator import simulate
 from protwin.sim.searching.baselines import system_plan, systems
@@ -142,6 +143,32 @@ def test_what_others_copy_around_collectives_counts_in_the_run() -> None:
     assert told.configured.iteration_s == own.iteration_s > plain.iteration_s
     assert "copies that fsdp2 makes" in told.differences[0]
     assert told.found is None
+
+
+@pytest.mark.parametrize(
+    ("on", "more", "is_known"),
+    [
+        pytest.param("h100-80gb-x8", {"compiled": "blocks"}, True, id="compiled"),
+        pytest.param("h100-80gb-x8", {"compiled": "blocks", "float8": "tensorwise"}, True, id="float8"),
+        pytest.param("a100-80gb-x8", {"compiled": "blocks", "float8": "tensorwise"}, False, id="no units for float8"),
+    ],
+)
+def test_what_is_compiled_and_narrow_counts_in_the_run(on: str, more: dict[str, str], *, is_known: bool) -> None:
+    asked = Asked(file="file.json", hardware_name=on, machine=machine(on), searches=False)
+
+    def told(**changes: str) -> Explanation:
+        run = AskedRun.model_validate(GOOD | {"split": Split.PARAMETERS} | changes)
+        return explain(Reading(tool=Tool.TORCHTITAN, run=run), Said(), asked, never)
+
+    plain, found = told(), told(**more)
+    words = [one for one in found.differences if "nothing is compiled or in float8" in one]
+    if is_known:
+        assert found.configured.iteration_s < plain.configured.iteration_s
+        assert "compiled by torch.compile" in " ".join(found.configured.emulated)
+        assert words == []
+    else:
+        assert found.configured.iteration_s == plain.configured.iteration_s
+        assert "states no peak of float8" in words[0]
 
 
 @pytest.mark.slow
