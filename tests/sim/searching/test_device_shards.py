@@ -106,6 +106,7 @@ def test_over_endless_links_ranks_do_what_one_does_alone(case: PlannedWorkload, 
         "activation_modes": None,
         "n_buffer": case.layout.min_buffers(0),
         "max_gradient_norm": None,
+        "n_selective": 0,
     }
     if case.plan.optimizer is Optimizer.ADAFACTOR:
         # It needs whole matrices, and refuses ranks that have parts of them.
