@@ -46,6 +46,7 @@ _RANGES: Final[Mapping[str, _Range]] = {
     "adapters_per_node": _DEVICES,
     "num_nodes": _Range(1, 2**20, "", "4"),
     "power_w": _Range(0.1, 1e5, " W", "700 for 700 W"),
+    "power_limit_w": _Range(0.1, 1e5, " W", "500 for 500 W"),
     "price_usd_per_hour": _Range(1e-4, 1e7, " USD/h", "2.5 for 2.50 US dollars an hour"),
 }
 """By the name of a field, in whichever part of a machine it stands."""

@@ -112,7 +112,10 @@ class Device(FrozenModel):
     """Share of the matrix units' peak in 16 bits and fewer that power and libraries sustain in the largest products;
     None: what most boards do (``sim/costs/efficiency.py``).  A file has the field where it is set."""
     power_w: PositiveFloat | None = None
-    """Watts that the board draws at most; None where they are not known."""
+    """Watts that the board draws at most by its data sheet; None where they are not known."""
+    power_limit_w: PositiveFloat | None = None
+    """Watts that the board is limited to (``nvidia-smi --power-limit``); None: to all that it may draw.  A file has the
+    field where it is set."""
     attention_kernel: AttentionKernel | None = None
     """What computes fused attention; None: what PyTorch takes there.  A file has the field where it is set."""
     optimizer_s_per_scalar: dict[Optimizer, PositiveFloat] = {}
@@ -123,7 +126,7 @@ class Device(FrozenModel):
     @model_serializer(mode="wrap")
     def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = handler(self)
-        for name in ("attention_kernel", "sustained_frac"):
+        for name in ("attention_kernel", "sustained_frac", "power_limit_w"):
             if getattr(self, name) is None:
                 fields.pop(name, None)
         return fields
@@ -135,6 +138,21 @@ class Device(FrozenModel):
         if not self.peak_flop_per_s:
             raise ValueError("peak_flop_per_s names no element type")
         return self
+
+    @model_validator(mode="after")
+    def _is_limited(self) -> Self:
+        limit, most = self.power_limit_w, self.power_w
+        if limit is not None and (most is None or limit > most):
+            most_words = "is not stated" if most is None else f"is {most:g} W"
+            raise ValueError(
+                f"power_limit_w is {limit:g} W, but power_w {most_words}; it limits what the board may draw"
+            )
+        return self
+
+    @property
+    def drawn_w(self) -> float | None:
+        """Watts that the board draws at most, where it is limited; None where they are not known."""
+        return self.power_w if self.power_limit_w is None else self.power_limit_w
 
     def rate_dtype(self, dtype: DType) -> DType | None:
         """The element type whose ``peak_flop_per_s`` products of ``dtype`` reach: itself, or the nearest wider one.

@@ -206,7 +206,7 @@ def _device_rows(device: Device) -> dict[str, str]:
         **peaks,
         "outside matrix units": format_flop_per_s(device.vector_flop_per_s),
         **({} if device.num_multiprocessors is None else {"multiprocessors": str(device.num_multiprocessors)}),
-        **({} if device.power_w is None else {"power at most": f"{device.power_w:g} W"}),
+        **({} if device.drawn_w is None else {"power at most": f"{device.drawn_w:g} W"}),
         "launch overhead": format_seconds(device.launch_overhead_s),
         **efficiency,
     }

@@ -137,7 +137,7 @@ def predicted_record(
         ),
         hardware_flops=_times(plan.num_ranks, found.hardware_flops),
         peak_flop_per_s=_times(plan.num_ranks, hardware.device.matrix_flop_per_s(matrix_dtype(workload))),
-        power_w=_times(plan.num_ranks, hardware.device.power_w),
+        power_w=_times(plan.num_ranks, hardware.device.drawn_w),
         chunks=chunk_counts(plan, layout),
         factorisation=factorisation_of(workload, hardware, plan.num_ranks),
         num_gathers=_num_gathers(schedule, fold),

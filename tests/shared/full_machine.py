@@ -44,6 +44,7 @@ def full_hardware() -> Hardware:
             vector_flop_per_s=1e300,
             launch_overhead_s=5e-324,
             power_w=312.5,
+            power_limit_w=250.0,
             num_multiprocessors=7,
             attention_kernel=AttentionKernel.TRITON,
             sustained_frac=0.7,

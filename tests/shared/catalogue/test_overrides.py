@@ -43,6 +43,7 @@ VALUES = {
     "num_multiprocessors": ("100", 100),
     "attention_kernel": ("flash-1", "flash-1"),
     "sustained_frac": ("0.7", 0.7),
+    "power_limit_w": ("200", 200.0),
     "name": ("another", "another"),
     "source": ("my notes", "my notes"),
     "kind": ("cpu", "cpu"),

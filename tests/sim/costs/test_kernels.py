@@ -193,6 +193,21 @@ def test_aligning_a_product_never_takes_much_longer(shape: tuple[int, ...]) -> N
     assert after <= before * padded / n * 1.01
 
 
+def test_a_power_limit_slows_products_by_its_cube_root() -> None:
+    h100 = device_part("h100-80gb")
+    limited = Device.model_validate(h100.model_dump() | {"power_limit_w": 700 / 8})
+    slow, fast = (sustained_flop_per_s(of, 989e12, DType.BFLOAT16) for of in (limited, h100))
+    assert slow == pytest.approx(fast / 2)
+    assert sustained_flop_per_s(limited, 67e12, DType.FLOAT32) == sustained_flop_per_s(h100, 67e12, DType.FLOAT32)
+    assert (limited.drawn_w, h100.drawn_w) == (87.5, 700)
+
+
+@pytest.mark.parametrize("changes", [{"power_limit_w": 701.0}, {"power_limit_w": 500.0, "power_w": None}])
+def test_a_limit_is_below_what_the_board_draws(changes: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"power_limit_w is \d+ W, but power_w"):
+        Device.model_validate(device_part("h100-80gb").model_dump() | changes)
+
+
 def test_a_stated_share_counts_in_16_bits_alone() -> None:
     half = device_part("a100-80gb").model_copy(update={"sustained_frac": 0.5})
     assert sustained_flop_per_s(half, 100.0, DType.BFLOAT16) == 50
