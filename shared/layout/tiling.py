@@ -30,13 +30,14 @@ def tiled(workload: Workload, plan: Plan) -> Workload:
 
 
 def keeping_results(workload: Workload, keeps: Sequence[bool], product_stride: int) -> Workload:
-    """``workload``, in which mode CHECKPOINT of those blocks is SELECTIVE; of the same identity.
+    """``workload``, in which mode CHECKPOINT of those blocks is SELECTIVE; of its identity, and itself if it is so.
 
     Made once for each choice.  Raises PlanError if nobody knows what one of them may keep.
     """
     key = (tuple(keeps), product_stride)
     if key not in workload.derived:
-        workload.derived[key] = _keeping_results(workload, keeps, product_stride)
+        made = _keeping_results(workload, keeps, product_stride)
+        workload.derived[key] = made.derived[key] = made
     return workload.derived[key]
 
 

@@ -44,7 +44,12 @@ def ranked_cases(draw: DrawFn) -> Case:
     """Plans of two to four ranks on such machines, with the tables that bounds read."""
     planned = draw(parallel_workloads(max_blocks=5, measured=None))
     num_ranks = draw(st.integers(2, RANKS))
-    update: dict[str, object] = {"activation_modes": None, "n_offload_input": 0, "num_ranks": num_ranks}
+    update: dict[str, object] = {
+        "activation_modes": None,
+        "n_selective": 0,
+        "n_offload_input": 0,
+        "num_ranks": num_ranks,
+    }
     update["shard_ranks"] = None
     if planned.plan.parallel is ParallelMode.SHARDED:
         update["shard_ranks"] = draw(shard_groups(num_ranks))
