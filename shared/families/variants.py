@@ -37,7 +37,8 @@ def with_tilings(workload: Workload, tiled: Mapping[int, Workload], modules: Seq
         Tiling(
             mlp_tiles=mlp_tiles,
             modules=tuple(modules),
-            profiles=other.profiles,
+            # Tiles are recomputed tile by tile: nothing is kept of them by operation.
+            profiles=tuple(profile.model_copy(update={"selective": ()}) for profile in other.profiles),
             profile_of=tuple(block.profile for block in other.blocks),
         )
         for mlp_tiles, other in sorted(tiled.items())
