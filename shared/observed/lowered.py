@@ -101,7 +101,8 @@ def _check(shape: TracedShape, lowering: Lowering) -> None:
     if lowering.float8 is not None and not any(is_eligible(call) for seen in of_blocks for call in seen.calls):
         raise WorkloadError(
             f"float8 {lowering.float8} is asked for, but no linear map of the blocks computes in 16 bits with sizes "
-            f"that are multiples of {MULTIPLE}. Leave --float8 out, or choose a batch of {MULTIPLE} tokens more."
+            f"that are multiples of {MULTIPLE}, tokens of a micro-batch among them. Leave --float8 out, or ask about a "
+            f"batch whose tokens are such a multiple."
         )
 
 

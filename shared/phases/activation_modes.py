@@ -122,4 +122,5 @@ def why_no_product_stride(product_stride: int, known: tuple[int, ...], model_nam
             f"they are recomputed, or their memory depends on values, or the workload is one of before that was kept. "
             f"Trace the model anew, or set it to 0"
         )
-    return f"product_stride: {product_stride}, but it is known for {' and '.join(map(str, known))}"
+    strides = " and ".join(map(str, known))
+    return f"product_stride: {product_stride}, but it is known for {strides}. Set it to one of these"

@@ -80,7 +80,7 @@ def unpacking_groups(
 
 
 @dataclass
-class _Written:
+class Written:
     """A section as it is written anew."""
 
     calls: list[OperatorCall] = field(default_factory=list)
@@ -119,7 +119,7 @@ def _unpacked(
     of_sizes = [_ahead(call, maps, dtype) for call in seen.calls]
     unsaved = Counter(found for found in of_sizes if found is not None)
     unsaved.subtract(saved)
-    written = _Written()
+    written = Written()
     for call, sizes, level, adding in zip(seen.calls, of_sizes, seen.levels, seen.adding_levels, strict=True):
         final_bytes = level - adding
         if sizes is None:
@@ -144,7 +144,7 @@ def _unpacked(
 
 def _freed(seen: Observation, maps: frozenset[Sizes], dtype: DType) -> Observation:
     """Backward of a block: each saved weight goes behind the product that gives its input's gradient."""
-    written = _Written()
+    written = Written()
     for call, level, adding in zip(seen.calls, seen.levels, seen.adding_levels, strict=True):
         written.add(call, level, level - adding)
         sizes = _behind(call, maps, dtype)

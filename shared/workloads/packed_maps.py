@@ -10,7 +10,7 @@ off traces; tests compare whole models with theirs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Final
 
 from ..families.family import FamilyPiece
@@ -19,7 +19,7 @@ from ..observed.observation import Observation, OperatorCall
 from ..phases.quantization import BLOCKSIZE, NESTED_BLOCKSIZE, NUM_CODES, NUM_NESTED_CODES, Quantization, QuantizedType
 from ..schema.schedule import TaskKind
 from ..schema.workload import DType, OperationClass, Parameter
-from .grouped_maps import GROUPED_CLASS, grouped_parameters, unpacking_groups
+from .grouped_maps import GROUPED_CLASS, Written, grouped_parameters, unpacking_groups
 
 PACKED_CLASSES: Final = {
     QuantizedType.NF4: "Linear4bit",
@@ -112,29 +112,12 @@ def unpacking(
     return change
 
 
-@dataclass
-class _Written:
-    """A section as it is written anew."""
-
-    calls: list[OperatorCall] = field(default_factory=list)
-    levels: list[int] = field(default_factory=list)
-    adding_levels: list[int] = field(default_factory=list)
-    held_bytes: int = 0
-    """Of unpacked weights and scales that are there."""
-
-    def add(self, call: OperatorCall, level: int, final_bytes: int) -> None:
-        """A call behind which the dense section has ``level``, and so many bytes of gradients are final."""
-        self.calls.append(call)
-        self.levels.append(level + self.held_bytes)
-        self.adding_levels.append(level + self.held_bytes - final_bytes)
-
-
 def _unpacked(
     observation: Observation, kind: TaskKind, maps: frozenset[Sizes], dtype: DType, how: Quantization
 ) -> Observation:
     """A section of a block with each product's weight unpacked before it."""
     is_backward = kind is TaskKind.BACKWARD
-    written = _Written()
+    written = Written()
     for call, level, adding in zip(observation.calls, observation.levels, observation.adding_levels, strict=True):
         found = _map_of(call, maps, dtype, is_backward=is_backward)
         if found is None:
