@@ -18,6 +18,7 @@ from protwin.shared.phases.tiling import LossTiling
 from protwin.shared.schema.plan import Plan, TrainingMethod
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.verify import verify_schedule
+from protwin.shared.workloads.source import load_workload
 from tests.proof_size import examples
 from tests.shared.small_models import chain
 from tests.strategies.plans import PlannedWorkload, planned_workloads
@@ -87,3 +88,16 @@ def test_plans_of_one_tile_are_what_they_were() -> None:
     assert more.identity != plan.identity
     with pytest.raises(ValidationError, match="whose losses are of blocks"):
         Plan(**more.model_dump() | {"method": TrainingMethod.BYPASS})
+
+
+def test_a_workload_that_keeps_results_is_itself_once_it_does() -> None:
+    """Whoever compiles, verifies and simulates a plan asks for its workload, each by itself."""
+    whole = load_workload("gpt2", batch_size=1, sequence_length=32)
+    plan = Plan(workload_id=whole.identity, chunk_bytes=2**26, n_persist=9, n_buffer=0, n_checkpoint=12, n_selective=5)
+    keeping = tiled(whole, plan)
+    assert keeping is not whole
+    assert tiled(whole, plan) is keeping
+    assert tiled(keeping, plan) is keeping
+    assert keeping.identity == whole.identity
+    assert [block.profile for block in keeping.blocks] == [0] * 7 + [1] * 5
+    assert [profile.kept_bytes > 0 for profile in keeping.profiles] == [False, True]
