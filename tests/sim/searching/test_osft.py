@@ -45,6 +45,7 @@ def cases(draw: DrawFn) -> Case:
     found: PlannedWorkload = draw(projected_plans(max_blocks=3, modes=(None, ParallelMode.DDP)))
     knobs = {
         "activation_modes": None,
+        "n_selective": 0,
         "parallel": ParallelMode.SINGLE,
         "num_ranks": 1,
         "n_checkpoint": 0,
@@ -60,7 +61,7 @@ def cases_in_parts(draw: DrawFn) -> Case:
     """Plans of ranks that have chunks in parts on their devices, on any machine of several."""
     found: PlannedWorkload = draw(projected_plans(max_blocks=2, modes=(ParallelMode.SHARDED,)))
     plan = found.plan.model_copy(
-        update={"activation_modes": None, "n_checkpoint": 0, "n_offload_input": 0, "n_swap": 0}
+        update={"activation_modes": None, "n_selective": 0, "n_checkpoint": 0, "n_offload_input": 0, "n_swap": 0}
     )
     box, num_ranks = draw(nodes()), plan.num_ranks
     own = CostModel.of(found.workload.model_copy(update={"measured_on": box.name}), box, num_ranks=num_ranks)
