@@ -307,6 +307,13 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module_name}.{name}")
 
 
+def _member(owner: Any, name: Any) -> Any:
+    """A member of an enumeration of such an index, which Python 3.11.2 names by ``getattr``; nothing else."""
+    if owner is not _MEM_FORMAT_ENCODING or name not in owner.__members__:
+        raise pickle.UnpicklingError("it asks for an attribute of something else than an enumeration")
+    return owner[name]
+
+
 _CLASSES: Final[Mapping[str, Any]] = {
     found.__name__: found
     for found in (
@@ -322,6 +329,7 @@ _CLASSES: Final[Mapping[str, Any]] = {
     )
 }
 _OTHERS: Final[Mapping[tuple[str, str], Any]] = {
+    ("builtins", "getattr"): _member,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
 }

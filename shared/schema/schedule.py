@@ -145,6 +145,14 @@ class TaskKind(StrEnum):
         """The added kind of this name."""
         return _ADDED.get(value) if isinstance(value, str) else None
 
+    def __reduce_ex__(self, protocol: object) -> tuple[type[TaskKind], tuple[str]]:
+        """By its value, as newer Pythons do; 3.11.2 would look for an attribute, which an added kind is not."""
+        return type(self), (self.value,)
+
+    def __deepcopy__(self, memo: object) -> TaskKind:
+        """Itself."""
+        return self
+
     @property
     def lane(self) -> Lane:
         """The lane that runs it."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import os
+import pickle
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from protwin.runtime import Training
 from protwin.runtime.checkpoints.checkpoints import read_checkpoint
 from protwin.runtime.checkpoints.manifest import MANIFEST, Manifest, SavedFile
+from protwin.runtime.checkpoints.pieces import _IndexUnpickler
 from protwin.shared.basics.errors import FileError
 from tests.runtime.models import SEED, cases
 from tests.runtime.resuming import kept, mixed, same_bits, saved_after, sgd, start, train
@@ -160,3 +165,26 @@ def test_what_could_not_be_read_back_is_not_saved(touched: Any, tmp_path: Path) 
     assert read_checkpoint(tmp_path / "saved").training["data_position"] == 7
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     assert same_bits(everything(model, training), before)
+
+
+class Named:
+    """Pickled as ``getattr(owner, name)``, as Python 3.11.2 pickles members of enumerations."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self._asked = owner, name
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, str]]:
+        return getattr, self._asked
+
+
+def test_an_index_names_members_of_its_enumeration_and_no_other_attributes() -> None:
+    """Whatever could be reached by attributes would run while an index is read."""
+    known = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    assert read_index(pickle.dumps(Named(_MEM_FORMAT_ENCODING, known.name))) is known
+    for owner, name in ((_MEM_FORMAT_ENCODING, "mro"), (torch.Size, "numel"), (Metadata, "__init__"), (os, "system")):
+        with pytest.raises((pickle.UnpicklingError, TypeError)):
+            read_index(pickle.dumps(Named(owner, name)))
+
+
+def read_index(content: bytes) -> Any:
+    return _IndexUnpickler(io.BytesIO(content)).load()
