@@ -86,6 +86,8 @@ def test_more_checkpointing_never_raises_the_activation_account(model: Workload)
     profile = model.profiles[0]
     assume(profile.checkpoint_forward.net_bytes <= profile.forward.net_bytes)
     assume(all({*shared.checkpointed_by} <= {*shared.kept_by} for shared in model.shared_inputs))
+    # Those of some blocks alone may come back: the blocks that two choices checkpoint are not among those of three.
+    assume(all(len(shared.kept_by) in (0, model.num_blocks) for shared in model.shared_inputs))
     equal = model.model_copy(
         update={"blocks": tuple(block.model_copy(update={"profile": 0}) for block in model.blocks)}
     )
