@@ -14,7 +14,7 @@ import pytest
 CASES: Final = {
     "tests/runtime/adapters/test_own_lora.py::test_it_costs_what_pefts_costs": 1,
     "tests/runtime/adapters/test_peft_equality.py::test_adapted_models_have_the_bits_of_the_plain_loop": 2,
-    "tests/runtime/hooks/test_selective.py::test_every_mixture_equals_the_plain_loop_on_the_memory_that_is_guaranteed": 1,
+    "tests/runtime/hooks/test_selective.py::test_every_mixture_equals_the_plain_loop_within_the_guarantee": 1,
     "tests/runtime/integrations/test_trainer.py::test_it_trains_as_the_trainer": 2,
     "tests/runtime/polynomials/test_families.py::test_a_batch_of_one_is_another_program": 1,
     "tests/runtime/polynomials/test_sized.py::test_a_drawn_model_with_groups_equals_its_trace": 0,

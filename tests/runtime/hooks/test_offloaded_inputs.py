@@ -38,9 +38,7 @@ def plan_of(workload: Workload, modes: tuple[ActivationMode, ...], *, micro_batc
 
 @pytest.mark.parametrize("modes", [(OFFLOAD_INPUT,), (SWAP, OFFLOAD_INPUT, KEEP), (CHECKPOINT, OFFLOAD_INPUT)])
 @some_quick("name", ["gpt2 with dropout, tied", "llama", "hand-written, batch statistics"], quick=1)
-def test_every_mixture_equals_the_plain_loop_on_the_memory_that_is_guaranteed(
-    name: str, modes: tuple[ActivationMode, ...]
-) -> None:
+def test_every_mixture_equals_the_plain_loop_within_the_guarantee(name: str, modes: tuple[ActivationMode, ...]) -> None:
     """Two micro-batches, everything offloaded; the budget is the guaranteed peak, to the byte."""
     case = cases()[name]
     every = tuple(modes[block % len(modes)] for block in range(case.workload.num_blocks))

@@ -81,7 +81,7 @@ def plan_of(workload: Workload, modes: tuple[ActivationMode, ...], product_strid
     [(name, modes, stride) for name in NAMES for modes in MIXTURES for stride in (1, 2)],
     quick=[(NAMES[0], MIXTURES[0], 2), (NAMES[1], MIXTURES[1], 1)],
 )
-def test_every_mixture_equals_the_plain_loop_on_the_memory_that_is_guaranteed(
+def test_every_mixture_equals_the_plain_loop_within_the_guarantee(
     name: str, modes: tuple[ActivationMode, ...], product_stride: int
 ) -> None:
     """Two micro-batches; the budget is the guaranteed peak, to the byte, and what is measured is the account's peak."""
