@@ -55,7 +55,8 @@ class HostPeak(TorchDispatchMode):
     def __init__(self, *there: torch.Tensor) -> None:
         """``there``: what exists before and counts too."""
         super().__init__()
-        self._known: dict[int, StorageWeakRef | None] = {}
+        self._known: dict[int, tuple[StorageWeakRef, bool]] = {}
+        """Storages that may be alive, by what names each as long as somebody refers to it; whether each is a file."""
         self.peak_bytes = 0
         for tensor in there:
             self._note(tensor)
@@ -70,19 +71,26 @@ class HostPeak(TorchDispatchMode):
     def _note(self, tensor: torch.Tensor) -> None:
         reference = StorageWeakRef(tensor.untyped_storage())
         if reference.cdata not in self._known:
-            is_file = _is_mapped(tensor.untyped_storage().data_ptr())
-            self._known[reference.cdata] = None if is_file else reference
+            self._known[reference.cdata] = reference, _is_mapped(tensor.untyped_storage())
             self.peak_bytes = max(self.peak_bytes, self.bytes)
 
     @property
     def bytes(self) -> int:
         """Of storages that are alive."""
-        references = [reference for reference in self._known.values() if reference is not None]
-        found = (torch.UntypedStorage._new_with_weak_ptr(reference.cdata) for reference in references)
-        return sum(storage.nbytes() for storage in found if storage is not None)
+        found = 0
+        for name, (reference, is_file) in [*self._known.items()]:
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is None:
+                del self._known[name]
+            elif not is_file:
+                found += storage.nbytes()
+        return found
 
 
-def _is_mapped(address: int) -> bool:
+def _is_mapped(storage: torch.UntypedStorage) -> bool:
+    if storage.resizable():
+        return False  # torch's own allocator made it.
+    address = storage.data_ptr()
     maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     for line in maps.splitlines() if ".safetensors" in maps else ():
         if line.endswith(".safetensors"):

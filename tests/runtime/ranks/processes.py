@@ -3,7 +3,8 @@
 [Note: Processes that need not start]
 torch and transformers take five seconds to import and as long to leave, and tests ask for twenty processes.  So all of
 them are forked from one process that has imported what ranks need, and has run nothing: it has no thread.  They get
-the workloads that the tests have traced, so that not every one of them traces every model.
+the workloads that the tests have traced, so that not every one of them traces every model.  What was imported is set
+aside before the first fork: a collection writes to all that it looks at, which every process would have to copy.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ _IMPORTED = (
     "torch.distributed.checkpoint",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
+    "tests.runtime.ranks.imported",
 )
 """See [Note: Processes that need not start]."""
 _CONTEXT = multiprocessing.get_context("forkserver")

@@ -88,8 +88,8 @@ def case_of(name: str) -> Case:
 
 
 @lru_cache
-def traced(name: str) -> Workload:
-    case, tiles = case_of(name), {"mlp_tiles": [MLP_TILES], "loss_tiles": [LOSS_TILES]}
+def traced(name: str, *, is_tiled: bool) -> Workload:
+    case, tiles = case_of(name), {"mlp_tiles": [MLP_TILES], "loss_tiles": [LOSS_TILES]} if is_tiled else {}
     return trace(case.build(), case.batches[0], repeats=0, sequence_ranks=RANKS, **tiles)
 
 

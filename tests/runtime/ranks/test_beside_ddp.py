@@ -13,7 +13,7 @@ from random import Random
 from protwin.shared.layout.layout import layout_of
 from protwin.shared.schema.plan import ParallelMode, Plan, ProjectionPlace
 from protwin.shared.schema.workload import Workload
-from tests.proof_size import some_quick
+from tests.proof_size import share, some_quick
 from tests.runtime.ranks.beside_ddp import all_cases, train
 from tests.runtime.ranks.processes import Ranks
 from tests.runtime.ranks.wrong_ranks import VARIANTS, train_wrong
@@ -85,7 +85,7 @@ def test_two_ranks_project_the_means_of_their_gradients(
 ) -> None:
     """Orthogonal subspace fine-tuning: each rank projects all of them, those that only the other has too."""
     workload = all_cases(NUM_BATCHES)["gated, factorised"].workload
-    for seed in (0, 3, 7):
+    for seed in share((0, 3, 7), 3):
         plan = plan_for(workload, parallel, seed)
         plan = plan.model_copy(update={"projects_gradients_on": place})
         for found in two_ranks.run(train, "gated, factorised", plan, NUM_BATCHES):

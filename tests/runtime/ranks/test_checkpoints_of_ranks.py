@@ -161,7 +161,7 @@ def test_another_number_of_ranks_goes_on_as_if_it_had_been_there_all_along(pool:
     states = pool.of(2).run(began_in_public, name, plan_of(name, DDP, 3), tmp_path / "saved", 2)
     three = pool.of(3)
     expected = three.run(from_that_state, name, plan_of(name, REPLICATED, 4, 3), states[0], 2, steps)
-    for parallel in (REPLICATED, SHARDED):
+    for parallel in share((SHARDED, REPLICATED), 2):
         found = three.run(from_the_checkpoint, name, plan_of(name, parallel, 5, 3), tmp_path / "saved", 2 + steps)
         for one, other in zip(expected, found, strict=True):
             assert len(other.losses) == steps
@@ -227,7 +227,7 @@ def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (of_other_save, "{}/__1_0.distcp is damaged: its content has changed since it was saved. "),
         (newer, "{}/checkpoint.json has schema_version 99; this release reads 1. Update protwin to read it"),
     ],
-    quick=4,
+    quick=2,
 )
 def test_a_damaged_checkpoint_is_refused_on_all_ranks_with_nothing_changed(
     spoil: Callable[[Path], None], told: str, two_ranks: Ranks, saved: Path, tmp_path: Path

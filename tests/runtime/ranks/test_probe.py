@@ -28,6 +28,7 @@ from protwin.sim import search
 from protwin.sim.costs.fabrics import CALL_OVERHEAD_S, machine_collective, modelled_collective
 from protwin.sim.searching.request import SearchRequest, Step
 from tests.calibration.fitting.test_fit import a_workload
+from tests.proof_size import share
 from tests.runtime.ranks.processes import Ranks
 from tests.runtime.ranks.test_run import protwin_on
 from tests.strategies.machines import hardware as random_hardware
@@ -91,7 +92,7 @@ def counted(rank: int, slow_rank: int) -> tuple[list[int], tuple[MeasuredCollect
     world.open_lane(torch.device("cpu"))
     try:
         with patch("protwin.runtime.ranks.collective_probe.scheduled_work", work):
-            found = measure_collectives(world, CpuDevice(), seconds=0.3, sizes=SIZES)
+            found = measure_collectives(world, CpuDevice(), seconds=0.05, sizes=SIZES)
     finally:
         world.leave()
     return list(calls.values()), found
@@ -99,7 +100,7 @@ def counted(rank: int, slow_rank: int) -> tuple[list[int], tuple[MeasuredCollect
 
 def test_ranks_call_equally_often_whichever_is_slow(two_ranks: Ranks) -> None:
     """Otherwise the last calls of one would wait for ever; what was found is the same on both."""
-    for slow_rank in range(2):
+    for slow_rank in share(range(2), 2):
         one, other = two_ranks.run(counted, slow_rank)
         assert one == other
         assert min(one[0]) >= 2 * 5, "alone and beside compute"
@@ -197,7 +198,7 @@ def test_a_mistake_is_told_once(two_ranks: Ranks, tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_told_on_all_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     found = two_ranks.run(
-        protwin_on, tmp_path, "hardware", "probe", "--seconds=0.2", "--disk-folder=missing", "--output=machine.toml"
+        protwin_on, tmp_path, "hardware", "probe", "--seconds=0.1", "--disk-folder=missing", "--output=machine.toml"
     )
     assert [code for code, _, _ in found] == [2, 2]
     assert len("".join(errors for _, _, errors in found).splitlines()) == 1

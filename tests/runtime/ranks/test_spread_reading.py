@@ -80,7 +80,7 @@ def filled(rank: int, name: str, plan: Plan, folder: str, in_round: int) -> tupl
         (NAME, "sharded", 2, 1, 1),
         (NAME, "replicated", 3, 3_000, 1),
     ],
-    quick=2,
+    quick=[(NAME, "sharded", 2, 1, 1)],
 )
 def test_every_rank_decomposes_some_weights_and_gives_them_to_all(
     name: str,
