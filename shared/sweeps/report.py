@@ -174,8 +174,11 @@ def _title(point: SweepPoint, value: float, chart: _Chart) -> str:
     found = point.found
     assert found is not None
     shown = f"{format_number(value / chart.unit.worth)} {chart.unit.name or chart.title}"
+    kept = ", which keep results of some operations" if found.plan.n_selective else ""
     memory = f"device {format_bytes(found.guaranteed_peak_device_bytes)}, host {format_bytes(found.host_bytes)}"
-    return f"{point.words} tokens: {shown}\n{found.plan_kind.words}, {format_seconds(found.iteration_s)}, {memory}"
+    return (
+        f"{point.words} tokens: {shown}\n{found.plan_kind.words}{kept}, {format_seconds(found.iteration_s)}, {memory}"
+    )
 
 
 def _cards(sweep: Sweep) -> tuple[Card, ...]:

@@ -7,7 +7,7 @@ from typing import Final
 
 from ..basics.units import format_bytes, format_duration, format_number, format_seconds
 from ..schema.advice import Advice, LargestModel, LargestModels, MachineAdvice, PublishedLargest, TrainedModel
-from .labels import LANE_NAMES, NO_VALUE, format_interval_s, format_share
+from .labels import LANE_NAMES, NO_VALUE, format_interval_s, format_share, plan_words, selective_notes
 from .memory import EXPANDABLE_SETTING
 from .question import asked_of_all_table
 from .table import Parts, Row, Table
@@ -76,7 +76,8 @@ def machine_table(title: str, deals: Sequence[MachineAdvice]) -> Table:
     if not any(one.factorisation for one in deals):
         columns, rows = _without(columns, rows, (_BEFORE,))
     expendable = tuple(name for name in (_EXPECTED, *_PRICES[:2], _PEAK, _MICRO_BATCH, ">iteration") if name in columns)
-    return Table(title=title, columns=columns, rows=rows, always=3, expendable=expendable)
+    notes = selective_notes(one.plan for one in deals if one.plan is not None)
+    return Table(title=title, columns=columns, rows=rows, always=3, expendable=expendable, notes=notes)
 
 
 def price_table(advice: Advice) -> Table | None:
@@ -156,7 +157,7 @@ def _cells(one: MachineAdvice) -> Row:
         NO_VALUE if one.gap_frac is None else format_share(one.gap_frac),
         format_bytes(one.guaranteed_peak_device_bytes or 0),
         f"{one.micro_batch_size} x {one.plan.micro_batches}",
-        NO_VALUE if one.plan_kind is None else f"{one.plan_kind}{'' if one.survives is not False else ', tight'}",
+        _plan_cell(one),
         format_interval_s(one.iteration_interval_s) or NO_VALUE,
         NO_VALUE if one.factorisation is None else format_seconds(one.factorisation.host_s),
         *_run_cells(one),
@@ -164,6 +165,12 @@ def _cells(one: MachineAdvice) -> Row:
         NO_VALUE if step is None else format_number(step),
         NO_VALUE if cost is None else f"{cost:.3f}",
     )
+
+
+def _plan_cell(one: MachineAdvice) -> str:
+    if one.plan_kind is None or one.plan is None:
+        return NO_VALUE
+    return f"{plan_words(one.plan, one.plan_kind)}{'' if one.survives is not False else ', tight'}"
 
 
 def _run_cells(one: MachineAdvice) -> Row:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
@@ -11,6 +12,7 @@ from ..basics.units import format_bytes, format_seconds
 from ..records.chrome_trace import subject_of
 from ..schema.optimizer import HostGradients, Optimizer
 from ..schema.plan import ParallelMode, Plan, ProjectionPlace, TrainingMethod
+from ..schema.plan_kind import PlanKind
 from ..schema.record import IterationPhase, MemoryCurve, Origin, PhaseWait, Record, Remedy, RemedyKind
 from ..schema.schedule import Content, Lane, Memory, TaskKind
 
@@ -242,6 +244,20 @@ def knobs(plan: Plan, *, num_blocks: int | None = None) -> tuple[Knob, ...]:
         modes = ", ".join(f"{mode} × {count}" for mode, count in runs)
         shown.append(Knob("activation_modes", modes, "one mode per block, in order"))
     return tuple(shown)
+
+
+def plan_words(plan: Plan, kind: PlanKind) -> str:
+    """The kind of a plan, and whether its checkpointed blocks keep results: a cell of a table."""
+    return f"{kind}, selective" if plan.n_selective else f"{kind}"
+
+
+def selective_notes(plans: Iterable[Plan]) -> list[str]:
+    """What the word means, with how many products are kept; nothing where no plan is selective."""
+    strides = sorted({plan.product_stride for plan in plans if plan.n_selective})
+    if not strides:
+        return []
+    which = " or ".join("every one" if stride == 1 else f"the first of every {stride}" for stride in strides)
+    return [f"selective: recomputed blocks keep results of attention, and of {which} of their matrix products."]
 
 
 def _knobs_of_tiles(plan: Plan) -> list[Knob]:

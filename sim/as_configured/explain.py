@@ -155,7 +155,7 @@ def _searched(
     }
     if settled.options.loss_head is not None:
         knobs["loss_tiles"] = (1,)
-    if configured.plan.n_selective:
+    if settled.run.checkpointing is Checkpointing.SELECTIVE:
         knobs["product_stride"] = None
     request = SearchRequest(
         workload=workload,

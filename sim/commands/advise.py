@@ -64,7 +64,7 @@ from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..space.step_spec import MOST_RANKS, check_shares
 from .model_choice import student_of
 from .options import MOST_SAMPLES, Margin, MaxGradientNorm, MethodName, StudentPath, check_budget, price_files
-from .space_options import AllowedLossTiles, AllowedMlpTiles
+from .space_options import AllowedLossTiles, AllowedMlpTiles, AllowedProductStrides, product_strides
 
 if TYPE_CHECKING:
     from ...shared.report.page import Report
@@ -158,6 +158,7 @@ def advise_command(
     max_gradient_norm: MaxGradientNorm = None,
     optimizer: OptimizerName = None,
     host_gradients: HostGradientsName = None,
+    product_stride: AllowedProductStrides = None,
     mlp_tiles: AllowedMlpTiles = None,
     loss_tiles: AllowedLossTiles = None,
     processes: NumProcesses = None,
@@ -206,6 +207,7 @@ def advise_command(
         student=student_of(model, student, method),
         goal=Goal.LONGEST_SEQUENCE if longest else Goal.FASTEST,
         tiles=AskedTiles.named(mlp_tiles, loss_tiles_of(loss, loss_tiles)),
+        product_stride=product_strides(product_stride),
     )
     numbers = sorted(set(ranks or ()))
     for number in numbers:

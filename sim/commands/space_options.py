@@ -144,6 +144,13 @@ AllowedModes = Annotated[
 ]
 
 
+def product_strides(named: Sequence[int | str] | None) -> tuple[int, ...] | None:
+    """What checkpointed blocks may keep, as ``SearchSpace.product_stride`` has it."""
+    if ALL in (named or ()):
+        return None
+    return tuple(number for number in named or () if isinstance(number, int)) or (0,)
+
+
 def groups_that_share(sequence_ranks: Sequence[int] | None, num_ranks: int) -> int:
     """Groups of ranks with batches of their own, where those share sequences that are named for it: the most of them.
 

@@ -65,7 +65,13 @@ from .options import (
     ranks_to_search,
     unused_devices,
 )
-from .space_options import AllowedModes, AllowedShardRanks, shard_groups_to_search
+from .space_options import (
+    AllowedModes,
+    AllowedProductStrides,
+    AllowedShardRanks,
+    product_strides,
+    shard_groups_to_search,
+)
 
 if TYPE_CHECKING:
     from ...shared.report.page import Report
@@ -121,6 +127,7 @@ def sweep_command(
     device_budget_bytes: DeviceBudget = None,
     margin: Margin = None,
     calibration: CalibrationPath = None,
+    product_stride: AllowedProductStrides = None,
     micro_batches: MicroBatches = None,
     max_gradient_norm: MaxGradientNorm = None,
     optimizer: OptimizerName = None,
@@ -179,7 +186,7 @@ def sweep_command(
                 calibration=Calibration.load(calibration) if calibration is not None else None,
                 device_budget_bytes=device_budget_bytes,
                 margin_frac=DEFAULT_MARGIN_FRAC if margin is None else margin / 100,
-                space=choice.tiles.space,
+                space=choice.tiles.space.model_copy(update={"product_stride": product_strides(product_stride)}),
                 step=Step(
                     micro_batches=micro_batches or 1,
                     max_gradient_norm=max_gradient_norm,

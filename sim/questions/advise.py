@@ -44,7 +44,9 @@ from ...shared.workloads.source import (
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..searching.request import Effort, GlobalBatch, SearchRequest, Step
 from ..searching.search import search_batches
+from ..space.space import SearchSpace
 from ..space.step_spec import StepSpec
+from ..space.tilings import tile_counts
 from .goals import SEQUENCE_STEP, Shapes, search_goal
 from .in_tiles import AskedTiles, Tiles
 from .processes import end_with_parent, interruptions_held
@@ -86,6 +88,8 @@ class AdviceRequest:
     """Or LONGEST_SEQUENCE, which has no ``sequence_length``."""
     tiles: AskedTiles = field(default_factory=AskedTiles)
     """Numbers of tiles that plans may have."""
+    product_stride: tuple[int, ...] | None = (0,)
+    """What checkpointed blocks may keep, as of ``SearchSpace``."""
 
     @property
     def identity(self) -> str:
@@ -97,6 +101,11 @@ class AdviceRequest:
             "tiles": asdict(self.tiles),
         }
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
+
+    @property
+    def space(self) -> SearchSpace:
+        """Plans to search."""
+        return self.tiles.space.model_copy(update={"product_stride": self.product_stride})
 
     def calibration_of(self, hardware: Hardware) -> Calibration | None:
         """The factors that were measured on the machine, if there are any."""
@@ -341,6 +350,7 @@ def check_request(request: AdviceRequest, cache: Path | None, method: TrainingMe
     workload = check_method(request.workload_at(least, cache), request.model, method)
     check_optimizer(request.optimizer, workload.parameters)
     check_host_gradients(request.host_gradients, workload.parameters)
+    tile_counts(request.space, workload)
     if request.num_tokens is not None and sequence_length_of(workload) is None:
         raise PlanError(f"{request.model} is trained on samples without tokens. Leave out the number of tokens.")
     return request.global_batch // least
@@ -400,7 +410,7 @@ def _search(request: AdviceRequest, offer: Offer, cache: Path | None) -> BatchSe
         ),
         hardware=hardware,
         calibration=request.calibration_of(hardware),
-        space=request.tiles.space,
+        space=request.space,
         device_budget_bytes=request.device_budget_bytes,
         margin_frac=request.margin_frac,
         step=Step(

@@ -42,6 +42,9 @@ _UNLIMITED_BYTES: Final = 2**50
 """More than any batch needs."""
 _ON_DEVICE: Final = (PlanKind.RESIDENT, PlanKind.CHECKPOINTED)
 
+_OF_RECOMPUTATION: Final = ("n_checkpoint", "n_selective", "product_stride", "mlp_tiles", "loss_tiles")
+"""Knobs that decide what runs again in backward."""
+
 Shape = tuple[int, int]
 """Samples of a micro-batch, and tokens of a sample."""
 
@@ -112,9 +115,7 @@ def search_point(asked: SweepRequest, shape: Shape) -> SweepPoint:
     assert isinstance(workload, Workload), "a sweep names the size of the micro-batch"
     unlimited = _unlimited(request, asked.unlimited_chunk_bytes)
     same = simulate(
-        unlimited.plan.model_copy(
-            update={knob: getattr(result.plan, knob) for knob in ("n_checkpoint", "mlp_tiles", "loss_tiles")}
-        ),
+        unlimited.plan.model_copy(update={knob: getattr(result.plan, knob) for knob in _OF_RECOMPUTATION}),
         workload,
         request.hardware,
         request.calibration,

@@ -30,15 +30,13 @@ from dataclasses import replace
 from itertools import product
 
 from ...shared.basics.errors import InfeasibleError, PlanError
-from ...shared.phases.activation_modes import why_no_product_stride
 from ...shared.phases.sequence_sharing import why_no_sequence_ranks, why_not_shared
-from ...shared.phases.tiling import why_no_loss_tiles, why_no_mlp_tiles
 from ...shared.schema.plan import ParallelMode, ProjectionPlace, TrainingMethod
 from ...shared.schema.plan_kind import PlanKind
 from ...shared.schema.search_result import BatchSearchResult, Risk
 from ...shared.schema.search_result import SearchResult as SearchResult
 from ...shared.schema.workload import Workload
-from ..space.tilings import WHOLE, Tiles
+from ..space.tilings import WHOLE, Tiles, tile_counts
 from .baselines import baselines
 from .branch_and_bound import BranchAndBound, OnProgress, was_interrupted
 from .choice import Chooser, Grouping, Where
@@ -271,52 +269,11 @@ def _shares(request: SearchRequest, workload: Workload) -> dict[int, list[Tiles]
     for number in known:
         if number in named if named is not None else why_not_shared(number, num_ranks) is None:
             try:
-                found[number] = _tile_counts(request, workload.shared_among(number))
+                found[number] = tile_counts(request.space, workload.shared_among(number))
             except PlanError as error:
                 refusal = refusal or error
     if not found and refusal is not None:
         raise refusal
-    return found
-
-
-def _tile_counts(request: SearchRequest, workload: Workload) -> list[Tiles]:
-    """The numbers of tiles that MLPs may run in, and those of the loss, the fewest first, with what blocks may keep.
-
-    All that the workload knows, or those that the space allows.  Raises PlanError if the workload knows none of these.
-    """
-    mlp = (1, *(tiling.mlp_tiles for tiling in workload.tilings))
-    loss = (1, *(tiling.loss_tiles for tiling in workload.loss_tilings))
-    found: list[list[int]] = []
-    for known, allowed in ((mlp, request.space.mlp_tiles), (loss, request.space.loss_tiles)):
-        found.append([number for number in known if allowed is None or number in allowed])
-    if not found[0]:
-        assert request.space.mlp_tiles is not None
-        raise PlanError(f"{why_no_mlp_tiles(request.space.mlp_tiles[0], workload.tilings, workload.model_name)}.")
-    if not found[1]:
-        assert request.space.loss_tiles is not None
-        raise PlanError(
-            f"{why_no_loss_tiles(request.space.loss_tiles[0], workload.loss_tilings, workload.model_name)}."
-        )
-    found.append(_product_strides(request, workload))
-    # Blocks whose MLPs run in tiles keep no results.
-    tiles = [(mlp, loss, stride) for mlp, loss, stride in product(*found) if mlp == 1 or not stride]
-    if not tiles:
-        raise PlanError(
-            f"the space holds no plan: product_stride is at least {min(found[2])} and mlp_tiles at least "
-            f"{min(found[0])}, but blocks in tiles keep no results. Allow mlp_tiles = 1, or product_stride = 0."
-        )
-    return tiles
-
-
-def _product_strides(request: SearchRequest, workload: Workload) -> list[int]:
-    """What checkpointed blocks may keep; 0: nothing.  Raises PlanError if the workload knows none of what is named."""
-    of_profiles = [{of.product_stride for of in profile.selective} for profile in workload.profiles]
-    known = (0, *sorted(set.intersection(*of_profiles)))
-    wanted = request.space.product_stride
-    found = [stride for stride in known if wanted is None or stride in wanted]
-    if not found:
-        assert wanted is not None
-        raise PlanError(f"{why_no_product_stride(min(wanted), known[1:], workload.model_name)}.")
     return found
 
 

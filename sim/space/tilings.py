@@ -15,12 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Final
 
 import numpy as np
 
+from ...shared.basics.errors import PlanError
 from ...shared.layout.tiling import keeping_results
 from ...shared.layout.travelling_inputs import input_bytes
+from ...shared.phases.activation_modes import why_no_product_stride
+from ...shared.phases.tiling import why_no_loss_tiles, why_no_mlp_tiles
 from ...shared.schema.workload import Workload
 from .enumerate import mode_rows
 from .space import ModeRows, SearchSpace
@@ -35,6 +39,44 @@ def run_in(workload: Workload, tiles: Tiles) -> Workload:
     mlp_tiles, loss_tiles, product_stride = tiles
     found = workload.tiled(mlp_tiles, loss_tiles)
     return keeping_results(found, (True,) * found.num_blocks, product_stride) if product_stride else found
+
+
+def tile_counts(space: SearchSpace, workload: Workload) -> list[Tiles]:
+    """The numbers of tiles that MLPs may run in, and those of the loss, the fewest first, with what blocks may keep.
+
+    All that the workload knows, or those that the space allows.  Raises PlanError if the workload knows none of these.
+    """
+    mlp = (1, *(tiling.mlp_tiles for tiling in workload.tilings))
+    loss = (1, *(tiling.loss_tiles for tiling in workload.loss_tilings))
+    found: list[list[int]] = []
+    for known, allowed in ((mlp, space.mlp_tiles), (loss, space.loss_tiles)):
+        found.append([number for number in known if allowed is None or number in allowed])
+    if not found[0]:
+        assert space.mlp_tiles is not None
+        raise PlanError(f"{why_no_mlp_tiles(space.mlp_tiles[0], workload.tilings, workload.model_name)}.")
+    if not found[1]:
+        assert space.loss_tiles is not None
+        raise PlanError(f"{why_no_loss_tiles(space.loss_tiles[0], workload.loss_tilings, workload.model_name)}.")
+    found.append(_product_strides(space.product_stride, workload))
+    # Blocks whose MLPs run in tiles keep no results.
+    tiles = [(mlp, loss, stride) for mlp, loss, stride in product(*found) if mlp == 1 or not stride]
+    if not tiles:
+        raise PlanError(
+            f"the space holds no plan: product_stride is at least {min(found[2])} and mlp_tiles at least "
+            f"{min(found[0])}, but blocks in tiles keep no results. Allow mlp_tiles = 1, or product_stride = 0."
+        )
+    return tiles
+
+
+def _product_strides(wanted: tuple[int, ...] | None, workload: Workload) -> list[int]:
+    """What checkpointed blocks may keep; 0: nothing.  Raises PlanError if the workload knows none of what is named."""
+    of_profiles = [{of.product_stride for of in profile.selective} for profile in workload.profiles]
+    known = (0, *sorted(set.intersection(*of_profiles)))
+    found = [stride for stride in known if wanted is None or stride in wanted]
+    if not found:
+        assert wanted is not None
+        raise PlanError(f"{why_no_product_stride(min(wanted), known[1:], workload.model_name)}.")
+    return found
 
 
 def mode_rows_in_tiles(tilings: Mapping[Tiles, Workload], space: SearchSpace) -> ModeRows:

@@ -353,6 +353,22 @@ def test_the_answer_is_that_of_the_simulator_and_of_the_search() -> None:
 
 
 @pytest.mark.slow
+def test_a_plan_for_a_run_that_keeps_results_by_operation_may_keep_them_too() -> None:
+    """The command that the answer names finds the same plan; where the run keeps none, no plan does."""
+    knobs = {"sequence_length": 2048, "batch_size": 2}
+    plans = []
+    for kind in (Checkpointing.SELECTIVE, Checkpointing.FULL):
+        run = AskedRun.model_validate(GOOD | knobs | {"checkpointing": kind})
+        asked = Asked(file="a", hardware_name="a40", machine=machine("a40"), device_budget_bytes=12 * 2**30)
+        told = explain(Reading(tool=Tool.TORCHTITAN, run=run), Said(), asked, never)
+        assert ("--product-stride=all" in told.command) is (kind is Checkpointing.SELECTIVE)
+        assert told.found is not None
+        plans.append(told.found.plan)
+    assert plans[0].n_selective == plans[0].n_checkpoint > 0
+    assert plans[1].n_selective == 0
+
+
+@pytest.mark.slow
 def test_a_run_that_does_not_fit_lacks_what_the_account_says() -> None:
     told = told_of(model="llama-3-8b", sequence_length=2048)
     (lack,) = told.lacking

@@ -6,15 +6,19 @@ import json
 import os
 import signal
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from protwin.shared.basics.errors import FileError, HardwareError, InfeasibleError, PlanError, ProtwinError
 from protwin.shared.basics.progress import no_progress
 from protwin.shared.catalogue.machines import machine as known_machine
+from protwin.shared.catalogue.machines import override_hardware
 from protwin.shared.schema.advice import Advice, MachineAdvice
 from protwin.shared.schema.hardware import Hardware
+from protwin.shared.schema.plan_kind import PlanKind
 from protwin.shared.schema.search_result import BatchSearchResult, Goal
 from protwin.shared.tables.advice import advice_tables
 from protwin.shared.tables.terminal import as_text
@@ -28,9 +32,10 @@ from protwin.sim.questions.advise import (
     search_machine,
     whole_machines,
 )
-from protwin.sim.questions.in_tiles import sensible_tiles
-from protwin.sim.searching.request import GlobalBatch, SearchRequest, Step
+from protwin.sim.questions.in_tiles import AskedTiles, sensible_tiles
+from protwin.sim.searching.request import Effort, GlobalBatch, SearchRequest, Step
 from protwin.sim.searching.search import search_batches
+from protwin.sim.space.space import SearchSpace
 from tests.cli.saved import decoder
 from tests.sim.hand_made import machine, workload
 
@@ -243,6 +248,51 @@ def test_advice_about_a_machine_is_that_of_a_search_asked_directly(tmp_path: Pat
         if result.passed_over is not None:
             within *= 1 - result.uncertainty.between(result.plan_kind, result.passed_over.plan_kind)
         assert result.gap_frac <= 1 - within
+
+
+@pytest.mark.slow
+def test_advice_may_keep_results_of_operations() -> None:
+    box = override_hardware(known_machine("rtx-3090"), {"device.memory_bytes": "4300MiB", "host.memory_bytes": "8GiB"})
+    request = AdviceRequest("gpt2", 1024, None, 4, None, "", product_stride=(2,))
+    assert request.identity != replace(request, product_stride=(0,)).identity
+    one = search_machine(request, Offer(box))
+    directly = search_batches(
+        SearchRequest(
+            workload=GlobalBatch(num_samples=4, workload_at=lambda size: request.workload_at(size, None, box.device)),
+            hardware=box,
+            space=SearchSpace(product_stride=(2,)),
+            effort=Effort(max_replays=2000),
+        )
+    ).result
+    assert one.plan is not None
+    assert one.plan == directly.plan
+    assert (one.plan.n_selective, one.plan.product_stride) == (one.plan.n_checkpoint, 2)
+
+
+def test_tables_say_which_plans_keep_results_of_operations() -> None:
+    def told(**knobs: int) -> str:
+        one = answer("box", 1, 1, 1.0)
+        assert one.plan is not None
+        one = one.model_copy(update={"plan": one.plan.model_copy(update=knobs), "plan_kind": PlanKind.CHECKPOINTED})
+        advice = Advice(model="gpt2", sequence_length=8, global_batch_size=4, machines=(one,))
+        return " ".join(as_text(advice_tables(advice)).split())
+
+    assert "selective" not in told(n_checkpoint=3)
+    assert "checkpointed, selective" in told(n_checkpoint=3, n_selective=3)
+    assert "every one of their matrix products" in told(n_checkpoint=3, n_selective=3)
+    assert "the first of every 2 of their matrix" in told(n_checkpoint=3, n_selective=3, product_stride=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"product_stride": (3,)}, "product_stride: 3, but it is known for 1 and 2"),
+        ({"product_stride": (1,), "tiles": AskedTiles(mlp=(2,))}, "blocks in tiles keep no results"),
+    ],
+)
+def test_what_no_block_keeps_is_refused_before_any_search(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(PlanError, match=told):
+        check_request(replace(AdviceRequest("qwen2.5-0.5b", 64, None, 4, None, ""), **changes), None)
 
 
 def answer(name: str, num_ranks: int, num_devices: int, tokens_per_s: float | None) -> MachineAdvice:

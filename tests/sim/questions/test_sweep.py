@@ -17,7 +17,7 @@ from protwin.shared.schema.plan_kind import PlanKind
 from protwin.shared.sweeps.sweep import SweepPoint
 from protwin.sim.commands.model_choice import ModelChoice
 from protwin.sim.engine.simulator import simulate
-from protwin.sim.questions.sweep import Shape, SweepRequest, _ToDo, sweep
+from protwin.sim.questions.sweep import Shape, SweepRequest, _ToDo, search_point, sweep
 from protwin.sim.searching.least_memory import some_plan_fits
 from protwin.sim.searching.problem import search_problem
 from protwin.sim.searching.request import SearchRequest, Step
@@ -105,7 +105,8 @@ def check_unlimited(points: dict[Shape, SweepPoint]) -> None:
         best = search_batches(SearchRequest(workload=workload, hardware=large)).result
         assert best.plan_kind is PlanKind.RESIDENT
         assert point.unlimited_s == pytest.approx(best.prediction.iteration_s, rel=0.01)
-        recomputing = {knob: getattr(plan, knob) for knob in ("n_checkpoint", "mlp_tiles", "loss_tiles")}
+        knobs = ("n_checkpoint", "n_selective", "product_stride", "mlp_tiles", "loss_tiles")
+        recomputing = {knob: getattr(plan, knob) for knob in knobs}
         own_s = simulate(best.plan.model_copy(update=recomputing), workload, large).iteration_s
         assert point.same_recomputation_s == pytest.approx(own_s, rel=0.01)
 
@@ -115,6 +116,31 @@ def test_points_have_the_plans_that_searches_recommend(few: dict[Shape, SweepPoi
     check_found(few)
     check_unlimited(few)
     assert few[1, 256].on_device == few[1, 256].found
+
+
+def test_what_selective_plans_recompute_is_less_than_checkpointed_ones() -> None:
+    """The plan of a search that may keep every second product, and what its recomputation costs, by hand."""
+    shape, hardware = (4, 1024), override_hardware(SMALL, {"device.memory_bytes": "6GiB"})
+    asked = request_of(hardware)
+    one_size = {"chunk_bytes": (64 * 2**20,), "prefetch_depth": (1,)}
+    request = replace(asked.request, space=SearchSpace.model_validate({"product_stride": (2,), **one_size}))
+    point = search_point(replace(asked, request=request, unlimited_chunk_bytes=64 * 2**20), shape)
+    workload = asked.workload_at(*shape)
+    result = search_batches(replace(request, workload=workload)).result
+    assert point.found is not None
+    assert point.found.plan == result.plan
+    assert (point.found.plan.n_selective, point.found.plan.product_stride) == (point.found.plan.n_checkpoint, 2)
+    large = override_hardware(hardware, {"device.memory_bytes": "4TiB", "host.memory_bytes": "4TiB"})
+    of_size = SearchSpace.model_validate(one_size | {"n_checkpoint": (0,)})
+    resident = search_batches(SearchRequest(workload=workload, hardware=large, space=of_size)).result.plan
+    recomputing = {"n_checkpoint": result.plan.n_checkpoint}
+    keeping = {"n_selective": result.plan.n_selective, "product_stride": 2}
+    whole_s, selective_s = (
+        simulate(resident.model_copy(update=knobs), workload, large).iteration_s
+        for knobs in (recomputing, recomputing | keeping)
+    )
+    assert point.same_recomputation_s == pytest.approx(selective_s, rel=0.01)
+    assert selective_s < 0.97 * whole_s
 
 
 @pytest.mark.slow
