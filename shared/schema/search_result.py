@@ -9,6 +9,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 
 from ..basics.documents import Document, FrozenModel
 from ..basics.interval import Interval
+from .list_price import ListPrice
 from .plan import ParallelMode, Plan, mode_words
 from .plan_kind import PlanKind, Uncertainty
 from .record import Record
@@ -284,6 +285,8 @@ class SearchResult(Document):
     goal: Goal = Goal.FASTEST
     goal_words: str = ""
     """What was reached, in words, and what lies beyond it."""
+    list_price: ListPrice | None = None
+    """What the machine was taken to cost for the goal, where nobody stated a price."""
     plan: Plan
     """The recommended plan."""
     plan_kind: PlanKind

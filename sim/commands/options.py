@@ -80,7 +80,7 @@ GoalName = Annotated[
     typer.Option(
         "--goal",
         help="What the search is for. longest-sequence and largest-batch choose --sequence-length and --batch-size; "
-        "cheapest chooses how many of the machine's devices.",
+        "cheapest chooses how many of the machine's devices, at what --price, its file or a public list says.",
     ),
 ]
 RiskName = Annotated[

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
+from types import NoneType
 from typing import TypedDict, Unpack, cast, overload
 
+from ...shared.basics.arguments import as_whole, check_kind, shown
 from ...shared.basics.errors import HardwareError, PlanError, WorkloadError
 from ...shared.basics.progress import OnProgress, no_progress
+from ...shared.basics.suggestions import did_you_mean
 from ...shared.catalogue.machines import load_hardware
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Device, Hardware
-from ...shared.schema.plan import Plan
+from ...shared.schema.optimizer import HostGradients, Optimizer
+from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.record import Record
 from ...shared.schema.schedule import Schedule
 from ...shared.schema.search_result import Risk, SearchResult
@@ -37,7 +43,10 @@ class Shape(TypedDict, total=False):
 
 
 class SearchOptions(Shape, total=False):
-    """What ``search`` takes besides; all but the first are fields of ``SearchRequest``, and mean the same."""
+    """What ``search`` takes besides; all but the first are fields of ``SearchRequest`` and ``Step``, and mean the same.
+
+    Text may stand for a member of an enumeration (``optimizer="lion"``), one number or member for a tuple of one.
+    """
 
     global_batch_size: int
     """Samples per step of all ranks, in the place of ``batch_size``: micro-batches of every size are searched."""
@@ -50,6 +59,14 @@ class SearchOptions(Shape, total=False):
     effort: Effort
     risk: Risk
     baselines: tuple[tuple[str, Plan], ...] | None
+    micro_batches: int
+    """This and all below are fields of ``Step``, in the place of ``step``."""
+    max_gradient_norm: float | None
+    num_ranks: int
+    modes: tuple[ParallelMode, ...]
+    optimizer: Optimizer
+    host_gradients: HostGradients
+    shard_ranks: tuple[int, ...] | None
 
 
 @overload
@@ -89,12 +106,13 @@ def search(
         on_progress: Told, now and then, how many plans of how many are decided.
         keep_interrupted: Ctrl-C ends the search with the best plan so far, if any, and the certificate says so.
         options: ``batch_size`` (1 unless given), ``sequence_length`` (2,048, or the model's longest if shorter),
-            ``dtype`` and ``training`` of a named model, ``global_batch_size``, and the fields of ``SearchRequest``;
-            sizes may be text (``device_budget_bytes="10GiB"``).
+            ``dtype`` and ``training`` of a named model, ``global_batch_size``, the fields of ``SearchRequest``, and
+            those of ``Step`` (``micro_batches=2``); sizes may be text (``device_budget_bytes="10GiB"``).
 
-    Raises InfeasibleError if no plan fits, PlanError if there is no plan at all, and what ``load_workload`` and
-    ``load_hardware`` raise.
+    Raises InfeasibleError if no plan fits, PlanError if there is no plan at all or an option is of another type than it
+    has, TypeError if there is no such option, and what ``load_workload`` and ``load_hardware`` raise.
     """
+    _check_call(on_progress)
     if isinstance(model, SearchRequest):
         if hardware is not None or options:
             besides = ", ".join([*(["hardware"] if hardware is not None else []), *options])
@@ -130,8 +148,13 @@ def simulate(
 
     Raises PlanError if the plan does not fit the workload, ScheduleError if ``schedule`` is unsafe, CalibrationError if
     the calibration belongs to another machine, HardwareError if the machine lacks a figure that the workload needs or a
-    device for a rank, and WorkloadError if the workload says nothing of how long it takes on this machine.
+    device for a rank, WorkloadError if the workload says nothing of how long it takes on this machine, and TypeError if
+    there is no such keyword.
     """
+    _check_call(on_progress)
+    check_kind("plan", plan, (Plan, str, Path), "a Plan, or the name of its file")
+    check_kind("schedule", schedule, (Schedule, NoneType), "a Schedule, or None")
+    _check_names("simulate", shape, tuple(Shape.__annotations__))
     machine = _machine(hardware)
     return simulate_plan(
         plan if isinstance(plan, Plan) else Plan.load(plan),
@@ -144,7 +167,15 @@ def simulate(
 
 
 def _request(model: Workload | GlobalBatch | str | Path, machine: Hardware, options: SearchOptions) -> SearchRequest:
-    fields = {name: value for name, value in options.items() if name not in _OF_WORKLOAD}
+    _check_names("search", options, tuple(SearchOptions.__annotations__))
+    of_step = {name: value for name, value in options.items() if name in _OF_STEP}
+    if of_step and "step" in options:
+        raise PlanError(f"step is the whole step, but {', '.join(of_step)} is given besides. Put it into the Step.")
+    if "global_batch_size" in options and "micro_batches" in options:
+        raise PlanError("global_batch_size and micro_batches exclude each other. Leave one of the two out.")
+    fields = {name: value for name, value in options.items() if name not in _OF_WORKLOAD | _OF_STEP}
+    if of_step:
+        fields["step"] = Step(**of_step)  # type: ignore[arg-type]
     shape = _shape(options)
     device = machine.device
     workload: Workload | GlobalBatch
@@ -162,6 +193,25 @@ def _request(model: Workload | GlobalBatch | str | Path, machine: Hardware, opti
 
 
 _OF_WORKLOAD = {*Shape.__annotations__, "global_batch_size"}
+_OF_STEP = {field.name for field in dataclass_fields(Step)}
+
+
+def _check_call(on_progress: OnProgress | None) -> None:
+    check_kind("on_progress", on_progress, (Callable, NoneType), "a function of two numbers")  # type: ignore[arg-type]
+
+
+def _check_names(function: str, given: Mapping[str, object], known: tuple[str, ...]) -> None:
+    """Raise TypeError if something is given that ``function`` does not know, with where it belongs."""
+    for name in given:
+        if name in known:
+            continue
+        if function == "search" and name in SearchSpace.model_fields:
+            hint = f"It is a knob of plans: space=SearchSpace({name}=(...,))."
+        elif function == "search" and name in {field.name for field in dataclass_fields(Effort)}:
+            hint = f"It is a field of Effort: effort=Effort({name}=...)."
+        else:
+            hint = did_you_mean(name, known)
+        raise TypeError(f"{function}() has no argument {name}. {hint}")
 
 
 def _shape(options: SearchOptions) -> Shape:
@@ -176,6 +226,8 @@ def _global_batch(
         raise PlanError("global_batch_size has every size of the micro-batch searched, which needs a model by name.")
     if "batch_size" in shape:
         raise PlanError("global_batch_size and batch_size exclude each other. Leave one of the two out.")
+
+    num_samples = as_whole("global_batch_size", num_samples)
 
     def workload_at(size: int) -> Workload:
         return _workload(model, device, {**shape, "batch_size": size})
@@ -193,6 +245,9 @@ def _workload(model: Workload | str | Path, device: Device, shape: Shape) -> Wor
             f"protwin.runtime.trace(model, batch)."
         )
     batch_size, length = (None, None) if is_saved_workload(str(model)) else usual_shape(str(model))
+    training = shape.get("training", FULL_TRAINING)
+    check_kind("training", training, TrainingOptions, 'TrainingOptions, as TrainingOptions(lora={"rank": 16})')
+    check_kind("dtype", shape.get("dtype"), (str, NoneType), 'text such as "bf16"')
     return resolve_workload(
         str(model),
         batch_size=shape.get("batch_size", batch_size),
@@ -200,7 +255,7 @@ def _workload(model: Workload | str | Path, device: Device, shape: Shape) -> Wor
         dtype=shape.get("dtype"),
         cache=None,
         warn=lambda _: None,  # it says why tracing takes long
-        options=shape.get("training", FULL_TRAINING),
+        options=training,
         device=device,
     )
 
@@ -213,10 +268,14 @@ def _check_no_shape(model: Workload | GlobalBatch, shape: Shape) -> None:
 def _machine(hardware: Hardware | str | Path | None) -> Hardware:
     if isinstance(hardware, Hardware):
         return hardware
-    if not isinstance(hardware, str | Path):
+    if hardware is None:
         raise HardwareError('no machine is named. Name one, as in search("llama-3-8b", "rtx-3090").')
+    if not isinstance(hardware, str | Path):
+        raise HardwareError(f'hardware is {shown(hardware)}; it must be a Hardware, or a name such as "rtx-3090".')
     return load_hardware(hardware)
 
 
 def _calibration(calibration: Calibration | str | Path | None) -> Calibration | None:
+    kinds = (Calibration, str, Path, NoneType)
+    check_kind("calibration", calibration, kinds, "a Calibration, the name of its file, or None")
     return Calibration.load(calibration) if isinstance(calibration, str | Path) else calibration

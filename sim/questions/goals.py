@@ -11,6 +11,7 @@ from typing import Final
 
 from ...shared.basics.errors import HardwareError, InfeasibleError, PlanError, ProtwinError
 from ...shared.basics.units import format_bytes
+from ...shared.catalogue.list_prices import with_list_prices
 from ...shared.catalogue.rank_share import rent_of_ranks
 from ...shared.schema.search_result import BatchSearchResult, Goal
 from ...shared.schema.workload import Workload
@@ -48,7 +49,8 @@ def search_goal(
     """The answer of ``request`` to ``goal``; errors as of ``search``.
 
     ``shapes``: for the longest sequence and the largest batch, in the place of the request's workload.  Raises
-    PlanError if a goal lacks what it needs, HardwareError if there is no price to be cheapest by.
+    PlanError if a goal lacks what it needs, HardwareError if there is no price to be cheapest by: neither the machine's
+    own nor one of a public list.
     """
     if goal is Goal.FASTEST:
         return search_batches(request, on_progress=on_progress, keep_interrupted=keep_interrupted)
@@ -73,14 +75,16 @@ def _said(found: BatchSearchResult, goal: Goal, words: str) -> BatchSearchResult
 def _cheapest(request: SearchRequest, on_progress: OnProgress | None) -> BatchSearchResult:
     """Over numbers of ranks: all of the machine's, halved as often as possible; and one alone.
 
-    Machines are rented whole: a device that idles is paid for as well.
+    Machines are rented whole: a device that idles is paid for as well.  One without a price costs what a public list
+    said, if it is on one.
     """
-    hardware = request.hardware
+    (hardware,), listed = with_list_prices([request.hardware])
     if hardware.price_usd_per_hour is None:
         raise HardwareError(
-            f"{hardware.name} has no price, so nothing is cheapest. Give one in US dollars an hour: "
-            f"--price {hardware.name}=2.50."
+            f"{hardware.name} has no price, and no list that is known here has one for its devices, so nothing is "
+            f"cheapest. Give one in US dollars an hour: --price {hardware.name}=2.50."
         )
+    request = replace(request, hardware=hardware)
     wanted = request.step.num_ranks
     numbers = {1, hardware.num_devices, wanted}
     half = hardware.num_devices
@@ -104,6 +108,10 @@ def _cheapest(request: SearchRequest, on_progress: OnProgress | None) -> BatchSe
     num_ranks, answer = found[min(found)]
     others = ", ".join(f"{number:,}" for number, _ in (found[cost] for cost in sorted(found)[1:]))
     words = f"tokens cost least on {num_ranks:,} of {hardware.num_devices:,} devices"
+    if listed:
+        price = listed[0]
+        words += f", at {price.usd_per_hour:.2f} USD an hour ({price.kind.words}, {price.words}; --price states yours)"
+        answer = answer.model_copy(update={"result": answer.result.model_copy(update={"list_price": price})})
     return _said(answer, Goal.CHEAPEST, f"{words}; {others} cost more" if others else words)
 
 

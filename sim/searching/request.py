@@ -13,9 +13,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from math import gcd
+from types import NoneType
 
+from ...shared.basics.arguments import (
+    as_choice,
+    as_choices,
+    as_number,
+    as_size,
+    as_whole,
+    as_wholes,
+    check_kind,
+    wrong,
+)
 from ...shared.basics.errors import PlanError
-from ...shared.basics.units import as_bytes
 from ...shared.catalogue.rank_share import machine_of_rank
 from ...shared.methods.known import method_named
 from ...shared.methods.method import Method
@@ -56,7 +66,13 @@ class GlobalBatch:
     num_samples: int
     workload_at: WorkloadAt
     micro_batch_sizes: tuple[int, ...] | None = None
-    """Sizes to search, in samples; None for every size that divides a rank's share."""
+    """Sizes to search, in samples, or one; None for every size that divides a rank's share."""
+
+    def __post_init__(self) -> None:
+        _set(self, num_samples=as_whole("num_samples", self.num_samples))
+        check_kind("workload_at", self.workload_at, Callable, "a function of the number of samples")  # type: ignore[arg-type]
+        if self.micro_batch_sizes is not None:
+            _set(self, micro_batch_sizes=as_wholes("micro_batch_sizes", self.micro_batch_sizes))
 
     def sizes(self, num_ranks: int) -> tuple[int, ...]:
         """Samples per micro-batch to search, ascending; each divides the share of one of ``num_ranks`` ranks.
@@ -101,6 +117,20 @@ class Step:
     shard_ranks: tuple[int, ...] | None = None
     """Ranks of a shard group in mode SHARDED, one number or several; ``()`` for every number that makes equal groups.
     None: all ranks, and where these fill several nodes the ranks of one node."""
+
+    def __post_init__(self) -> None:
+        _set(
+            self,
+            micro_batches=as_whole("micro_batches", self.micro_batches),
+            num_ranks=as_whole("num_ranks", self.num_ranks, least=1),
+            modes=as_choices("modes", self.modes, ParallelMode),
+            optimizer=as_choice("optimizer", self.optimizer, Optimizer),
+            host_gradients=as_choice("host_gradients", self.host_gradients, HostGradients),
+        )
+        if self.max_gradient_norm is not None:
+            _set(self, max_gradient_norm=as_number("max_gradient_norm", self.max_gradient_norm))
+        if self.shard_ranks is not None:
+            _set(self, shard_ranks=as_wholes("shard_ranks", self.shard_ranks))
 
     @property
     def allowed_modes(self) -> tuple[ParallelMode, ...]:
@@ -175,6 +205,11 @@ class Effort:
     (``sim/searching/confidence.py``)."""
 
     def __post_init__(self) -> None:
+        _set(self, tolerance_frac=as_number("tolerance_frac", self.tolerance_frac))
+        if self.max_replays is not None:
+            _set(self, max_replays=as_whole("max_replays", self.max_replays))
+        if self.uncertainty is not None:
+            check_kind("uncertainty", self.uncertainty, Uncertainty, "an Uncertainty, or None")
         if not 0 <= self.tolerance_frac < 1:
             raise PlanError(f"tolerance_frac is {self.tolerance_frac}; it must be at least 0 and below 1.")
         if self.max_replays is not None and self.max_replays < 1:
@@ -216,14 +251,32 @@ class SearchRequest:
     None for no baselines at all, and no word about plans that are left out by default."""
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         for budget in ("device_budget_bytes", "host_budget_bytes"):
-            if isinstance(size := getattr(self, budget), str):
-                object.__setattr__(self, budget, as_bytes(size))
+            if (size := getattr(self, budget)) is not None:
+                _set(self, **{budget: as_size(budget, size)})
+        _set(self, risk=as_choice("risk", self.risk, Risk))
+        if self.margin_frac is not None:
+            _set(self, margin_frac=as_number("margin_frac", self.margin_frac))
         for number in self.space.sequence_ranks or ():
             if (reason := why_not_shared(number, self.step.num_ranks)) is not None:
                 raise PlanError(f"{reason}.")
         if self.margin_frac is not None and not 0 <= self.margin_frac < 1:
             raise PlanError(f"margin_frac is {self.margin_frac}; it must be at least 0 and below 1.")
+
+    def _check_kinds(self) -> None:
+        check_kind("workload", self.workload, (Workload, GlobalBatch), "a Workload or a GlobalBatch")
+        check_kind("hardware", self.hardware, Hardware, "a Hardware, as load_hardware gives it")
+        check_kind("calibration", self.calibration, (Calibration, NoneType), "a Calibration, or None")
+        check_kind("space", self.space, SearchSpace, "a SearchSpace")
+        check_kind("step", self.step, Step, "a Step, as Step(micro_batches=2)")
+        check_kind("effort", self.effort, Effort, "an Effort, as Effort(tolerance_frac=0.01)")
+        check_kind("method", self.method, (Method, NoneType), "a Method, or None")
+        pairs = self.baselines if isinstance(self.baselines, tuple | list | NoneType) else (self.baselines,)
+        for pair in pairs or ():
+            named = pair if isinstance(pair, tuple | list) and len(pair) == 2 else (None, None)
+            if not (isinstance(named[0], str) and isinstance(named[1], Plan)):
+                raise wrong("baselines", self.baselines, 'pairs of a name and a Plan, as (("mine", plan),)')
 
     @property
     def world_ranks(self) -> int:
@@ -336,6 +389,12 @@ class SearchRequest:
             of_rank = self.hardware if num_ranks == 1 else machine_of_rank(self.hardware, num_ranks)
             host_bytes = default_host_budget_bytes(of_rank, device_bytes)
         return device_bytes, host_bytes
+
+
+def _set(frozen: object, **fields: object) -> None:
+    """Set fields of a frozen object while it is being made."""
+    for name, value in fields.items():
+        object.__setattr__(frozen, name, value)
 
 
 def divisors(number: int) -> tuple[int, ...]:

@@ -11,6 +11,8 @@ import numpy.typing as npt
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, field_validator
 
 from ...shared.basics.documents import FrozenModel
+from ...shared.basics.errors import ProtwinError
+from ...shared.basics.units import as_bytes
 from ...shared.layout.layout import Layout
 from ...shared.layout.residencies import ChunkResidency
 from ...shared.schema.plan import Plan
@@ -25,7 +27,18 @@ Values = TypeVar("Values", IntArray, BoolArray)
 
 
 def _as_values(value: Any) -> Any:
-    return (value,) if isinstance(value, int) else value
+    return (value,) if isinstance(value, int | np.integer) and not isinstance(value, bool) else value
+
+
+def _as_sizes(value: Any) -> Any:
+    """Sizes, of which each may be text."""
+    values = (value,) if isinstance(value, str) else _as_values(value)
+    if not isinstance(values, tuple | list):
+        return values
+    try:
+        return tuple(as_bytes(size) if isinstance(size, str) else size for size in values)
+    except ProtwinError as error:
+        raise ValueError(str(error)) from error
 
 
 LARGEST_KNOB: Final = 10**6
@@ -36,7 +49,7 @@ _LARGEST_CHUNK_BYTES: Final = 2**62
 
 _Sizes = Annotated[
     tuple[Annotated[PositiveInt, Field(le=_LARGEST_CHUNK_BYTES)], ...],
-    BeforeValidator(_as_values),
+    BeforeValidator(_as_sizes),
     Field(min_length=1),
 ]
 _Positive = Annotated[
@@ -48,7 +61,7 @@ _NonNegative = Annotated[
 
 
 class SearchSpace(FrozenModel):
-    """What each knob may be: None for everything sensible, one value, or several.
+    """What each knob may be: None for everything sensible, one value, or several.  Sizes may be text (``"64MiB"``).
 
     By default no block swaps: with swaps there are three times as many plans, whose bounds lie close together, and a
     search takes a few times as long.
