@@ -8,7 +8,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Final, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from ...shared.basics.documents import FrozenModel
 from ...shared.methods.runtime_profile import Runtime
@@ -26,6 +26,8 @@ class Source(FrozenModel):
     url: str
     about: str
     """What was run, and how the figures are to be read."""
+    max_gradient_norm: PositiveFloat | None = None
+    """Limit of the gradients' norm in all of its runs; None: not known, or none."""
 
 
 class NetworkOfNodes(FrozenModel):
@@ -146,6 +148,8 @@ class MeasuredRun(FrozenModel):
     """Whether AdamW was a loop over tensors."""
     recomputes_whole: bool = False
     """Whether checkpointed blocks were recomputed to their end."""
+    loss_metrics: NonNegativeInt = 0
+    """Metrics that are taken from all logits of every micro-batch (``RuntimeProfile.loss_metrics``)."""
     keeps_gathered: bool = False
     """Whether what forward gathered was kept for backward (FSDP's SHARD_GRAD_OP)."""
     attention_kernel: AttentionKernel | None = None

@@ -29,7 +29,7 @@ from ...shared.schema.workload import DType, Workload
 from ...shared.workloads.source import load_workload
 from ...sim.engine.simulator import simulate
 from ...sim.searching.baselines import MAX_LIVE_PARAMETERS, NORM_LIMIT
-from .measured_runs import MEASURED_RUNS, MeasuredRun, configuration_of
+from .measured_runs import MEASURED_RUNS, SOURCES, MeasuredRun, configuration_of
 from .sharded import block_chunk_bytes
 
 _POSITIONS: Final = "max_position_embeddings"
@@ -112,6 +112,7 @@ def profile_of(run: MeasuredRun) -> RuntimeProfile:
         run.loops_over_tensors,
         keeps_parts=keeps_parts,
         recomputes_whole=run.recomputes_whole,
+        loss_metrics=run.loss_metrics,
     )
 
 
@@ -237,7 +238,7 @@ def plan_of(run: MeasuredRun, workload: Workload) -> Plan:
         n_host_stepped=num_chunks if has_whole_host else 0,
         n_shard=num_chunks if is_sharded else 0,
         n_buffer=0 if is_resident or has_whole_host else num_places,
-        max_gradient_norm=NORM_LIMIT if steps_alone else None,
+        max_gradient_norm=NORM_LIMIT if steps_alone else SOURCES[run.source].max_gradient_norm,
         host_gradients=HostGradients.FLOAT32 if run.host_stepped else HostGradients.PARAMETERS,
         n_checkpoint=n_checkpoint,
         n_selective=0 if run.product_stride is None else n_checkpoint,

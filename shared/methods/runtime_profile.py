@@ -74,6 +74,9 @@ class RuntimeProfile:
     recomputes_whole: bool = False
     """Whether checkpointed blocks are recomputed to their end, not just up to what backward reads: reentrant
     checkpointing, and all of it in PyTorch before 2.1 (github.com/pytorch/pytorch pull request 96866)."""
+    loss_metrics: int = 0
+    """Metrics that are taken from all logits of every micro-batch, each by a cross-entropy in float32, as Composer does
+    ([Note: Metrics of losses] in ``sim/costs/streams.py``).  Their memory is not counted."""
 
     @property
     def is_ours(self) -> bool:
@@ -87,6 +90,10 @@ class RuntimeProfile:
         words += ["AdamW as a loop over tensors"] if self.loops_over_tensors else []
         words += ["devices keep parts of what hosts step"] if self.keeps_parts else []
         words += ["blocks recomputed whole"] if self.recomputes_whole else []
+        if self.loss_metrics:
+            words.append(
+                "1 metric of all logits" if self.loss_metrics == 1 else f"{self.loss_metrics} metrics of all logits"
+            )
         return ", ".join(words) or None
 
     @property
@@ -108,6 +115,13 @@ class RuntimeProfile:
             raise PlanError(
                 f"reentrant checkpointing recomputes blocks whole, but {plan.n_selective} blocks of the plan keep "
                 f"results (n_selective). Ask about a plan with n_selective 0, or leave reentrant checkpointing out."
+            )
+        if self.loss_metrics < 0:
+            raise PlanError(f"loss_metrics must be at least 0 (got {self.loss_metrics}).")
+        if self.loss_metrics and plan.loss_tiles > 1:
+            raise PlanError(
+                f"metrics are taken from all logits of a micro-batch, but with loss_tiles {plan.loss_tiles} they never "
+                f"lie there at once. Ask about a plan with loss_tiles 1, or leave loss metrics out."
             )
         modes = _MODES.get(self.runtime)
         if modes is not None and plan.parallel not in modes:

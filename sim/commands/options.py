@@ -148,6 +148,16 @@ Reentrant = Annotated[
         "not just up to what backward reads.",
     ),
 ]
+LossMetrics = Annotated[
+    int,
+    typer.Option(
+        "--loss-metrics",
+        metavar="N",
+        min=0,
+        help="Metrics that are taken from all logits of every micro-batch, each by a cross-entropy in float32; "
+        "Composer's trainer takes 2.",
+    ),
+]
 ReduceDType = Annotated[
     ReducedAs | None,
     typer.Option("--reduce-dtype", help="What another system reduces gradients in; their own type without."),
@@ -364,7 +374,9 @@ def warn_of_memory(record: Record, host_bytes: int) -> None:
             warn(message)
 
 
-def runtime_profile(runtime: Runtime, reduce_dtype: ReducedAs | None, *, is_reentrant: bool) -> RuntimeProfile:
+def runtime_profile(
+    runtime: Runtime, reduce_dtype: ReducedAs | None, *, is_reentrant: bool, loss_metrics: int = 0
+) -> RuntimeProfile:
     """Who carries a plan out, and how.  Raises ProtwinError if the options make no sense together."""
     if reduce_dtype is not None and runtime is Runtime.OURS:
         raise ProtwinError(
@@ -372,4 +384,4 @@ def runtime_profile(runtime: Runtime, reduce_dtype: ReducedAs | None, *, is_reen
             f"their own type. Add --as fsdp2."
         )
     reduced_in = None if reduce_dtype is None else DType(reduce_dtype)
-    return RuntimeProfile(runtime, reduced_in, recomputes_whole=is_reentrant)
+    return RuntimeProfile(runtime, reduced_in, recomputes_whole=is_reentrant, loss_metrics=loss_metrics)

@@ -75,6 +75,7 @@ from .options import (
     AsRuntime,
     CompiledParts,
     Float8Scaling,
+    LossMetrics,
     MethodName,
     NumRanks,
     Parallel,
@@ -148,6 +149,7 @@ def simulate_command(
     compiled: CompiledParts = None,
     float8: Float8Scaling = None,
     reentrant: Reentrant = False,
+    loss_metrics: LossMetrics = 0,
     optimizer: OptimizerName = None,
     tokens: Tokens = None,
     prices: PriceEntries = None,
@@ -177,7 +179,7 @@ def simulate_command(
         },
         as_json=as_json,
     )
-    profile = runtime_profile(runtime, reduce_dtype, is_reentrant=reentrant)
+    profile = runtime_profile(runtime, reduce_dtype, is_reentrant=reentrant, loss_metrics=loss_metrics)
     machine = machine_of(hardware, changes, prices)
     loaded = load_plan_or_pipeline(plan)
     check_budget(device_budget_bytes, machine)

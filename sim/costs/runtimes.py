@@ -54,8 +54,8 @@ from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.schedule import ChunkId, Content, Lane, OuterSection, Schedule, Section, Task, TaskKind
 from ...shared.schema.workload import BlockId, DType, Workload
 from .efficiency import CORE_BYTES_PER_S, DISPATCHES_PER_LAUNCH
-from .streams import elements_s, launched
-from .task_costs import CostModel, host_adam_bytes_per_s
+from .streams import elements_s, launched, loss_metric
+from .task_costs import CostModel, host_adam_bytes_per_s, operation_s
 
 FUSED_BYTES: Final = 28
 """Moved for one float32 scalar: parameter, gradient and two moments are read, all but the gradient written."""
@@ -154,6 +154,8 @@ class RuntimeCosts(CostModel):
     """Tensors that are trained."""
     sections: Mapping[Section, SectionParts] = field(default_factory=dict)
     """What hooks of every section meet."""
+    loss_metric_s: float = 0.0
+    """Of one metric of a micro-batch's logits ([Note: Metrics of losses] in ``streams.py``)."""
 
     @classmethod
     def like(cls, costs: CostModel, profile: RuntimeProfile, workload: Workload) -> Self:
@@ -165,8 +167,15 @@ class RuntimeCosts(CostModel):
                 trained[parameter.dtype] += parameter.num_elements
         dtype = trained.most_common(1)[0][0] if trained else workload.compute_dtype
         num_trained = sum(parameter.trainable for parameter in workload.parameters)
-        sections = sections_of(workload)
-        return cls(**shared, profile=profile, dtype=dtype, num_trained=num_trained, sections=sections)
+        metric = loss_metric(workload) if profile.loss_metrics else ()
+        return cls(
+            **shared,
+            profile=profile,
+            dtype=dtype,
+            num_trained=num_trained,
+            sections=sections_of(workload),
+            loss_metric_s=sum(operation_s(one, costs.hardware.device) for one in metric),
+        )
 
     def durations_s(self, schedule: Schedule) -> tuple[float, ...]:
         """Seconds of every task of ``schedule``, in its order, with the copies of the runtime."""
@@ -182,6 +191,12 @@ class RuntimeCosts(CostModel):
                 if task.kind is TaskKind.RECOMPUTE and task.phase is not None and phase is not None:
                     rest_s = self.phase_s(phase, task.kind) - self.phase_s(task.phase, task.kind)
                     seconds[index] += max(0.0, rest_s)
+        if self.profile.loss_metrics:
+            last_backwards = {
+                task.micro_batch: index for index, task in enumerate(schedule.tasks) if task.kind is TaskKind.BACKWARD
+            }
+            for index in last_backwards.values():
+                seconds[index] += self.profile.loss_metrics * self.loss_metric_s
         self._add_hooks(schedule, seconds)
         self._step_on_hosts(schedule, seconds)
         if self.profile.runtime is Runtime.OFFLOADED_STATES:
@@ -348,7 +363,9 @@ class RuntimeCosts(CostModel):
 
     def _looping_s(self, task: Task) -> float:
         """Seconds of an update whose every step is an operation of its own, on every tensor."""
-        streaming_s = LOOPED_BYTES / FUSED_BYTES * task.stepped_bytes / self._streamed_bytes_per_s
+        # What is moved besides the update, of a norm that is limited, stays as it is.
+        streamed_bytes = task.stepped_bytes + (LOOPED_BYTES - FUSED_BYTES) * task.num_stepped
+        streaming_s = streamed_bytes / self._streamed_bytes_per_s
         return max(streaming_s, LOOPED_OPERATIONS * self.num_trained * self._dispatch_s)
 
     def _joining_s(self, copies: _Copies, made_bytes: int, reduced_bytes: float) -> float:

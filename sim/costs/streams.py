@@ -17,6 +17,12 @@ row that no register holds twice and more.
 [Note: Dropout]
 A CPU draws the noise, divides it, and multiplies by it: three operations.  On a CUDA device one kernel does all three
 (``native_dropout``), which moves about what the multiplication alone does here: its mask has one byte for each element.
+
+[Note: Metrics of losses]
+Composer computes its metrics of every micro-batch behind backward (``_eval_train_metrics`` in ``composer/trainer/
+trainer.py``).  Of llm-foundry's models they are LanguageCrossEntropy and LanguagePerplexity, unless a model is told
+``use_train_metrics: false``.  Each takes a cross-entropy of its own from all logits, which autocast first widens to
+float32.
 """
 
 from __future__ import annotations
@@ -25,8 +31,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
+from ...shared.basics.errors import WorkloadError
 from ...shared.schema.hardware import Device, DeviceKind
-from ...shared.schema.workload import DType, Operation, OperationClass
+from ...shared.schema.workload import DType, Operation, OperationClass, Workload
 from .efficiency import HALVED_CLOCK_HZ, LANES
 
 ELEMENTS_PER_CLOCK: Final = 1.2
@@ -146,3 +153,33 @@ def clock_hz(device: Device) -> float:
     assert device.num_multiprocessors is not None
     clock = device.vector_flop_per_s / (2 * LANES * device.num_multiprocessors)
     return max(clock, min(2 * clock, HALVED_CLOCK_HZ))
+
+
+def loss_metric(workload: Workload) -> tuple[Operation, ...]:
+    """What one metric of a micro-batch's logits runs; see [Note: Metrics of losses].
+
+    Raises WorkloadError if nothing before the loss multiplies matrices, so that there are no logits.
+    """
+    operations = workload.epilogue_forward.operations
+    products = [one for one in operations if one.operation_class is OperationClass.MATMUL and one.shape]
+    if not products:
+        raise WorkloadError(
+            f"{workload.model_name} has no matrix product before its loss, and so no logits that metrics are taken "
+            f"from. Leave loss metrics out."
+        )
+    head = products[-1]
+    num_logits = head.flops // (2 * head.shape[-1])
+    float32_bytes = num_logits * DType.FLOAT32.item_bytes
+
+    def streaming(name: str, size_bytes: int) -> Operation:
+        return Operation(
+            name=name,
+            operation_class=OperationClass.ELEMENTWISE,
+            dtype=DType.FLOAT32,
+            flops=num_logits,
+            bytes_moved=size_bytes,
+        )
+
+    widening = streaming("_to_copy", float32_bytes + num_logits * head.dtype.item_bytes)
+    found = (widening, streaming("_log_softmax", 2 * float32_bytes))
+    return found if head.dtype is not DType.FLOAT32 else found[1:]

@@ -18,7 +18,7 @@ from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.schedule import Lane, TaskKind
 from protwin.shared.schema.workload import DType, Workload
 from protwin.sim.costs.runtimes import RuntimeCosts
-from protwin.sim.costs.task_costs import CostModel
+from protwin.sim.costs.task_costs import CostModel, operation_s
 from protwin.sim.engine.simulator import simulate
 
 WHOLE_MACHINE = machine("a100-80gb-x8")
@@ -259,3 +259,60 @@ def test_nobody_carries_out_another_ones_plans(runtime: Runtime, update: dict[st
     plan = Plan.model_validate(sharded(workload).model_dump() | resident | update)
     with pytest.raises(PlanError, match=words):
         simulate(plan, workload, MACHINE, runtime=RuntimeProfile(runtime))
+
+
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT32])
+def test_a_metric_runs_what_an_eager_loss_runs_forward(dtype: DType) -> None:
+    workload = load_workload("gpt2", batch_size=4, sequence_length=512, dtype=dtype)
+    epilogue = workload.epilogue_forward.operations
+    num_logits = next(one.flops for one in epilogue if one.name == "_log_softmax")
+    eager = [one for one in epilogue if one.name in {"_to_copy", "_log_softmax"} and one.flops == num_logits]
+    assert len(eager) == (1 if dtype is DType.FLOAT32 else 2)
+    own = CostModel.of(workload, WHOLE_MACHINE, num_ranks=8)
+    costs = RuntimeCosts.like(own, RuntimeProfile(Runtime.FSDP, loss_metrics=1), workload)
+    assert costs.loss_metric_s == pytest.approx(sum(operation_s(one, WHOLE_MACHINE.device) for one in eager))
+
+
+def test_metrics_follow_the_last_backward_of_each_micro_batch() -> None:
+    workload = model()
+    plan = sharded(workload, micro_batches=3)
+    schedule = compile_schedule(plan, workload)
+    own = CostModel.of(workload, MACHINE, num_ranks=8)
+    without, costs = (
+        RuntimeCosts.like(own, RuntimeProfile(Runtime.FSDP, loss_metrics=metrics), workload) for metrics in (0, 2)
+    )
+    longer = {
+        task.id: after - before
+        for task, before, after in zip(
+            schedule.tasks, without.durations_s(schedule), costs.durations_s(schedule), strict=True
+        )
+        if after != before
+    }
+    last = {task.micro_batch: task.id for task in schedule.tasks if task.kind is TaskKind.BACKWARD}
+    assert sorted(longer) == sorted(last.values())
+    assert list(longer.values()) == pytest.approx([2 * costs.loss_metric_s] * 3)
+
+
+def test_metrics_are_refused_where_logits_never_lie_whole() -> None:
+    workload = load_workload("gpt2", batch_size=4, sequence_length=512, dtype=DType.BFLOAT16, loss_tiles=(4,))
+    plan = sharded(workload).model_copy(update={"loss_tiles": 4})
+    with pytest.raises(PlanError, match="all logits"):
+        RuntimeProfile(Runtime.FSDP, loss_metrics=2).check(plan)
+    with pytest.raises(PlanError, match="at least 0"):
+        RuntimeProfile(loss_metrics=-1).check(plan)
+
+
+def test_a_looped_step_reads_a_limited_norm_once() -> None:
+    workload = load_workload("gpt2", batch_size=4, sequence_length=512, dtype=DType.FLOAT32)
+    plan = sharded(workload, num_ranks=8)
+    own = CostModel.of(workload, MACHINE, num_ranks=8)
+    seconds = {}
+    for loops in (False, True):
+        costs = RuntimeCosts.like(own, RuntimeProfile(Runtime.FSDP, loops_over_tensors=loops), workload)
+        for limit in (None, 1.0):
+            schedule = compile_schedule(plan.model_copy(update={"max_gradient_norm": limit}), workload)
+            steps = [kind is TaskKind.DEVICE_ADAM for kind in (task.kind for task in schedule.tasks)]
+            durations = costs.durations_s(schedule)
+            seconds[loops, limit] = sum(one for one, is_step in zip(durations, steps, strict=True) if is_step)
+    norms_s = seconds[False, 1.0] - seconds[False, None]
+    assert seconds[True, 1.0] - seconds[True, None] == pytest.approx(norms_s * 0.7 / 0.85, rel=0.02)
