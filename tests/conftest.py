@@ -19,7 +19,7 @@ hypothesis.settings.register_profile(
     derandomize=True,
     deadline=None,
     print_blob=True,
-    max_examples=examples(100, 20),
+    max_examples=examples(100, 15),
     # How long drawing takes says how busy the machine is; a deadline would too.
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )

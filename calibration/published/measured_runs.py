@@ -127,6 +127,8 @@ class MeasuredRun(FrozenModel):
     """Figures of the machine that differ from the catalogue's, as ``--set`` names them."""
     num_ranks: PositiveInt = 1
     parallel: ParallelMode = ParallelMode.SINGLE
+    shard_ranks: PositiveInt | None = None
+    """Devices that share chunks, where these are copies of each other (HSDP); None: all."""
     checkpointed_frac: NonNegativeFloat = Field(default=0.0, le=1)
     """Share of the blocks that are checkpointed."""
     product_stride: PositiveInt | None = None
@@ -148,8 +150,9 @@ class MeasuredRun(FrozenModel):
     """Whether AdamW was a loop over tensors."""
     recomputes_whole: bool = False
     """Whether checkpointed blocks were recomputed to their end."""
-    loss_metrics: NonNegativeInt = 0
-    """Metrics that are taken from all logits of every micro-batch (``RuntimeProfile.loss_metrics``)."""
+    loss_metrics: NonNegativeInt | None = None
+    """Metrics that are taken from all logits of every micro-batch (``RuntimeProfile.loss_metrics``); None: as many as
+    the runtime takes."""
     keeps_gathered: bool = False
     """Whether what forward gathered was kept for backward (FSDP's SHARD_GRAD_OP)."""
     attention_kernel: AttentionKernel | None = None

@@ -230,6 +230,7 @@ def plan_of(run: MeasuredRun, workload: Workload) -> Plan:
     n_checkpoint = round(workload.num_blocks * run.checkpointed_frac)
     num_places = min(_num_places(run, workload, layout), num_chunks)
     steps_alone = profile_of(run).steps_alone and (is_offloaded or has_whole_host)
+    source = SOURCES.get(run.source)  # runs that others ask about have none
     return Plan(
         workload_id=workload.identity,
         optimizer=run.optimizer,
@@ -238,7 +239,7 @@ def plan_of(run: MeasuredRun, workload: Workload) -> Plan:
         n_host_stepped=num_chunks if has_whole_host else 0,
         n_shard=num_chunks if is_sharded else 0,
         n_buffer=0 if is_resident or has_whole_host else num_places,
-        max_gradient_norm=NORM_LIMIT if steps_alone else SOURCES[run.source].max_gradient_norm,
+        max_gradient_norm=NORM_LIMIT if steps_alone else None if source is None else source.max_gradient_norm,
         host_gradients=HostGradients.FLOAT32 if run.host_stepped else HostGradients.PARAMETERS,
         n_checkpoint=n_checkpoint,
         n_selective=0 if run.product_stride is None else n_checkpoint,
@@ -247,4 +248,5 @@ def plan_of(run: MeasuredRun, workload: Workload) -> Plan:
         loss_tiles=run.loss_tiles,
         parallel=run.parallel,
         num_ranks=run.num_ranks,
+        shard_ranks=run.shard_ranks,
     )

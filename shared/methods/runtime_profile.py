@@ -35,6 +35,8 @@ class Runtime(StrEnum):
     """FullyShardedDataParallel, with flat parameters."""
     FSDP_BACKWARD_POST = "fsdp-backward-post"
     """The same with BackwardPrefetch.BACKWARD_POST."""
+    COMPOSER = "composer"
+    """Composer's trainer of llm-foundry's models: that, with DecoupledAdamW and two metrics of all logits."""
     FSDP2 = "fsdp2"
     """fully_shard."""
     DDP = "ddp"
@@ -74,9 +76,10 @@ class RuntimeProfile:
     recomputes_whole: bool = False
     """Whether checkpointed blocks are recomputed to their end, not just up to what backward reads: reentrant
     checkpointing, and all of it in PyTorch before 2.1 (github.com/pytorch/pytorch pull request 96866)."""
-    loss_metrics: int = 0
+    loss_metrics: int | None = None
     """Metrics that are taken from all logits of every micro-batch, each by a cross-entropy in float32, as Composer does
-    ([Note: Metrics of losses] in ``sim/costs/streams.py``).  Their memory is not counted."""
+    ([Note: Metrics of losses] in ``sim/costs/streams.py``); None: as many as the runtime takes.  Their memory is not
+    counted."""
 
     @property
     def is_ours(self) -> bool:
@@ -90,11 +93,19 @@ class RuntimeProfile:
         words += ["AdamW as a loop over tensors"] if self.loops_over_tensors else []
         words += ["devices keep parts of what hosts step"] if self.keeps_parts else []
         words += ["blocks recomputed whole"] if self.recomputes_whole else []
-        if self.loss_metrics:
-            words.append(
-                "1 metric of all logits" if self.loss_metrics == 1 else f"{self.loss_metrics} metrics of all logits"
-            )
+        if self.loss_metrics is not None and self.num_loss_metrics != _METRICS.get(self.runtime, 0):
+            words.append(f"{self.loss_metrics} metric{'' if self.loss_metrics == 1 else 's'} of all logits")
         return ", ".join(words) or None
+
+    @property
+    def steps_in_loops(self) -> bool:
+        """Whether AdamW is a loop over tensors, by itself or because the runtime's is."""
+        return self.loops_over_tensors or self.runtime is Runtime.COMPOSER
+
+    @property
+    def num_loss_metrics(self) -> int:
+        """Metrics that are taken from all logits of every micro-batch."""
+        return _METRICS.get(self.runtime, 0) if self.loss_metrics is None else self.loss_metrics
 
     @property
     def parts_stay(self) -> bool:
@@ -116,12 +127,12 @@ class RuntimeProfile:
                 f"reentrant checkpointing recomputes blocks whole, but {plan.n_selective} blocks of the plan keep "
                 f"results (n_selective). Ask about a plan with n_selective 0, or leave reentrant checkpointing out."
             )
-        if self.loss_metrics < 0:
+        if self.num_loss_metrics < 0:
             raise PlanError(f"loss_metrics must be at least 0 (got {self.loss_metrics}).")
-        if self.loss_metrics and plan.loss_tiles > 1:
+        if self.num_loss_metrics and plan.loss_tiles > 1:
             raise PlanError(
                 f"metrics are taken from all logits of a micro-batch, but with loss_tiles {plan.loss_tiles} they never "
-                f"lie there at once. Ask about a plan with loss_tiles 1, or leave loss metrics out."
+                f"lie there at once. Ask about a plan with loss_tiles 1, or set loss_metrics to 0."
             )
         modes = _MODES.get(self.runtime)
         if modes is not None and plan.parallel not in modes:
@@ -175,11 +186,12 @@ _ONE_OR_SHARDED: Final = (ParallelMode.SINGLE, ParallelMode.SHARDED)
 _MODES: Final = {
     Runtime.FSDP: (ParallelMode.SHARDED,),
     Runtime.FSDP_BACKWARD_POST: (ParallelMode.SHARDED,),
+    Runtime.COMPOSER: (ParallelMode.SHARDED,),
     Runtime.FSDP2: (ParallelMode.SHARDED,),
     Runtime.DDP: (ParallelMode.DDP,),
     Runtime.DEEPSPEED_ZERO1: _ONE_OR_SHARDED,
     Runtime.DEEPSPEED_ZERO2: _ONE_OR_SHARDED,
-    Runtime.DEEPSPEED_ZERO3: (ParallelMode.SHARDED,),
+    Runtime.DEEPSPEED_ZERO3: _ONE_OR_SHARDED,
     Runtime.DEEPSPEED_OFFLOAD: _ONE_OR_SHARDED,
 }
 _WORDS: Final = {
@@ -189,10 +201,13 @@ _WORDS: Final = {
         runtime: f"copies of {runtime} around collectives"
         for runtime in (Runtime.FSDP, Runtime.FSDP_BACKWARD_POST, Runtime.FSDP2, Runtime.DDP, Runtime.DEEPSPEED_ZERO3)
     },
+    Runtime.COMPOSER: "copies of fsdp-backward-post, AdamW as a loop and two metrics of all logits, as under composer",
     Runtime.DEEPSPEED_ZERO1: "copies and waits of deepspeed-zero1",
     Runtime.DEEPSPEED_ZERO2: "copies and waits of deepspeed-zero2",
     Runtime.DEEPSPEED_OFFLOAD: "copies and waits of deepspeed-offload",
 }
+_METRICS: Final = {Runtime.COMPOSER: 2}
+"""Of all logits that a runtime takes by itself ([Note: Metrics of losses] in ``sim/costs/streams.py``)."""
 _UPDATES: Final[dict[Runtime, type[Updates]]] = {
     Runtime.DEEPSPEED_ZERO1: ZeroUpdates,
     Runtime.DEEPSPEED_ZERO2: ZeroUpdates,
@@ -203,6 +218,7 @@ _UPDATES: Final[dict[Runtime, type[Updates]]] = {
 }
 _RESIDENCY: Final[dict[Runtime, type[Residency]]] = {
     Runtime.FSDP_BACKWARD_POST: GatheredBehind,
+    Runtime.COMPOSER: GatheredBehind,
     Runtime.DEEPSPEED_ZERO1: GatheredAtOnce,
     Runtime.DEEPSPEED_ZERO2: GatheredAtOnce,
     Runtime.DEEPSPEED_OFFLOAD: RenewedAtOnce,

@@ -149,13 +149,13 @@ Reentrant = Annotated[
     ),
 ]
 LossMetrics = Annotated[
-    int,
+    int | None,
     typer.Option(
         "--loss-metrics",
         metavar="N",
         min=0,
-        help="Metrics that are taken from all logits of every micro-batch, each by a cross-entropy in float32; "
-        "Composer's trainer takes 2.",
+        help="Metrics that are taken from all logits of every micro-batch, each by a cross-entropy in float32: as "
+        "many as the system of --as takes (composer 2, all others 0) without.",
     ),
 ]
 ReduceDType = Annotated[
@@ -375,7 +375,7 @@ def warn_of_memory(record: Record, host_bytes: int) -> None:
 
 
 def runtime_profile(
-    runtime: Runtime, reduce_dtype: ReducedAs | None, *, is_reentrant: bool, loss_metrics: int = 0
+    runtime: Runtime, reduce_dtype: ReducedAs | None, *, is_reentrant: bool, loss_metrics: int | None = None
 ) -> RuntimeProfile:
     """Who carries a plan out, and how.  Raises ProtwinError if the options make no sense together."""
     if reduce_dtype is not None and runtime is Runtime.OURS:

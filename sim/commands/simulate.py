@@ -149,7 +149,7 @@ def simulate_command(
     compiled: CompiledParts = None,
     float8: Float8Scaling = None,
     reentrant: Reentrant = False,
-    loss_metrics: LossMetrics = 0,
+    loss_metrics: LossMetrics = None,
     optimizer: OptimizerName = None,
     tokens: Tokens = None,
     prices: PriceEntries = None,

@@ -16,7 +16,8 @@ scattered (``CostModel._laying_flat_s``).  Others copy as their code has it (tor
 * ZeRO-1 and ZeRO-2 (``deepspeed/runtime/zero/stage_1_and_2.py``) copy gradients into a bucket between computations,
   divide it, join it again and all-reduce it (``allreduce_and_scatter``): every rank receives all, and copies its own
   part out twice; ZeRO-2 adds it to that of the micro-batch before.  ZeRO-1 reduces once per step, behind the last
-  backward.  One rank makes the same copies, between computations.
+  backward.  One rank makes the same copies of gradients, between computations, and runs the same hooks; its weights are
+  views of its part (``_no_gather_coalesced``).
 
 FSDP and FSDP2 keep parameters in float32 where there are masters, and cast their part before each gather.  ZeRO keeps
 its part in both types; its step joins and widens the part's gradients, scales them, takes their norm, and casts the
@@ -100,12 +101,13 @@ _ZERO_12: Final = _Copies(
 """A bucket between computations; beside them a division and a join, two copies of the own part, and its addition.  Of a
 step: 8 bytes to scale a gradient, 4 and 6 to join and to widen it, 2 of its norm, 4 to cast the scalar.  Counted in
 DeepSpeed's stage_1_and_2.py ([Note: Copies around collectives])."""
-_ZERO_3: Final = _Copies(gathered=2.0, beside=6.0, casts_part=False, step_bytes=24)
-"""Weights are joined of parts; a bucket, a division and a join, all beside; the same step.  Counted in DeepSpeed's
-stage3.py ([Note: Copies around collectives])."""
+_ZERO_3: Final = _Copies(gathered=2.0, beside=6.0, casts_part=False, own_part=2.0, adds_part=1.0, step_bytes=24)
+"""Weights are joined of parts; a bucket, a division and a join, all beside, and a copy of the own part, or its
+addition; the same step.  Counted in DeepSpeed's stage3.py ([Note: Copies around collectives])."""
 _COPIES: Final = {
     Runtime.FSDP: _Copies(reduced=2.0, beside=2.0, casts_beside=True),
     Runtime.FSDP_BACKWARD_POST: _Copies(reduced=2.0, beside=2.0, casts_beside=True),
+    Runtime.COMPOSER: _Copies(reduced=2.0, beside=2.0, casts_beside=True),
     Runtime.FSDP2: _Copies(gathered=2.0, joins_by_elements=True),
     Runtime.DDP: _Copies(reduced=4.0, casts_part=False),
     Runtime.DEEPSPEED_ZERO1: _ZERO_12,
@@ -167,7 +169,7 @@ class RuntimeCosts(CostModel):
                 trained[parameter.dtype] += parameter.num_elements
         dtype = trained.most_common(1)[0][0] if trained else workload.compute_dtype
         num_trained = sum(parameter.trainable for parameter in workload.parameters)
-        metric = loss_metric(workload) if profile.loss_metrics else ()
+        metric = loss_metric(workload) if profile.num_loss_metrics else ()
         return cls(
             **shared,
             profile=profile,
@@ -180,7 +182,7 @@ class RuntimeCosts(CostModel):
     def durations_s(self, schedule: Schedule) -> tuple[float, ...]:
         """Seconds of every task of ``schedule``, in its order, with the copies of the runtime."""
         seconds = list(super().durations_s(schedule))
-        if self.profile.loops_over_tensors:
+        if self.profile.steps_in_loops:
             for index, task in enumerate(schedule.tasks):
                 if task.kind is TaskKind.DEVICE_ADAM and task.num_stepped:
                     seconds[index] = self._looping_s(task)
@@ -191,12 +193,12 @@ class RuntimeCosts(CostModel):
                 if task.kind is TaskKind.RECOMPUTE and task.phase is not None and phase is not None:
                     rest_s = self.phase_s(phase, task.kind) - self.phase_s(task.phase, task.kind)
                     seconds[index] += max(0.0, rest_s)
-        if self.profile.loss_metrics:
+        if self.profile.num_loss_metrics:
             last_backwards = {
                 task.micro_batch: index for index, task in enumerate(schedule.tasks) if task.kind is TaskKind.BACKWARD
             }
             for index in last_backwards.values():
-                seconds[index] += self.profile.loss_metrics * self.loss_metric_s
+                seconds[index] += self.profile.num_loss_metrics * self.loss_metric_s
         self._add_hooks(schedule, seconds)
         self._step_on_hosts(schedule, seconds)
         if self.profile.runtime is Runtime.OFFLOADED_STATES:
@@ -212,7 +214,7 @@ class RuntimeCosts(CostModel):
         users = _first_users(schedule)
         index_of = {task.id: index for index, task in enumerate(schedule.tasks)}
         casts_part = copies.casts_part and self.dtype.item_bytes < _MASTER_BYTES
-        if schedule.num_ranks == 1 and copies is _ZERO_12:
+        if schedule.num_ranks == 1 and copies in (_ZERO_12, _ZERO_3):
             self._copy_alone(schedule, seconds, copies)
         for index, task in enumerate(schedule.tasks):
             if task.kind is TaskKind.DEVICE_ADAM and self.dtype.item_bytes < _MASTER_BYTES:
@@ -291,7 +293,7 @@ class RuntimeCosts(CostModel):
         """Whose copies and hooks these are: with offloading those of ZeRO-2 on one rank, else those of ZeRO-3."""
         runtime = self.profile.runtime
         if runtime is not Runtime.DEEPSPEED_OFFLOAD:
-            return Runtime.FSDP if runtime is Runtime.FSDP_BACKWARD_POST else runtime
+            return Runtime.FSDP if runtime in (Runtime.FSDP_BACKWARD_POST, Runtime.COMPOSER) else runtime
         return Runtime.DEEPSPEED_ZERO3 if self.num_ranks > 1 else Runtime.DEEPSPEED_ZERO2
 
     def _move_moments(self, schedule: Schedule, seconds: list[float]) -> None:

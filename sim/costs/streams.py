@@ -165,7 +165,7 @@ def loss_metric(workload: Workload) -> tuple[Operation, ...]:
     if not products:
         raise WorkloadError(
             f"{workload.model_name} has no matrix product before its loss, and so no logits that metrics are taken "
-            f"from. Leave loss metrics out."
+            f"from. Set loss_metrics to 0 (--loss-metrics 0)."
         )
     head = products[-1]
     num_logits = head.flops // (2 * head.shape[-1])

@@ -133,11 +133,11 @@ def _refusing_copies(copied: Any) -> Any:
 
 def test_within_a_quarter_of_what_plain_training_needs() -> None:
     """Enforced, by plans that swap, limit norms and accumulate too; no parameter is ever copied."""
-    (model, batch), devices = small(12), []
+    (model, batch), devices = small(8), []
     batches = [batch] * 2
-    need_bytes = train_plainly(small(12)[0], batches, torch.optim.AdamW, ledger=MemoryLedger()).peak_bytes
+    need_bytes = train_plainly(small(8)[0], batches, torch.optim.AdamW, ledger=MemoryLedger()).peak_bytes
     with pytest.raises(DeviceOutOfMemoryError):
-        train_plainly(small(12)[0], batches, torch.optim.AdamW, ledger=MemoryLedger(need_bytes // 4))
+        train_plainly(small(8)[0], batches, torch.optim.AdamW, ledger=MemoryLedger(need_bytes // 4))
 
     def device() -> CpuDevice:
         devices.append(CpuDevice(need_bytes // 4))

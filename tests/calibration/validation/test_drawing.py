@@ -114,7 +114,7 @@ def test_every_kind_of_plan_comes() -> None:
 
 
 @given(st.integers(3, 6), st.integers(0, 2**20), st.floats(0, 1))
-@settings(max_examples=examples(100, 10), deadline=None, phases=[Phase.generate])
+@settings(max_examples=examples(100, 6), deadline=None, phases=[Phase.generate])
 def test_plans_within_a_budget_fill_it(num_blocks: int, seed: int, share: float) -> None:
     """However small it is, as long as one plan fits; plans that are drawn and thrown away would hardly ever."""
     workload = swappable(a_workload(num_blocks))

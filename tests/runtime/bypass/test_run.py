@@ -22,7 +22,7 @@ from protwin.runtime.distillation.distil import Distilling
 from protwin.runtime.runs.run_folder import CheckpointRole, RunFolder, read_state
 from protwin.runtime.runs.run_settings import KeptWeights
 from protwin.shared.basics.errors import FileError
-from tests.proof_size import some_quick
+from tests.proof_size import share, some_quick
 from tests.runtime.bypass import killed_runs
 from tests.runtime.bypass.small_runs import LENGTH, SAMPLES, carry_out, run_of, save_teacher, settings_of
 from tests.runtime.ranks.processes import printed_by
@@ -183,7 +183,7 @@ def test_a_longer_budget_goes_on_with_the_same_run_and_can_be_stopped(
     folder, watch = tmp_path / "run", Watch()
     with watched(watch):
         carry_out(run_of(folder, teacher, asked(teacher, 7)))
-        for step in (7, 9):
+        for step in share((7, 9), 2):
             watch.ask_after = step
             with pytest.raises(RunInterruptedError) as stopped:
                 carry_out(run_of(folder, teacher, asked(teacher)))

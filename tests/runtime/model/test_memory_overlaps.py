@@ -16,6 +16,7 @@ from protwin.runtime.optimizers.chunk_optimizer import default_optimizer
 from protwin.shared.basics.errors import PlanError, WorkloadError
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import Workload
+from tests.proof_size import some_quick
 from tests.runtime.models import differences, llama, token_batches, uncached
 from tests.runtime.watchdog import ends_in_time
 
@@ -96,7 +97,7 @@ def test_memory_that_came_together_after_the_trace_is_refused() -> None:
         trained(model, workload)
 
 
-@pytest.mark.parametrize("share", [side_by_side, tied])
+@some_quick("share", [side_by_side, tied], quick=1)
 def test_views_side_by_side_and_tied_parameters_train_like_the_plain_loop(share: Callable[[nn.Module], None]) -> None:
     model = llama()
     share(model)

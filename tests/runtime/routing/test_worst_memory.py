@@ -19,7 +19,7 @@ from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.verify.verify import verify_schedule
 from protwin.sim.engine.simulator import simulate
-from tests.proof_size import some_quick
+from tests.proof_size import examples, some_quick
 from tests.runtime.distillation.cases import adamw, mse
 from tests.runtime.models import llama, token_batches
 from tests.runtime.routing.mixtures import batch_of, built, random_plan, skewed, workload_of
@@ -88,7 +88,7 @@ def on_device(workload: Workload) -> Plan:
 
 @some_quick("name", ["mixtral", "masks", "threshold"], quick=["mixtral"])
 def test_no_routing_takes_more_than_is_guaranteed(name: str) -> None:
-    check(name, range(2))
+    check(name, range(examples(2, 1)))
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from protwin.runtime.tiles.loss_function import _Sums
-from tests.proof_size import some_quick
+from tests.proof_size import examples, some_quick
 from tests.runtime.tiles.random_tiles import NAMED, UNNAMED, check, plans_of
 
 QUICK = "qwen3"
@@ -15,7 +15,7 @@ QUICK = "qwen3"
 
 @some_quick("family", [*NAMED, *UNNAMED], quick=[QUICK])
 def test_random_tiles_train_as_plain(family: str) -> None:
-    for plan in plans_of(family, 2, seed=len(family)):
+    for plan in plans_of(family, examples(2, 1), seed=len(family)):
         check(family, plan)
 
 

@@ -72,7 +72,7 @@ def test_compiled_schedules_are_safe_for_every_timing(case: PlannedWorkload, see
         assert machine.peak_bytes <= bound_bytes
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(20, 5))
 @given(parallel_workloads(max_blocks=2), SEEDS)
 def test_order_faults_are_rejected_exactly_when_some_timing_harms(case: PlannedWorkload, seed: int) -> None:
     schedule = compiled(case)

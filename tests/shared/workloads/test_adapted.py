@@ -208,7 +208,7 @@ def test_no_torch_is_needed() -> None:
     program = (
         "import sys; sys.modules.update(torch=None, transformers=None, bitsandbytes=None)\n"
         "from protwin.shared.cli import main\n"
-        f"sys.argv = 'protwin search --model=llama-3-8b --hardware=rtx-4090 {options}'.split()\n"
+        f"sys.argv = 'protwin search --model=llama-3.2-1b --hardware=rtx-4090 {options}'.split()\n"
         "main.main()"
     )
     told = subprocess.run([sys.executable, "-c", program], check=False, timeout=600, capture_output=True, text=True)

@@ -57,7 +57,7 @@ def with_rates(found: Case, rates: dict[TaskKind, float], swap_s: dict[TaskKind,
 
 
 @given(paying())
-@settings(max_examples=examples(150, 24))
+@settings(max_examples=examples(150, 14))
 def test_tables_replays_and_bounds_know_what_arrivals_cost(found: Case) -> None:
     schedule = found.schedule
     durations_s = found.costs.durations_s(schedule)

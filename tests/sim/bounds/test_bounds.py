@@ -43,7 +43,7 @@ LANES = LANES_ALONE
 
 
 @given(cases())
-@settings(max_examples=examples(80, 16))
+@settings(max_examples=examples(80, 10))
 def test_memory_bounds_never_exceed_the_guaranteed_peak_and_the_last_one_equals_it(found: Case) -> None:
     peak_bytes = guaranteed_device_peak(found.schedule).size_bytes
     assert found.activation_bound_bytes() <= found.memory_bound_bytes() <= peak_bytes
@@ -51,7 +51,7 @@ def test_memory_bounds_never_exceed_the_guaranteed_peak_and_the_last_one_equals_
 
 
 @given(cases())
-@settings(max_examples=examples(50, 12))
+@settings(max_examples=examples(50, 7))
 def test_host_bytes_are_those_of_the_schedule(found: Case) -> None:
     prefix = np.array([found.prefix])
     trips = found.compute.modes.trips[int(found.mode[0])]
@@ -61,7 +61,7 @@ def test_host_bytes_are_those_of_the_schedule(found: Case) -> None:
 
 
 @given(cases())
-@settings(max_examples=examples(50, 12))
+@settings(max_examples=examples(50, 7))
 def test_what_steps_make_on_the_host_is_that_of_the_largest_step(found: Case) -> None:
     made_bytes = made_by_steps(found.plan, found.workload, found.layout)
     assert found.chunks.step_bytes(np.array([found.prefix]))[0] == made_bytes
@@ -122,7 +122,7 @@ def _least_time_s(contention: ContentionModel, work_s: list[float]) -> float:
     hardware(),
     st.lists(st.just(0.0) | st.floats(0.01, 10), min_size=4, max_size=4),
 )
-@settings(max_examples=examples(100, 16))
+@settings(max_examples=examples(100, 10))
 def test_throughput_weights_reach_the_optimum_of_the_linear_program(
     measured: list[Contention], box: Hardware, work_s: list[float]
 ) -> None:
@@ -160,7 +160,7 @@ def test_adding_the_tail_to_the_work_of_the_busiest_lane_is_no_bound_of_time() -
 
 
 @given(cases() | ranked_cases())
-@settings(max_examples=examples(200, 12))
+@settings(max_examples=examples(200, 7))
 def test_time_bounds_never_exceed_the_simulated_period(found: Case) -> None:
     simulated_s = found.simulated_s()
     assert found.work_bound_s() <= simulated_s
@@ -168,7 +168,7 @@ def test_time_bounds_never_exceed_the_simulated_period(found: Case) -> None:
 
 
 @given(cases() | ranked_cases(), st.data())
-@settings(max_examples=examples(200, 24))
+@settings(max_examples=examples(200, 14))
 def test_a_bound_holds_for_plans_with_fewer(found: Case, data: st.DataObject) -> None:
     assert Residency.fewer_buffers_add
     assume(found.plan.n_disk == 0)  # further reads shift the turns of all
@@ -205,7 +205,7 @@ def test_the_cycle_through_sums_that_fall_behind_is_counted() -> None:
 
 
 @given(cases())
-@settings(max_examples=examples(100, 16))
+@settings(max_examples=examples(100, 10))
 def test_a_replay_has_the_period_of_the_simulation(found: Case) -> None:
     replayed_s, simulated_s = found.replayed_s(), found.simulated_s()
     assert np.isnan(replayed_s) or replayed_s == pytest.approx(simulated_s, rel=(1 - REPLAY_FRAC) / 2)
@@ -274,7 +274,7 @@ def test_cpu_adam_is_fused_over_blocks_only_where_gradients_surely_arrive_in_tim
 
 
 @given(cases())
-@settings(max_examples=examples(60, 12))
+@settings(max_examples=examples(60, 7))
 def test_a_family_that_let_go_is_replayed_as_before(found: Case) -> None:
     depths = [found.plan.prefetch_depth, found.plan.prefetch_depth + 1]
     whole, less = (found.family(depths=depths) for _ in range(2))

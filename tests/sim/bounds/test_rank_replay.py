@@ -28,7 +28,7 @@ from tests.sim.bound_cases import Case, case
 from tests.sim.ranked_cases import RANKS, ranked_cases
 
 
-@settings(max_examples=examples(80, 15))
+@settings(max_examples=examples(80, 9))
 @given(ranked_cases())
 def test_a_replay_is_what_the_simulator_says(found: Case) -> None:
     replayed_s, simulated = found.replayed_s(), found.simulated()

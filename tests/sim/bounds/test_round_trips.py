@@ -10,6 +10,6 @@ from tests.sim.ranked_cases import ranked_cases
 
 
 @given(cases() | ranked_cases())
-@settings(max_examples=examples(400, 10))
+@settings(max_examples=examples(400, 6))
 def test_round_trips_never_exceed_the_simulated_period(found: Case) -> None:
     assert found.work_bound_s() <= found.round_trip_bound_s() <= found.simulated_s()

@@ -193,6 +193,27 @@ def test_recomputed_blocks_run_the_hooks_of_forward_under_zero_3_alone() -> None
     assert recomputed(Runtime.FSDP2) == pytest.approx(recomputed(Runtime.OURS), rel=1e-3)
 
 
+def test_one_rank_under_zero_3_runs_its_hooks_and_copies_its_gradients() -> None:
+    """By hand: weights are views of their part; a bucket, a division, a join, and the part, which is added to later."""
+    plan = plan_of(n_persist=CHUNKS, micro_batches=2)
+    slow = on(MACHINE, 1e-3)
+    own, theirs = (
+        seconds_of(plan, RuntimeProfile(runtime), slow)[1] for runtime in (Runtime.OURS, Runtime.DEEPSPEED_ZERO3)
+    )
+    of_blocks = 2 * 12 * 4 * (7.5 * 9 + 1.0 * 12 + 10) * 1e-3
+    of_ends = 2 * 4 * (7.5 * (2 + 1) + 1.0 * 4) * 1e-3
+    assert sum(theirs[TaskKind.FORWARD]) - sum(own[TaskKind.FORWARD]) == pytest.approx(of_blocks + of_ends, rel=1e-3)
+    own, theirs = (
+        seconds_of(plan, RuntimeProfile(runtime), on(MACHINE, 0.0))[1]
+        for runtime in (Runtime.OURS, Runtime.DEEPSPEED_ZERO3)
+    )
+    assert theirs[TaskKind.FORWARD] == own[TaskKind.FORWARD]
+    gradient_bytes = sum(parameter.size_bytes for parameter in WORKLOAD.parameters)
+    streamed = 0.85 * MACHINE.device.memory_bandwidth_bytes_per_s
+    copied_s = ((6 + 2) + (6 + 3)) * gradient_bytes / streamed
+    assert sum(theirs[TaskKind.BACKWARD]) - sum(own[TaskKind.BACKWARD]) == pytest.approx(copied_s, rel=1e-3)
+
+
 def test_what_runs_alone_is_slower_and_what_is_kept_comes_to_the_peak() -> None:
     plan = plan_of(n_host_stepped=CHUNKS)
     own, alone = (

@@ -19,7 +19,7 @@ from tests.strategies.pairs import bypass_cases
 from tests.strategies.plans import PlannedWorkload
 
 
-@settings(max_examples=examples(200, 8), deadline=None)
+@settings(max_examples=examples(200, 5), deadline=None)
 @given(bypass_cases(measured=None), hardware(), disks(), st.sampled_from((1, 2, 7)))
 def test_plans_are_simulated_folded_and_told(
     case: PlannedWorkload, box: Hardware, disk: Disk, micro_batches: int

@@ -48,7 +48,7 @@ MANY = st.integers(KEPT_MICRO_BATCHES + 1, KEPT_MICRO_BATCHES + 4)
 
 
 @given(planned_workloads(max_blocks=4), hardware(), MANY)
-@settings(max_examples=examples(200, 12))
+@settings(max_examples=examples(200, 7))
 def test_a_folded_record_says_what_the_simulation_of_all_micro_batches_says(
     planned: PlannedWorkload, box: Hardware, micro_batches: int
 ) -> None:
@@ -144,7 +144,7 @@ def problems(draw: DrawFn, many: st.SearchStrategy[int] = MANY) -> SearchProblem
 
 
 @given(problems(), st.data())
-@settings(max_examples=examples(200, 16))
+@settings(max_examples=examples(200, 10))
 def test_replays_of_few_micro_batches_have_the_period_and_the_peak_of_all(
     problem: SearchProblem, data: st.DataObject
 ) -> None:
@@ -267,7 +267,7 @@ def test_a_lane_that_does_not_repeat_must_rest_meanwhile() -> None:
 
 
 @given(problems(st.integers(KEPT_MICRO_BATCHES + 1, 64)), st.data())
-@settings(max_examples=examples(400, 15))
+@settings(max_examples=examples(400, 9))
 def test_bounds_hold_however_many_micro_batches_were_left_out(problem: SearchProblem, data: st.DataObject) -> None:
     (layout,) = problem.layouts
     grid = layout.grid

@@ -44,7 +44,7 @@ from tests.sim.hand_made import MACHINE, machine, plan, workload
 from tests.strategies.machines import calibrations, hardware
 from tests.strategies.plans import PlannedWorkload, planned_workloads
 
-NUM_TRUTHS: Final = examples(1_000, 100)
+NUM_TRUTHS: Final = examples(1_000, 60)
 FOUND = dict[TaskKind, Factor]
 FACTORS: Final[FOUND] = {
     TaskKind.FORWARD: Factor(value=1.2, relative_std=0.10),
@@ -175,7 +175,7 @@ def test_what_just_came_has_an_error_of_its_own() -> None:
 
 
 @given(planned_workloads(max_blocks=4), hardware(), st.none() | calibrations())
-@settings(max_examples=examples(200, 8))
+@settings(max_examples=examples(200, 5))
 def test_intervals_hold_the_prediction_and_peaks_stay_within_their_bounds(
     planned: PlannedWorkload, box: Hardware, known: Calibration | None
 ) -> None:
@@ -230,7 +230,7 @@ def test_intervals_scale_with_the_unit_of_time(scale: float) -> None:
 
 
 @given(planned_workloads(max_blocks=4), hardware(), st.integers(0, 2**32), st.floats(0, 2))
-@settings(max_examples=examples(200, 10))
+@settings(max_examples=examples(200, 6))
 def test_a_draw_is_what_the_simulator_says_of_these_durations(
     planned: PlannedWorkload, box: Hardware, seed: int, excess: float
 ) -> None:

@@ -30,7 +30,7 @@ from tests.sim.engine.test_intervals import BOX, FACTORS, MODEL, PLANS, calibrat
 from tests.sim.engine.test_rank_groups import nodes, of
 from tests.sim.hand_made import plan
 
-NUM_TRUTHS: Final = examples(1_000, 150)
+NUM_TRUTHS: Final = examples(1_000, 90)
 NUM_PARTS: Final = 4
 NUM_KINDS: Final = 8
 SECONDS: Final = {Lane.COMPUTE: 1.0, Lane.H2D: 0.9, Lane.D2H: 0.8, Lane.CPU_OPTIM: 1.5, Lane.COLLECTIVE: 0.6}

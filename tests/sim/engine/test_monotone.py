@@ -66,7 +66,7 @@ def faster(box: Hardware, part: str, times: float) -> Hardware:
     st.sampled_from(("links", "host", "device")),
     st.floats(1, 8),
 )
-@settings(max_examples=examples(40, 10))
+@settings(max_examples=examples(40, 6))
 def test_a_faster_part_never_makes_a_fixed_plan_slower(
     found: PlannedWorkload, box: Hardware, part: str, times: float
 ) -> None:
@@ -77,7 +77,7 @@ def test_a_faster_part_never_makes_a_fixed_plan_slower(
 
 
 @given(workloads(max_blocks=6))
-@settings(max_examples=examples(60, 10))
+@settings(max_examples=examples(60, 6))
 def test_more_checkpointing_never_raises_the_activation_account(model: Workload) -> None:
     """Saved between the passes, of equal blocks.
 

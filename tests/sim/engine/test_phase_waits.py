@@ -113,7 +113,7 @@ def waited_for(schedule: Schedule, row: int, task: TaskId) -> Iterator[tuple[int
     yield row - (place == 0), 0, program[place - 1]
 
 
-@settings(max_examples=examples(200, 12), deadline=None)
+@settings(max_examples=examples(200, 7), deadline=None)
 @given(drawn=planned_workloads(4) | parallel_workloads(3), calibration=calibrations(), data=st.data())
 def test_every_idle_second_of_compute_has_the_cause_of_its_instant(
     drawn: PlannedWorkload, calibration: Calibration, data: st.DataObject
@@ -150,7 +150,7 @@ def test_every_idle_second_of_compute_has_the_cause_of_its_instant(
         assert busy_s + waiting_s == pytest.approx(seconds, rel=1e-9, abs=tiny_s)
 
 
-@settings(max_examples=examples(100, 10), deadline=None)
+@settings(max_examples=examples(100, 6), deadline=None)
 @given(drawn=planned_workloads(4), late=st.lists(st.floats(0, 0.5), min_size=1, max_size=7))
 def test_in_a_measured_iteration_late_starts_have_no_cause(drawn: PlannedWorkload, late: list[float]) -> None:
     """Every compute task starts later than it could: what nothing explains is named as such, and the sum stays."""

@@ -106,7 +106,7 @@ def longest_paths_s(schedule: Schedule, durations_s: Sequence[Sequence[float]], 
     return ends
 
 
-@settings(max_examples=examples(60, 12))
+@settings(max_examples=examples(60, 7))
 @given(parallel_workloads(max_blocks=4), st.data())
 def test_without_contention_it_is_the_longest_path(case: PlannedWorkload, data: st.DataObject) -> None:
     schedule = compile_schedule(case.plan, case.workload, case.layout)
@@ -117,7 +117,7 @@ def test_without_contention_it_is_the_longest_path(case: PlannedWorkload, data: 
         assert_allclose(timing.ends_s, expected[:, group], rtol=1e-9, atol=1e-9)
 
 
-@settings(max_examples=examples(40, 10))
+@settings(max_examples=examples(40, 6))
 @given(parallel_workloads(max_blocks=3), st.integers(1, 4), st.data())
 def test_equal_groups_do_exactly_what_one_rank_does(case: PlannedWorkload, groups: int, data: st.DataObject) -> None:
     schedule = compile_schedule(case.plan, case.workload, case.layout)
@@ -130,7 +130,7 @@ def test_equal_groups_do_exactly_what_one_rank_does(case: PlannedWorkload, group
         assert np.array_equal(timing.ends_s, folded.ends_s)
 
 
-@settings(max_examples=examples(40, 10))
+@settings(max_examples=examples(40, 6))
 @given(parallel_workloads(max_blocks=3), st.data())
 def test_no_rank_that_is_slower_makes_all_faster(case: PlannedWorkload, data: st.DataObject) -> None:
     schedule = compile_schedule(case.plan, case.workload, case.layout)

@@ -33,7 +33,7 @@ def test_waits_for_a_slow_rank_by_hand() -> None:
     assert slow.rank_waits_s == {}
 
 
-@settings(max_examples=examples(40, 10))
+@settings(max_examples=examples(40, 6))
 @given(parallel_workloads(max_blocks=3), st.data())
 def test_a_group_waits_from_when_it_could_begin_until_all_can(case: PlannedWorkload, data: st.DataObject) -> None:
     """Against ends by the longest path, without a clock."""

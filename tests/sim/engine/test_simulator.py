@@ -283,7 +283,7 @@ def test_lanes_that_wait_for_each_other_are_an_error() -> None:
 # -- the record ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=examples(50, 10))
+@settings(max_examples=examples(50, 6))
 @given(planned_workloads(measured=None), hardware(), st.none() | calibrations())
 def test_a_record_is_consistent(drawn: PlannedWorkload, hardware: Hardware, calibration: Calibration | None) -> None:
     try:

@@ -123,7 +123,7 @@ def _any_programs(random: np.random.Generator) -> LanePrograms:
 
 
 @compiled
-@settings(max_examples=examples(2000, 60))
+@settings(max_examples=examples(2000, 36))
 @given(st.integers(0, 2**32))
 def test_bounds_of_any_programs_are_those_of_numpy(seed: int) -> None:
     random = np.random.default_rng(seed)

@@ -248,7 +248,7 @@ def run_plainly(plain: PlainAllocator, acts: Sequence[Act]) -> list[tuple[int, i
     return found
 
 
-@settings(max_examples=examples(300, 40))
+@settings(max_examples=examples(300, 24))
 @given(ACTS, st.booleans(), LIMITS)
 def test_every_block_lies_where_the_oracle_puts_it(
     acts: list[Act], is_expandable: bool, limit_bytes: int | None

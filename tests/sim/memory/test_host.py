@@ -166,7 +166,7 @@ def loading_by_hand(case: PlannedWorkload, *, is_on_host: bool) -> int:
     return peak
 
 
-@settings(max_examples=examples(60, 12))
+@settings(max_examples=examples(60, 7))
 @given(planned_workloads() | parallel_workloads(), st.booleans())
 def test_loading_is_what_its_allocations_come_to(case: PlannedWorkload, is_on_host: bool) -> None:
     schedule = compile_schedule(case.plan, case.workload, case.layout)

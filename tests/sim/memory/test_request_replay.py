@@ -71,7 +71,7 @@ def test_what_is_asked_for_is_what_no_timing_exceeds(drawn: PlannedWorkload, ins
     assert guaranteed_bytes <= highest_bytes <= guaranteed_bytes + swapped_bytes * drawn.plan.micro_batches
 
 
-@settings(max_examples=examples(40, 10))
+@settings(max_examples=examples(40, 6))
 @given(planned_workloads())
 def test_tensors_made_once_are_the_static_buffers(drawn: PlannedWorkload) -> None:
     schedule = compile_schedule(drawn.plan, drawn.workload, drawn.layout)
@@ -87,7 +87,7 @@ def test_tensors_made_once_are_the_static_buffers(drawn: PlannedWorkload) -> Non
     )
 
 
-@settings(max_examples=examples(40, 10))
+@settings(max_examples=examples(40, 6))
 @given(planned_workloads())
 def test_the_replay_is_settled_and_repeats(drawn: PlannedWorkload) -> None:
     schedule = compile_schedule(drawn.plan, drawn.workload, drawn.layout)
@@ -303,7 +303,7 @@ def test_within_the_limit_nothing_is_reserved_beyond_it() -> None:
     assert allocator.reserved_bytes <= 100 * MIB
 
 
-@settings(max_examples=examples(40, 10))
+@settings(max_examples=examples(40, 6))
 @given(planned_workloads())
 def test_the_account_ascends_and_a_cpu_has_none(drawn: PlannedWorkload) -> None:
     schedule = compile_schedule(drawn.plan, drawn.workload, drawn.layout)

@@ -61,7 +61,7 @@ def played(log: RequestLog, is_expandable: bool, limit_bytes: int | None, *, is_
     return found, allocator.segments, allocator.reserved_bytes, allocator.allocated_bytes, allocator.requested_bytes
 
 
-@settings(max_examples=examples(300, 40))
+@settings(max_examples=examples(300, 24))
 @given(requests(), st.booleans(), st.floats(0.5, 1.2))
 def test_nests_leave_everything_as_it_was(
     drawn: tuple[list[int], list[int]], is_expandable: bool, share: float
@@ -74,7 +74,7 @@ def test_nests_leave_everything_as_it_was(
     assert whole == quick
 
 
-@settings(max_examples=examples(40, 10))
+@settings(max_examples=examples(40, 6))
 @given(planned_workloads(), st.sampled_from(Inside), st.booleans())
 def test_programs_are_replayed_to_the_same(drawn: PlannedWorkload, inside: Inside, is_expandable: bool) -> None:
     schedule = compile_schedule(drawn.plan, drawn.workload, drawn.layout)
@@ -94,7 +94,7 @@ def reserved(log: RequestLog, limit_bytes: int | None, *, is_compiled: bool) -> 
 
 
 @pytest.mark.skipif(not library.is_available(), reason=f"the allocator runs in {library.description()}")
-@settings(max_examples=examples(1000, 80))
+@settings(max_examples=examples(1000, 48))
 @given(requests(), st.floats(0.5, 1.2))
 def test_the_compiled_allocator_does_the_same(drawn: tuple[list[int], list[int]], share: float) -> None:
     ample, in_python = (reserved(Given(*drawn), None, is_compiled=is_compiled) for is_compiled in (True, False))

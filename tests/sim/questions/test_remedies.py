@@ -148,7 +148,7 @@ def test_a_search_tells_them_of_its_plan() -> None:
 # -- leaner plans ----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=examples(200, 15), deadline=None)
+@settings(max_examples=examples(200, 9), deadline=None)
 @given(case=planned_workloads(4) | parallel_workloads(3), share=st.floats(0.3, 1.1), host_share=st.floats(0.5, 3))
 def test_a_leaner_plan_is_safe_and_fits(case: PlannedWorkload, share: float, host_share: float) -> None:
     schedule = compile_schedule(case.plan, case.workload, case.layout)
@@ -177,7 +177,7 @@ def test_a_leaner_plan_is_safe_and_fits(case: PlannedWorkload, share: float, hos
         assert found[0].num_kept <= case.plan.num_kept
 
 
-@settings(max_examples=examples(200, 15), deadline=None)
+@settings(max_examples=examples(200, 9), deadline=None)
 @given(case=planned_workloads(4), box=hardware())
 def test_no_plan_computes_faster_than_the_bound(case: PlannedWorkload, box: Hardware) -> None:
     costs = CostModel.of(case.workload, box)

@@ -119,7 +119,7 @@ def cases(draw: DrawFn) -> Case:
 
 
 @given(cases())
-@settings(max_examples=examples(150, 15), deadline=None)
+@settings(max_examples=examples(150, 9), deadline=None)
 def test_bounds_never_exceed_what_they_bound_and_some_are_exact(found: Case) -> None:
     peak_bytes = guaranteed_device_peak(found.schedule).size_bytes
     assert found.activation_bound_bytes() <= found.memory_bound_bytes() <= peak_bytes
@@ -145,7 +145,7 @@ def test_a_search_finds_what_brute_force_finds(case: brute_force.Case, data: st.
 
 
 @given(cases(), st.integers(7, 12))
-@settings(max_examples=examples(60, 8), deadline=None)
+@settings(max_examples=examples(60, 5), deadline=None)
 def test_few_micro_batches_tell_of_many(found: Case, micro_batches: int) -> None:
     plan = found.plan.model_copy(update={"micro_batches": micro_batches})
     whole = compile_schedule(plan, found.workload, found.layout)

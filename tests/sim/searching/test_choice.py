@@ -69,7 +69,7 @@ def simplest_worth_it(found: Case, budget_bytes: int, uncertainty: Uncertainty) 
 
 
 @given(cases(), st.floats(0, 1), FRACS, FRACS)
-@settings(max_examples=examples(300, 8))
+@settings(max_examples=examples(300, 5))
 def test_the_simplest_kind_within_the_uncertainty_is_recommended(
     found: Case, share: float, device_frac: float, host_frac: float
 ) -> None:
@@ -96,7 +96,7 @@ def test_the_oracle_sees_a_search_that_takes_the_fastest() -> None:
 
 
 @given(workloads(max_blocks=4), hardware(), st.integers(0, 400), st.floats(0, 0.5))
-@settings(max_examples=examples(60, 10))
+@settings(max_examples=examples(60, 6))
 def test_what_survives_leaves_the_margin_in_its_record(
     model: Workload, box: Hardware, more_mib: int, margin_frac: float
 ) -> None:

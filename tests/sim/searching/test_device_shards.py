@@ -79,7 +79,7 @@ def test_loading_puts_parts_on_the_devices() -> None:
     assert loading_peak_bytes(schedule, model.parameters, layout, is_on_host=True) == 2 * 128 + 256
 
 
-@settings(max_examples=examples(60, 12))
+@settings(max_examples=examples(60, 7))
 @given(parallel_workloads(max_blocks=4))
 def test_what_the_allocator_is_asked_for_is_what_stays_on_the_device(case: PlannedWorkload) -> None:
     schedule = compile_schedule(case.plan, case.workload, case.layout)
@@ -88,7 +88,7 @@ def test_what_the_allocator_is_asked_for_is_what_stays_on_the_device(case: Plann
     assert asked_bytes == schedule.static_bytes(Memory.DEVICE)
 
 
-@settings(max_examples=examples(60, 12))
+@settings(max_examples=examples(60, 7))
 @given(parallel_workloads(max_blocks=4), st.integers(1, 1000))
 def test_over_endless_links_ranks_do_what_one_does_alone(case: PlannedWorkload, num_ranks: int) -> None:
     """All chunks sharded, collectives in no time: compute follows itself without a gap, and Adam takes its share."""
@@ -129,7 +129,7 @@ def test_over_endless_links_ranks_do_what_one_does_alone(case: PlannedWorkload, 
     assert period_s(sharded, share_s) == pytest.approx(period_s(alone, 1.0) - 1.0 + share_s)
 
 
-@settings(max_examples=examples(40, 10))
+@settings(max_examples=examples(40, 6))
 @given(parallel_workloads(max_blocks=4), st.integers(0, 2**32 - 1))
 def test_what_is_simulated_stays_below_the_guaranteed_peak(case: PlannedWorkload, seed: int) -> None:
     schedule = compile_schedule(case.plan, case.workload, case.layout)

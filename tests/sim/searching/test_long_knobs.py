@@ -37,7 +37,7 @@ def _check(found: Case, share: float) -> None:
 
 
 @given(cases_with_long_knobs(), st.floats(0, 1))
-@settings(max_examples=examples(300, 10), deadline=None)
+@settings(max_examples=examples(300, 6), deadline=None)
 def test_the_search_finds_what_brute_force_finds(found: Case, share: float) -> None:
     _check(found, share)
 

@@ -116,7 +116,7 @@ METHOD = Method(
 
 
 @given(cases().filter(lambda case: not case.plan.n_disk))  # its gathers copy from the hosts' memory alone
-@settings(max_examples=examples(100, 15), deadline=None)
+@settings(max_examples=examples(100, 9), deadline=None)
 def test_its_plans_are_verified_replayed_and_bounded_like_any_other(found: Case) -> None:
     schedule = compile_schedule(found.plan, found.workload, found.layout, policies=METHOD.policies)
     verify_schedule(schedule, found.plan, found.workload, found.layout, rules=METHOD.rules)

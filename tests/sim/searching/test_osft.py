@@ -69,7 +69,7 @@ def cases_in_parts(draw: DrawFn) -> Case:
     return case(found.workload, plan, found.layout, costs, ContentionModel.of(box, num_ranks=num_ranks), OSFT.policies)
 
 
-@settings(max_examples=examples(600, 18))
+@settings(max_examples=examples(600, 11))
 @given(cases() | cases_in_parts())
 def test_bounds_hold_and_peaks_and_replays_are_exact(found: Case) -> None:
     assert found.exact_peak_bytes() == guaranteed_device_peak(found.schedule).size_bytes

@@ -50,7 +50,7 @@ def _is_distinct(plan: Plan, model: Workload) -> bool:
 
 
 @given(cases(), st.floats(0, 1))
-@settings(max_examples=examples(300, 16))
+@settings(max_examples=examples(300, 10))
 def test_without_tolerance_the_search_finds_what_brute_force_finds(found: Case, share: float) -> None:
     peaks = sorted({outcome.device_bytes for outcome in found.outcomes})
     budget_bytes = peaks[round(share * (len(peaks) - 1))]
@@ -75,7 +75,7 @@ def test_without_tolerance_the_search_finds_what_brute_force_finds(found: Case, 
 
 
 @given(cases_with_disk(), st.floats(0, 1))
-@settings(max_examples=examples(60, 8))
+@settings(max_examples=examples(60, 5))
 def test_with_chunks_on_a_disk_the_search_finds_what_brute_force_finds(found: Case, share: float) -> None:
     peaks = sorted({outcome.device_bytes for outcome in found.outcomes})
     budget_bytes = peaks[round(share * (len(peaks) - 1))]
@@ -89,7 +89,7 @@ def test_with_chunks_on_a_disk_the_search_finds_what_brute_force_finds(found: Ca
 
 
 @given(cases(), st.floats(0, 1), st.sampled_from((0.005, 0.05, 0.5)))
-@settings(max_examples=examples(25, 8))
+@settings(max_examples=examples(25, 5))
 def test_the_certificate_is_true(found: Case, share: float, tolerance_frac: float) -> None:
     peaks = sorted({outcome.device_bytes for outcome in found.outcomes})
     budget_bytes = peaks[round(share * (len(peaks) - 1))]
@@ -155,7 +155,7 @@ def test_the_result_is_a_document_and_the_same_each_time() -> None:
 
 
 @given(workloads(max_blocks=4), hardware(), st.floats(0.3, 1))
-@settings(max_examples=examples(25, 8))
+@settings(max_examples=examples(25, 5))
 def test_the_plan_is_safe_within_the_budget(model: Workload, box: Hardware, share: float) -> None:
     budget_bytes = max(1, int(box.device.usable_bytes * share))
     try:

@@ -86,7 +86,7 @@ def shared_plan(model: Workload, **knobs: object) -> Plan:
 
 
 @given(st.integers(1, 2**30), st.integers(1, 4), st.sampled_from([2, 4, 8]))
-@settings(max_examples=examples(200, 20), deadline=None)
+@settings(max_examples=examples(200, 12), deadline=None)
 def test_an_all_to_all_on_a_switch_takes_its_latency_and_what_is_sent(
     exchanged_bytes: int, number: int, sequence_ranks: int
 ) -> None:
@@ -137,7 +137,7 @@ def test_a_measured_table_counts_before_the_model() -> None:
 
 
 @given(sharing_cases())
-@settings(max_examples=examples(80, 12), deadline=None)
+@settings(max_examples=examples(80, 7), deadline=None)
 def test_without_contention_it_takes_as_long_as_the_longest_path(found: Case) -> None:
     schedule = found.schedule
     durations_s = found.costs.durations_s(schedule)
@@ -148,7 +148,7 @@ def test_without_contention_it_takes_as_long_as_the_longest_path(found: Case) ->
 
 
 @given(sharing_cases())
-@settings(max_examples=examples(80, 12), deadline=None)
+@settings(max_examples=examples(80, 7), deadline=None)
 def test_a_replay_is_what_the_simulator_says_and_no_bound_is_above_it(found: Case) -> None:
     simulated, simulated_s = found.simulated(), found.simulated_s()
     if simulated.is_steady and simulated.num_iterations == MIN_ITERATIONS + 1:

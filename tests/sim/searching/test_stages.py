@@ -38,7 +38,7 @@ from tests.strategies.pairs import bypass_workloads, stage_workloads
 
 
 @given(staged_cases())
-@settings(max_examples=examples(150, 10), deadline=None)
+@settings(max_examples=examples(150, 6), deadline=None)
 def test_bounds_never_exceed_what_they_bound_and_some_are_exact(found: Case) -> None:
     schedule = found.schedule
     peak_bytes = guaranteed_device_peak(schedule).size_bytes
@@ -58,7 +58,7 @@ def test_bounds_never_exceed_what_they_bound_and_some_are_exact(found: Case) -> 
 
 
 @given(stage_workloads(max_pairs=3) | bypass_workloads(max_pairs=2), nodes(), st.data())
-@settings(max_examples=examples(60, 8), deadline=None)
+@settings(max_examples=examples(60, 5), deadline=None)
 def test_a_search_of_a_stage_and_of_its_replicas_finds_what_brute_force_finds(
     workload: Workload, box: Hardware, data: st.DataObject
 ) -> None:

@@ -70,7 +70,7 @@ def _compare(among: SearchProblem, alone: SearchProblem, tiling: int) -> None:
 
 
 @given(cases_with_long_knobs())
-@settings(max_examples=examples(200, 8), deadline=None)
+@settings(max_examples=examples(200, 5), deadline=None)
 def test_tilings_among_others_are_what_each_is_alone(found: Case) -> None:
     """Spaces of one tiling each, whose drafts are of the tiled workloads, are the oracle."""
     _check(found)

@@ -15,7 +15,7 @@ from tests.strategies.workloads import workloads
 
 
 @given(workloads(), st.data())
-@settings(max_examples=examples(100, 12), deadline=None)
+@settings(max_examples=examples(100, 7), deadline=None)
 def test_levels_read_from_buffers_are_those_of_the_account(model: Workload, data: st.DataObject) -> None:
     blocks, micro_batches = model.num_blocks, data.draw(st.integers(1, 5))
     n_swap = data.draw(st.integers(0, blocks))

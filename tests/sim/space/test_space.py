@@ -66,7 +66,7 @@ def _indices(grid: LayoutGrid) -> list[tuple[int, int, int]]:
 
 
 @given(workloads(max_blocks=3))
-@settings(max_examples=examples(80, 10))
+@settings(max_examples=examples(80, 6))
 def test_the_space_holds_every_plan_once_and_each_compiles(model: Workload) -> None:
     space = SearchSpace(prefetch_depth=(1, 3), n_host_stepped=None)
     found = _plans(model, space)
@@ -91,7 +91,7 @@ def test_the_space_holds_every_plan_once_and_each_compiles(model: Workload) -> N
 
 
 @given(workloads(max_blocks=4))
-@settings(max_examples=examples(100, 12))
+@settings(max_examples=examples(100, 7))
 def test_no_two_plans_are_equally_simple(model: Workload) -> None:
     space = SearchSpace(n_host_stepped=None)
     keys = [grid.simplicity(*index) for grid in enumerate_space(model, space) for index in _indices(grid)]
@@ -183,7 +183,7 @@ def test_named_numbers_of_shards_go_with_every_number_of_persistent_chunks() -> 
 
 
 @given(workloads(max_blocks=3))
-@settings(max_examples=examples(60, 10))
+@settings(max_examples=examples(60, 6))
 def test_every_plan_with_shards_is_there_once_and_compiles(model: Workload) -> None:
     step = StepSpec(parallel=ParallelMode.SHARDED, num_ranks=3)
     grids = enumerate_space(model, SearchSpace(prefetch_depth=(1, 2)), step)
