@@ -115,6 +115,12 @@ def lowering_words(compiled: Compiled | None, float8: Float8 | None) -> str | No
     return ", ".join(words) or None
 
 
+def lowering_notes(compiled: Compiled | None, float8: Float8 | None) -> tuple[str, ...]:
+    """The same as a record or an answer has it, with what becomes of such plans here; none where nothing is."""
+    words = lowering_words(compiled, float8)
+    return () if words is None else (f"{words} (no plan of which is carried out here)",)
+
+
 class OperationClass(StrEnum):
     """Operations whose cost follows the same law."""
 

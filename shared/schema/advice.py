@@ -101,6 +101,8 @@ class Advice(Document):
     """In the order of ``MachineAdvice.rank``; a machine with several devices more than once."""
     unanswered: tuple[str, ...] = ()
     """Machines that were asked about too, but that Ctrl-C left no time for."""
+    emulated: tuple[str, ...] = ()
+    """What is computed as others do, in words: plans of it are for comparison, and are not carried out here."""
     list_prices: tuple[ListPrice, ...] = ()
     """What machines were taken to cost that nobody stated a price for, each with its day and its source."""
 

@@ -327,6 +327,21 @@ class SearchResult(Document):
     """Of several ranks: every parallel mode that was allowed, over all sizes of the micro-batch where several were."""
 
     @property
+    def noted_plan(self) -> Plan:
+        """The plan as it is written to a file of its own.
+
+        With notes if the search that found it was ended early, and if its times are of blocks that others compute.
+        """
+        plan = self.certificate.noted(self.plan)
+        if not self.prediction.emulated:
+            return plan
+        how = ", ".join(self.prediction.emulated)
+        note = (
+            f"Chosen for {how}: carried out, the plan takes other time, and may take more memory, than was predicted."
+        )
+        return plan.model_copy(update={"note": note if plan.note is None else f"{plan.note} {note}"})
+
+    @property
     def best_baseline(self) -> Baseline | None:
         """The fastest baseline that fits; None if none does."""
         fitting = [baseline for baseline in self.baselines if baseline.fits]

@@ -148,6 +148,8 @@ class Sweep(Document):
     """Shorter sequences first, then smaller batches."""
     crossovers: tuple[Crossover, ...]
     """Of the lengths at which anything is offloaded; see [Note: What offloading costs]."""
+    emulated: tuple[str, ...] = ()
+    """What is computed as others do, in words: plans of it are for comparison, and are not carried out here."""
     list_price: ListPrice | None = None
     """What the machine was taken to cost, where nobody stated a price."""
     is_complete: bool = True

@@ -28,6 +28,8 @@ def sweep_tables(sweep: Sweep) -> Parts:
     if sweep.with_plan:
         parts.append(point_table(sweep))
         parts += free_sentences(sweep)
+    if sweep.emulated:
+        parts.append(f"emulated: {', '.join(sweep.emulated)}.")
     if missing := missing_table(sweep):
         parts.append(missing)
     if sweep.list_price is not None:

@@ -32,6 +32,8 @@ def advice_tables(advice: Advice) -> Parts:
     parts: list[Table | str] = [machine_table(title, advice.deals)]
     if advice.question is not None:
         parts.insert(0, asked_of_all_table(advice.question, advice.global_batch_size, is_longest=advice.is_longest))
+    if advice.emulated:
+        parts.append(f"emulated: {', '.join(advice.emulated)}.")
     if limits := limit_table(advice.deals):
         parts.append(limits)
     if sentence := meaning_sentence(advice):

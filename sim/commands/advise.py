@@ -63,8 +63,24 @@ from ..questions.in_tiles import AskedTiles
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..space.step_spec import MOST_RANKS, check_shares
 from .model_choice import student_of
-from .options import MOST_SAMPLES, Margin, MaxGradientNorm, MethodName, StudentPath, check_budget, price_files
-from .space_options import AllowedLossTiles, AllowedMlpTiles, AllowedProductStrides, product_strides
+from .options import (
+    MOST_SAMPLES,
+    CompiledParts,
+    Float8Scaling,
+    Margin,
+    MaxGradientNorm,
+    MethodName,
+    StudentPath,
+    check_budget,
+    price_files,
+)
+from .space_options import (
+    AllowedLossTiles,
+    AllowedMlpTiles,
+    AllowedProductStrides,
+    product_strides,
+    whole_if_lowered,
+)
 
 if TYPE_CHECKING:
     from ...shared.report.page import Report
@@ -149,6 +165,8 @@ def advise_command(
     frozen: FrozenParts = None,
     autocast: AutocastName = None,
     loss: LossName = None,
+    compiled: CompiledParts = None,
+    float8: Float8Scaling = None,
     changes: HardwareChanges = None,
     device_budget_bytes: DeviceBudget = None,
     margin: Margin = None,
@@ -197,7 +215,9 @@ def advise_command(
         global_batch,
         max_gradient_norm,
         _fingerprint(model),
-        options=options_of(lora_rank, lora_targets, frozen, autocast, osft, quantized, loss=loss),
+        options=options_of(
+            lora_rank, lora_targets, frozen, autocast, osft, quantized, loss=loss, compiled=compiled, float8=float8
+        ),
         device_budget_bytes=device_budget_bytes,
         margin_frac=DEFAULT_MARGIN_FRAC if margin is None else margin / 100,
         calibrations=_calibrations(calibrations or (), machines),
@@ -206,7 +226,7 @@ def advise_command(
         host_gradients=host_gradients or HostGradients.PARAMETERS,
         student=student_of(model, student, method),
         goal=Goal.LONGEST_SEQUENCE if longest else Goal.FASTEST,
-        tiles=AskedTiles.named(mlp_tiles, loss_tiles_of(loss, loss_tiles)),
+        tiles=AskedTiles.named(whole_if_lowered(mlp_tiles, compiled, float8), loss_tiles_of(loss, loss_tiles)),
         product_stride=product_strides(product_stride),
     )
     numbers = sorted(set(ranks or ()))

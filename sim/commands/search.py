@@ -69,6 +69,8 @@ from ..space.step_spec import SEVERAL
 from .model_choice import ModelChoice
 from .options import (
     BaselinePlans,
+    CompiledParts,
+    Float8Scaling,
     GlobalBatchSize,
     GoalName,
     Margin,
@@ -116,6 +118,7 @@ from .space_options import (
     LooksUpRows,
     groups_that_share,
     shard_groups_to_search,
+    whole_if_lowered,
 )
 
 if TYPE_CHECKING:
@@ -164,6 +167,8 @@ def search_command(
     images: ImageCount = None,
     autocast: AutocastName = None,
     loss: LossName = None,
+    compiled: CompiledParts = None,
+    float8: Float8Scaling = None,
     changes: HardwareChanges = None,
     device_budget_bytes: DeviceBudget = None,
     calibration: CalibrationPath = None,
@@ -207,8 +212,9 @@ def search_command(
     """Find the fastest plan that fits a model on a machine, without the machine.
 
     Prints the plan, its time by phase, its memory with what is alive at the peak, what each lane does, and what is
-    proven about every other plan.  --output writes the plan.  A distillation on several ranks is split into stages and
-    replicas, and --output writes a pipeline.  Ctrl-C ends the search with the best plan so far; what
+    proven about every other plan.  --compile and --float8 search for what others run: protwin's own runtime carries out
+    no such plan, and a note in it says so.  --output writes the plan.  A distillation on several ranks is split into
+    stages and replicas, and --output writes a pipeline.  Ctrl-C ends the search with the best plan so far; what
     --output and --report write then says that it is not certified.
     """
     check_batch(global_batch, batch_size, micro_batches)
@@ -279,6 +285,8 @@ def search_command(
         images=images_of(image_size, images),
         autocast=autocast,
         loss=loss,
+        compiled=compiled,
+        float8=float8,
         device=machine.device,
         has_cache=not no_cache,
         method=method,
@@ -286,7 +294,9 @@ def search_command(
         packed_lengths=packed_lengths,
         sequence_ranks=tuple(sequence_ranks or ()),
         tiles=AskedTiles.named(
-            mlp_tiles, loss_tiles, at_any_length=goal in (Goal.LONGEST_SEQUENCE, Goal.LARGEST_BATCH)
+            whole_if_lowered(mlp_tiles, compiled, float8),
+            loss_tiles,
+            at_any_length=goal in (Goal.LONGEST_SEQUENCE, Goal.LARGEST_BATCH),
         ),
     )
 
@@ -335,7 +345,7 @@ def search_command(
     warn_of_dtype(result.prediction, machine)
     warn_of_attention(_workload_of(request, found, choice))
     warn_of_memory(result.prediction, rank_host_bytes(machine, result.plan.num_ranks))
-    save(result.certificate.noted(result.plan), output)
+    save(result.noted_plan, output)
     write_report(report, lambda: _report(document, _workload_of(request, found, choice)))
     tell(document, output, as_json=as_json, tables=lambda: _tables(document))
     if is_interrupted:

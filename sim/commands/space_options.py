@@ -10,6 +10,7 @@ import typer
 
 from ...shared.basics.errors import PlanError
 from ...shared.cli.options import size_option
+from ...shared.phases.operations import Compiled, Float8
 from ...shared.phases.sequence_sharing import why_not_shared
 from ...shared.schema.plan import MOST_RANKS, ParallelMode, why_not_shard_ranks
 from ..space.space import ALL, LARGEST_KNOB
@@ -149,6 +150,13 @@ def product_strides(named: Sequence[int | str] | None) -> tuple[int, ...] | None
     if ALL in (named or ()):
         return None
     return tuple(number for number in named or () if isinstance(number, int)) or (0,)
+
+
+def whole_if_lowered(
+    mlp_tiles: Sequence[int] | None, compiled: Compiled | None, float8: Float8 | None
+) -> Sequence[int] | None:
+    """The numbers of tiles that MLPs may run in: what is compiled, or in float8, runs whole unless they are named."""
+    return mlp_tiles or ([1] if compiled is not None or float8 is not None else None)
 
 
 def groups_that_share(sequence_ranks: Sequence[int] | None, num_ranks: int) -> int:

@@ -42,6 +42,7 @@ from ...shared.cli.output import save, tell
 from ...shared.cli.ranges import Numbers, numbers_option
 from ...shared.cli.report_options import ReportPath, write_report
 from ...shared.cli.trained_as import loss_tiles_of, quantized_of
+from ...shared.phases.operations import lowering_notes
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.optimizer import HostGradients, Optimizer
 from ...shared.sweeps.sweep import Sweep, crossovers
@@ -55,6 +56,8 @@ from ..space.step_spec import SEVERAL
 from .advise import NumProcesses
 from .model_choice import ModelChoice
 from .options import (
+    CompiledParts,
+    Float8Scaling,
     Margin,
     MaxGradientNorm,
     MicroBatches,
@@ -71,6 +74,7 @@ from .space_options import (
     AllowedShardRanks,
     product_strides,
     shard_groups_to_search,
+    whole_if_lowered,
 )
 
 if TYPE_CHECKING:
@@ -123,6 +127,8 @@ def sweep_command(
     frozen: FrozenParts = None,
     autocast: AutocastName = None,
     loss: LossName = None,
+    compiled: CompiledParts = None,
+    float8: Float8Scaling = None,
     changes: HardwareChanges = None,
     device_budget_bytes: DeviceBudget = None,
     margin: Margin = None,
@@ -171,9 +177,11 @@ def sweep_command(
         frozen=frozen,
         autocast=autocast,
         loss=loss,
+        compiled=compiled,
+        float8=float8,
         device=machine.device,
         has_cache=not no_cache,
-        tiles=AskedTiles.named(None, loss_tiles_of(loss, None)),
+        tiles=AskedTiles.named(whole_if_lowered(None, compiled, float8), loss_tiles_of(loss, None)),
     )
     with progress_bar("searching points") as on_progress:
         asked = SweepRequest(
@@ -216,6 +224,7 @@ def sweep_command(
         points=tuple(points),
         crossovers=crossovers(points),
         list_price=listed[0] if listed else None,
+        emulated=lowering_notes(compiled, float8),
         is_complete=is_complete,
     )
     save(found, output)

@@ -11,6 +11,7 @@ from ...shared.layout.layout import Layout, layout_of
 from ...shared.layout.residencies import chunk_counts
 from ...shared.methods.method import Method
 from ...shared.order.happens_before import HappensBefore
+from ...shared.phases.operations import lowering_notes
 from ...shared.records.flops import hardware_flops, model_flops
 from ...shared.records.phase_times import phase_times_s
 from ...shared.records.phase_waits import Span, SpanOf, phase_waits
@@ -132,6 +133,7 @@ def predicted_record(
             device_peak_bytes=device_curve.peak_bytes,
         ),
         price_usd_per_hour=machine.price_usd_per_hour,
+        emulated=lowering_notes(workload.compiled, workload.float8),
         model_flops=_times(
             plan.micro_batches * plan.num_ranks, model_flops(workload.shared_among(plan.sequence_ranks))
         ),

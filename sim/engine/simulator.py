@@ -14,7 +14,6 @@ from ...shared.layout.layout import Layout
 from ...shared.methods.known import method_named
 from ...shared.methods.method import Method
 from ...shared.methods.runtime_profile import OUR_RUNTIME, RuntimeProfile
-from ...shared.phases.operations import lowering_words
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan
@@ -124,10 +123,8 @@ def simulate_drawn(
         price_usd_per_hour=rent_of_stage(hardware, plan.num_ranks, num_stages),
     )
     record = predicted_record(plan, workload, rank, calibration, schedule, timing, layout=layout, method=method)
-    words = lowering_words(workload.compiled, workload.float8)
-    others = (runtime.other, None if words is None else f"{words} (no plan of which is carried out here)")
-    if any(others):
-        record = record.model_copy(update={"emulated": tuple(other for other in others if other is not None)})
+    if runtime.other is not None:
+        record = record.model_copy(update={"emulated": (runtime.other, *record.emulated)})
     durations_s, errors = costs.durations_s(schedule), ErrorModel.of(workload, hardware, calibration)
     limit_bytes = rank_device_bytes(hardware, plan.num_ranks * num_stages, plan.shard_ranks)
     return drawn_record(record, durations_s, contention, schedule, timing, errors, limit_bytes=limit_bytes)

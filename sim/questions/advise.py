@@ -23,6 +23,7 @@ from ...shared.basics.progress import OnProgress
 from ...shared.catalogue.models import known_model
 from ...shared.catalogue.rank_share import rent_of_ranks
 from ...shared.optimizers.check import check_host_gradients, check_optimizer
+from ...shared.phases.operations import lowering_notes
 from ...shared.records.question import sequence_length_of
 from ...shared.schema.advice import Advice, AdviceState, MachineAdvice
 from ...shared.schema.calibration import Calibration
@@ -277,6 +278,7 @@ def advise(
         goal=request.goal,
         ranks=tuple(ranks),
         machines=tuple(sorted(found.values(), key=MachineAdvice.rank)),
+        emulated=lowering_notes(request.options.compiled, request.options.float8),
         unanswered=tuple(dict.fromkeys(one.hardware.name for one in asked if one.key not in found)),
     )
 
