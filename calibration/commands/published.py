@@ -47,7 +47,8 @@ def published_command(
     """Show how far predictions from data sheets are from training runs that others have published.
 
     Without options, errors of times by class, as they were when this version was made.  Errors are signed: negative
-    means predicted too fast.  No constant was fitted to these runs.
+    means predicted too fast.  No price was fitted to these runs; the range
+    of compute in intervals is that of all of them.
     """
     chosen = _chosen(classes or [], runs or [])
     if is_anew:

@@ -188,7 +188,9 @@ class MeasuredRun(FrozenModel):
         adapters = f", LoRA {self.lora_rank}" if self.lora_rank is not None else ""
         adapters += f" on {self.quantized.words}" if self.quantized is not None else ""
         adapters += ", embedding and head whole" if self.trained_whole else ""
-        return f"{self.model}{adapters}, {sequences} x {self.sequence_length}"
+        computed = f", {self.float8} float8" if self.float8 is not None else ""
+        computed += ", compiled" if self.compiled is not None else ""
+        return f"{self.model}{adapters}, {sequences} x {self.sequence_length}{computed}"
 
     @property
     def where(self) -> str:

@@ -64,9 +64,9 @@ def of_runs(runs: Sequence[MeasuredRun], predicted: Predicted) -> Parts:
             error = found.iteration_s / measured_s - 1
             interval = found.iteration_interval_s
             within = "" if interval is None else f"{interval.low / measured_s:.2f} to {interval.high / measured_s:.2f}"
-            told = (str(unit), _show(measured), _show(likely), f"{error:+.1%}", within)
+            told = (f"{_show(measured)} {_SHORT[unit]}", _show(likely), f"{error:+.1%}", within)
         else:
-            error, told = None, ("", "", "", "", "")
+            error, told = None, ("", "", "", "")
         memory = run.measured.memory
         if memory is None:
             of_memory_cells = ("", "", "")
@@ -75,12 +75,12 @@ def of_runs(runs: Sequence[MeasuredRun], predicted: Predicted) -> Parts:
             likely_bytes = memory_of_kind(found, kind)
             gib = f"{measured_bytes / 2**30:.2f}"
             of_memory_cells = (str(kind), gib, f"{likely_bytes / measured_bytes - 1:+.1%}")
-        rows.append((run.trained, run.where, *told, *of_memory_cells, numbers))
+        marked = f"{run.trained} ({numbers})" if numbers else run.trained
+        rows.append((marked, run.where, *told, *of_memory_cells))
         errors.append(error)
     columns = (
         "trained",
         "on",
-        "unit",
         ">measured",
         ">predicted",
         ">error\nof time",
@@ -88,14 +88,17 @@ def of_runs(runs: Sequence[MeasuredRun], predicted: Predicted) -> Parts:
         "memory",
         ">GiB",
         ">error",
-        "differs",
     )
     lines = [f"{number}: {note}" for number, note in enumerate(notes, start=1)]
     used = dict.fromkeys(run.source for run in runs)
     lines += [f"{name}: {' '.join(SOURCES[name].about.split())}. {SOURCES[name].url}" for name in used]
-    expendable = ("differs", "memory", ">GiB", ">error", "unit")
+    expendable = ("memory", ">GiB", ">error")
     table = Table(title="Published runs", columns=columns, rows=rows, errors_frac=errors, expendable=expendable)
     return table, "\n".join(lines)
+
+
+_SHORT: Final = {Unit.TOKENS_PER_DEVICE: "tok/s", Unit.SAMPLES: "samples/s", Unit.ITERATION: "s"}
+"""Units of a cell; tokens are those of one device."""
 
 
 def _number(note: str, notes: list[str]) -> int:

@@ -94,7 +94,9 @@ class RuntimeProfile:
         words += ["devices keep parts of what hosts step"] if self.keeps_parts else []
         words += ["blocks recomputed whole"] if self.recomputes_whole else []
         if self.loss_metrics is not None and self.num_loss_metrics != _METRICS.get(self.runtime, 0):
-            words.append(f"{self.loss_metrics} metric{'' if self.loss_metrics == 1 else 's'} of all logits")
+            words.append(
+                f"{self.loss_metrics} metric{'' if self.loss_metrics == 1 else 's'} of all logits, without memory"
+            )
         return ", ".join(words) or None
 
     @property
@@ -127,12 +129,12 @@ class RuntimeProfile:
                 f"reentrant checkpointing recomputes blocks whole, but {plan.n_selective} blocks of the plan keep "
                 f"results (n_selective). Ask about a plan with n_selective 0, or leave reentrant checkpointing out."
             )
-        if self.num_loss_metrics < 0:
-            raise PlanError(f"loss_metrics must be at least 0 (got {self.loss_metrics}).")
+        if not 0 <= self.num_loss_metrics <= MOST_METRICS:
+            raise PlanError(f"loss_metrics must be 0 to {MOST_METRICS} (got {self.loss_metrics}).")
         if self.num_loss_metrics and plan.loss_tiles > 1:
             raise PlanError(
                 f"metrics are taken from all logits of a micro-batch, but with loss_tiles {plan.loss_tiles} they never "
-                f"lie there at once. Ask about a plan with loss_tiles 1, or set loss_metrics to 0."
+                f"lie there at once. Ask about a plan with loss_tiles 1, or set loss_metrics to 0 (--loss-metrics 0)."
             )
         modes = _MODES.get(self.runtime)
         if modes is not None and plan.parallel not in modes:
@@ -201,11 +203,16 @@ _WORDS: Final = {
         runtime: f"copies of {runtime} around collectives"
         for runtime in (Runtime.FSDP, Runtime.FSDP_BACKWARD_POST, Runtime.FSDP2, Runtime.DDP, Runtime.DEEPSPEED_ZERO3)
     },
-    Runtime.COMPOSER: "copies of fsdp-backward-post, AdamW as a loop and two metrics of all logits, as under composer",
+    Runtime.COMPOSER: (
+        "copies of fsdp-backward-post, AdamW as a loop and two metrics of all logits without their memory, as under "
+        "composer"
+    ),
     Runtime.DEEPSPEED_ZERO1: "copies and waits of deepspeed-zero1",
     Runtime.DEEPSPEED_ZERO2: "copies and waits of deepspeed-zero2",
     Runtime.DEEPSPEED_OFFLOAD: "copies and waits of deepspeed-offload",
 }
+MOST_METRICS: Final = 100
+"""Of all logits; more are a mistake."""
 _METRICS: Final = {Runtime.COMPOSER: 2}
 """Of all logits that a runtime takes by itself ([Note: Metrics of losses] in ``sim/costs/streams.py``)."""
 _UPDATES: Final[dict[Runtime, type[Updates]]] = {

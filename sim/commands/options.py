@@ -16,7 +16,7 @@ from ...shared.basics.units import format_bytes
 from ...shared.catalogue.machines import load_hardware, override_hardware
 from ...shared.cli.options import MethodName as MethodName
 from ...shared.cli.options import changes_of, warn
-from ...shared.methods.runtime_profile import Runtime, RuntimeProfile
+from ...shared.methods.runtime_profile import MOST_METRICS, Runtime, RuntimeProfile
 from ...shared.phases.quadratic import attention_words
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import ParallelMode, Plan
@@ -154,6 +154,7 @@ LossMetrics = Annotated[
         "--loss-metrics",
         metavar="N",
         min=0,
+        max=MOST_METRICS,
         help="Metrics that are taken from all logits of every micro-batch, each by a cross-entropy in float32: as "
         "many as the system of --as takes (composer 2, all others 0) without.",
     ),

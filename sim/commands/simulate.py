@@ -62,6 +62,7 @@ from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
 from ...shared.schema.schedule import Schedule
+from ..costs.streams import loss_metric_bytes
 from ..engine.simulator import simulate as simulate_plan
 from ..memory.host import default_host_budget_bytes
 from ..memory.libraries import collective_bytes, rank_device_bytes, rank_host_bytes
@@ -242,6 +243,11 @@ def simulate_command(
     record = record.model_copy(update={"remedies": told})
     _warn(record, machine, budget_bytes)
     warn_of_attention(workload)
+    if profile.num_loss_metrics:
+        warn(
+            f"metrics hold up to {format_bytes(loss_metric_bytes(workload))} behind each backward (all logits, their "
+            f"float32 copy and its log-softmax), which the peak does not count."
+        )
     save(record, output)
     if timeline is not None:
         from ...shared.records.chrome_trace import chrome_trace

@@ -52,6 +52,7 @@ from typing import Final, Self
 
 from ...shared.methods.runtime_profile import OUR_RUNTIME, Runtime, RuntimeProfile
 from ...shared.schema.hardware import DeviceKind
+from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.schedule import ChunkId, Content, Lane, OuterSection, Schedule, Section, Task, TaskKind
 from ...shared.schema.workload import BlockId, DType, Workload
 from .efficiency import CORE_BYTES_PER_S, DISPATCHES_PER_LAUNCH
@@ -65,6 +66,8 @@ LOOPED_BYTES: Final = 80
 root 8, bias correction 8, epsilon 8, update 16 (``torch.optim.AdamW`` with ``foreach=False``)."""
 LOOPED_OPERATIONS: Final = 8
 """Of one tensor."""
+_LOOPED: Final = (Optimizer.ADAMW, Optimizer.ADAM)
+"""Whose steps are loops there; others step as here."""
 _MASTER_BYTES: Final = 4
 """Of a float32 parameter."""
 
@@ -182,7 +185,7 @@ class RuntimeCosts(CostModel):
     def durations_s(self, schedule: Schedule) -> tuple[float, ...]:
         """Seconds of every task of ``schedule``, in its order, with the copies of the runtime."""
         seconds = list(super().durations_s(schedule))
-        if self.profile.steps_in_loops:
+        if self.profile.steps_in_loops and schedule.optimizer in _LOOPED:
             for index, task in enumerate(schedule.tasks):
                 if task.kind is TaskKind.DEVICE_ADAM and task.num_stepped:
                     seconds[index] = self._looping_s(task)

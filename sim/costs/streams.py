@@ -183,3 +183,11 @@ def loss_metric(workload: Workload) -> tuple[Operation, ...]:
     widening = streaming("_to_copy", float32_bytes + num_logits * head.dtype.item_bytes)
     found = (widening, streaming("_log_softmax", 2 * float32_bytes))
     return found if head.dtype is not DType.FLOAT32 else found[1:]
+
+
+def loss_metric_bytes(workload: Workload) -> int:
+    """What one metric holds at once behind a backward: the logits, their float32 copy and its log-softmax."""
+    operations = loss_metric(workload)
+    copies_bytes = operations[-1].bytes_moved
+    widened_bytes = operations[-1].flops * DType.FLOAT32.item_bytes
+    return copies_bytes + (operations[0].bytes_moved - widened_bytes if len(operations) > 1 else 0)

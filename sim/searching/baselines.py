@@ -4,9 +4,9 @@
 A unit of FSDP2 is a block: every block a chunk, the next one gathered while one runs, so that two have buffers.  ZeRO-3
 has windows in parameters: 10**9 that live at a time, and 5 * 10**7 that are fetched ahead (DeepSpeed, zero/config.py:
 stage3_max_live_parameters, stage3_prefetch_bucket_size).  Both step after backward has ended: a limit of the gradients'
-norm has CPU Adam wait for it here too, and where the request has none, theirs is 1.0.  Copies around collectives are
-counted ([Note: Copies around collectives] in ``sim/costs/runtimes.py``), other costs of their own (allocations,
-synchronisation, Python) are not.  So these baselines are at least as fast as the systems are.  ZeRO-2 with offload
+norm has CPU Adam wait for it here too, and where the request has none, theirs is 1.0.  Copies around collectives
+and Python in hooks are counted (the notes in ``sim/costs/runtimes.py``), other costs of their own (allocations,
+synchronisation) are not.  So these baselines are at least as fast as the systems are.  ZeRO-2 with offload
 keeps parameters on the device and steps them on the host, for which there is no plan yet.
 """
 

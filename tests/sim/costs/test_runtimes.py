@@ -14,10 +14,12 @@ from protwin.shared.layout.layout import layout_of
 from protwin.shared.methods.full_training import FULL_TRAINING
 from protwin.shared.methods.runtime_profile import Runtime, RuntimeProfile
 from protwin.shared.schema.hardware import Hardware
+from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.schedule import Lane, TaskKind
 from protwin.shared.schema.workload import DType, Workload
 from protwin.sim.costs.runtimes import RuntimeCosts
+from protwin.sim.costs.streams import loss_metric_bytes
 from protwin.sim.costs.task_costs import CostModel, operation_s
 from protwin.sim.engine.simulator import simulate
 
@@ -298,8 +300,9 @@ def test_metrics_are_refused_where_logits_never_lie_whole() -> None:
     plan = sharded(workload).model_copy(update={"loss_tiles": 4})
     with pytest.raises(PlanError, match="all logits"):
         RuntimeProfile(Runtime.FSDP, loss_metrics=2).check(plan)
-    with pytest.raises(PlanError, match="at least 0"):
-        RuntimeProfile(loss_metrics=-1).check(plan)
+    for number in (-1, 101):
+        with pytest.raises(PlanError, match="0 to 100"):
+            RuntimeProfile(loss_metrics=number).check(sharded(workload))
 
 
 def test_a_looped_step_reads_a_limited_norm_once() -> None:
@@ -316,6 +319,26 @@ def test_a_looped_step_reads_a_limited_norm_once() -> None:
             seconds[loops, limit] = sum(one for one, is_step in zip(durations, steps, strict=True) if is_step)
     norms_s = seconds[False, 1.0] - seconds[False, None]
     assert seconds[True, 1.0] - seconds[True, None] == pytest.approx(norms_s * 0.7 / 0.85, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT32])
+def test_a_metric_holds_the_logits_and_two_copies(dtype: DType) -> None:
+    workload = load_workload("gpt2", batch_size=4, sequence_length=512, dtype=dtype)
+    num_logits = 4 * 512 * 50257
+    assert loss_metric_bytes(workload) == num_logits * (dtype.item_bytes + 4 + 4 if dtype is DType.BFLOAT16 else 8)
+
+
+@pytest.mark.parametrize("optimizer", [Optimizer.SGD, Optimizer.LION, Optimizer.ADAMW])
+def test_adams_alone_step_in_loops(optimizer: Optimizer) -> None:
+    workload = model()
+    plan = sharded(workload).model_copy(update={"optimizer": optimizer})
+    schedule = compile_schedule(plan, workload)
+    own = CostModel.of(workload, MACHINE, num_ranks=8)
+    fused, looped = (
+        RuntimeCosts.like(own, RuntimeProfile(loops_over_tensors=loops), workload).durations_s(schedule)
+        for loops in (False, True)
+    )
+    assert (fused == looped) == (optimizer is not Optimizer.ADAMW)
 
 
 def test_composer_is_what_it_consists_of() -> None:
