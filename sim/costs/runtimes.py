@@ -109,14 +109,11 @@ _ZERO_3: Final = _Copies(gathered=2.0, beside=6.0, casts_part=False, own_part=2.
 addition; the same step.  Counted in DeepSpeed's stage3.py ([Note: Copies around collectives])."""
 _COPIES: Final = {
     Runtime.FSDP: _Copies(reduced=2.0, beside=2.0, casts_beside=True),
-    Runtime.FSDP_BACKWARD_POST: _Copies(reduced=2.0, beside=2.0, casts_beside=True),
-    Runtime.COMPOSER: _Copies(reduced=2.0, beside=2.0, casts_beside=True),
     Runtime.FSDP2: _Copies(gathered=2.0, joins_by_elements=True),
     Runtime.DDP: _Copies(reduced=4.0, casts_part=False),
     Runtime.DEEPSPEED_ZERO1: _ZERO_12,
     Runtime.DEEPSPEED_ZERO2: _ZERO_12,
     Runtime.DEEPSPEED_ZERO3: _ZERO_3,
-    Runtime.DEEPSPEED_OFFLOAD: _ZERO_3,
 }
 """Reads and writes, counted in the code that [Note: Copies around collectives] names."""
 _REFRESH_BYTES: Final = 8
@@ -352,7 +349,7 @@ class RuntimeCosts(CostModel):
 
     def _laying_flat_s(self, kind: TaskKind, size_bytes: int) -> float:
         """As here, where nobody else carries the plan out."""
-        return super()._laying_flat_s(kind, size_bytes) if self.profile.runtime not in _COPIES else 0.0
+        return super()._laying_flat_s(kind, size_bytes) if self._engine not in _COPIES else 0.0
 
     @property
     def _trained_frac(self) -> float:

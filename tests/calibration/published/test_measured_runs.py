@@ -49,6 +49,7 @@ from protwin.calibration.published.run_predictions import (
     hardware_of,
     plan_of,
     predict_run,
+    profile_of,
     workload_of,
 )
 from protwin.calibration.published.run_tables import of_intervals, own_figure, run_tables
@@ -90,6 +91,18 @@ def test_twenty_runs_of_many_classes_are_shown() -> None:
     assert len({run.measured.speed[0] for run in shown if run.measured.speed is not None}) == 3
     assert any(run.host_stepped for run in shown)
     assert any(run.lora_rank is not None for run in shown)
+
+
+def test_plans_have_what_sources_and_runs_say_of_norms_and_shard_groups() -> None:
+    hsdp = BY_ID["fms-7b-a100-128"]
+    of_source = plan_of(hsdp, workload_of(hsdp))
+    assert (of_source.max_gradient_norm, of_source.shard_ranks) == (1.0, 8)
+    unknown = hsdp.model_copy(update={"source": "nobody's", "shard_ranks": None})
+    of_nobody = plan_of(unknown, workload_of(unknown))
+    assert (of_nobody.max_gradient_norm, of_nobody.shard_ranks) == (None, None)
+    composer = BY_ID["mosaic-a100_80gb-125m-s512-g8-mb128x2"]
+    assert profile_of(composer).num_loss_metrics == 2
+    assert profile_of(composer.model_copy(update={"loss_metrics": 0})).num_loss_metrics == 0
 
 
 def made_up(measured: Measured) -> MeasuredRun:
