@@ -116,7 +116,8 @@ def _cheapest(request: SearchRequest, on_progress: OnProgress | None) -> BatchSe
 
 
 def _least_memory(request: SearchRequest, on_progress: OnProgress | None) -> BatchSearchResult:
-    """The fastest of the plans with the smallest guaranteed peak of all."""
+    """The fastest of the plans with the smallest guaranteed peak of all, also of those whose blocks' inputs travel."""
+    request = _widest(request)
     least: int | None = None
     for problem in problems(request):
         need = least_device(problem, problem.host_budget_bytes)
