@@ -106,6 +106,7 @@ def figures_of(run: MeasuredRun, record: Record) -> PredictedRun:
 def profile_of(run: MeasuredRun) -> RuntimeProfile:
     """Who carried ``run`` out."""
     keeps_parts = run.host_stepped and run.num_ranks > 1
+    source = SOURCES.get(run.source)  # runs that others ask about have none
     return RuntimeProfile(
         run.runtime,
         run.reduce_dtype,
@@ -116,6 +117,7 @@ def profile_of(run: MeasuredRun) -> RuntimeProfile:
         bucket_scalars=run.bucket_scalars,
         has_two_buckets=run.has_two_buckets,
         keeps_gradients=run.keeps_gradients,
+        expandable_segments=source is not None and source.expandable_segments,
     )
 
 
