@@ -106,6 +106,7 @@ def figures_of(run: MeasuredRun, record: Record) -> PredictedRun:
 def profile_of(run: MeasuredRun) -> RuntimeProfile:
     """Who carried ``run`` out."""
     keeps_parts = run.host_stepped and run.num_ranks > 1
+    source = SOURCES.get(run.source)  # runs that others ask about have none
     return RuntimeProfile(
         run.runtime,
         run.reduce_dtype,
@@ -113,6 +114,7 @@ def profile_of(run: MeasuredRun) -> RuntimeProfile:
         keeps_parts=keeps_parts,
         recomputes_whole=run.recomputes_whole,
         loss_metrics=run.loss_metrics,
+        expandable_segments=source is not None and source.expandable_segments,
     )
 
 
@@ -147,7 +149,7 @@ def workload_of(run: MeasuredRun) -> Workload:
             lora=lora,
             quantized=packed,
             autocast=run.autocast,
-            loss_head=LossHead.FUSED if run.loss is LossHead.FUSED else None,
+            loss_head=None if run.loss in (LossHead.EAGER, LossHead.CHUNKED) else run.loss,
             compiled=run.compiled,
             float8=run.float8,
         ),

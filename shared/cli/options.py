@@ -235,6 +235,15 @@ LoraDropout = Annotated[
         "--lora-dropout", metavar="FRACTION", help="Drop this part of what the low-rank maps read, from 0 to below 1."
     ),
 ]
+LoraDtype = Annotated[
+    str | None,
+    typer.Option(
+        "--lora-dtype",
+        metavar="NAME",
+        help="Element type of the low-rank maps (float32, bfloat16, float16), which what they read is cast to, as PEFT "
+        "has float32 beside a base in 16 bits. Unless given: that of the maps beside them.",
+    ),
+]
 UseDora = Annotated[
     bool, typer.Option("--use-dora", help="Train a magnitude for each output of an adapted map too (DoRA).")
 ]
@@ -309,9 +318,9 @@ LossName = Annotated[
     LossHead | None,
     typer.Option(
         "--loss",
-        help="How the loss is made: eager, as the model's code has it, with all logits in float32; fused, whose "
-        "gradient takes the place of the logits; chunked, head and loss by chunks of tokens (8 unless --loss-tiles "
-        "names others). Unless given: eager, and whichever tiles are sensible.",
+        help="How the loss is made: eager, as the model's code has it, with all logits in float32; narrow, the "
+        "same without widening them; fused, whose gradient takes the place of the logits; chunked, head and loss by "
+        "chunks of tokens (8 unless --loss-tiles names others). Unless given: eager, and whichever tiles are sensible.",
     ),
 ]
 Tokens = Annotated[

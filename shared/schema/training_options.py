@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import (
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from ..basics.documents import FrozenModel
 from ..phases.quantization import Quantization
 from ..phases.tiling import LossHead
 from .workload import Compiled, DType, Float8
+
+ADAPTER_DTYPES: Final = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
+"""Element types that low-rank maps may have."""
 
 
 class LoraOptions(FrozenModel):
@@ -26,12 +37,21 @@ class LoraOptions(FrozenModel):
     """The part of what the low-rank maps read that is dropped in training."""
     use_dora: bool = False
     """Adapted weights have a trained magnitude for each output (DoRA, arXiv 2402.09353)."""
+    dtype: DType | None = None
+    """Element type of the low-rank maps, which what they read is cast to; None: that of the map beside them."""
+
+    @field_validator("dtype")
+    @classmethod
+    def _is_trained(cls, dtype: DType | None) -> DType | None:
+        if dtype not in (None, *ADAPTER_DTYPES):
+            raise ValueError(f"low-rank maps are trained in {', '.join(ADAPTER_DTYPES)} (got {dtype})")
+        return dtype
 
     @model_serializer(mode="wrap")
     def _without_usual_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Kept traces are found by it, also those of before there was a scale."""
         fields: dict[str, Any] = handler(self)
-        usual = {"alpha": None, "use_rslora": False, "dropout": 0.0, "use_dora": False}
+        usual = {"alpha": None, "use_rslora": False, "dropout": 0.0, "use_dora": False, "dtype": None}
         return {name: value for name, value in fields.items() if name not in usual or value != usual[name]}
 
 
@@ -77,8 +97,8 @@ class TrainingOptions(FrozenModel):
     images: ImageOptions | None = None
     """Of the batches that are made up; None: one of the model's own size in every sample, where it reads any."""
     loss_head: LossHead | None = None
-    """``eager`` or ``fused``; None: eager, and a saved workload may have either.  Chunks are the plan's to choose
-    (``Plan.loss_tiles``)."""
+    """``eager``, ``narrow`` or ``fused``; None: eager, and a saved workload may have any.  Chunks are the plan's to
+    choose (``Plan.loss_tiles``)."""
 
     compiled: Compiled | None = None
     """What of it torch.compile compiles, in predictions; None: nothing."""
@@ -88,7 +108,7 @@ class TrainingOptions(FrozenModel):
     @model_validator(mode="after")
     def _leaves_chunks_to_the_plan(self) -> Self:
         if self.loss_head is LossHead.CHUNKED:
-            raise ValueError("loss_head: chunked is Plan.loss_tiles; a workload's is eager or fused")
+            raise ValueError("loss_head: chunked is Plan.loss_tiles; a workload's is eager, narrow or fused")
         return self
 
     @model_serializer(mode="wrap")
@@ -112,6 +132,11 @@ class TrainingOptions(FrozenModel):
     def is_lowered(self) -> bool:
         """Whether something is computed otherwise than this package's runtime does."""
         return self.compiled is not None or self.float8 is not None
+
+    @property
+    def other_loss(self) -> LossHead | None:
+        """How the loss is asked to be made, if it is otherwise than the model's code has it."""
+        return None if self.loss_head is LossHead.EAGER else self.loss_head
 
     @property
     def is_fused(self) -> bool:
