@@ -3,6 +3,9 @@
 A plan whose expected need is the share 1 - m of the device runs if the true need is at most 1 / (1 - m) times the
 expected one.  So a margin of m covers a run whose measured memory is at most 1 / (1 - m) times the predicted one.  That
 is cautious: where errors do not grow with the plan, what was missed is compared with the device instead.
+
+Plain loops tell of what a plan holds, since they hold what its account counts.  Runs of other systems tell of their
+profiles besides, which a plan that is carried out here has no part in.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...shared.methods.runtime_profile import Runtime
 from .measured_runs import MEASURED_RUNS, MeasuredRun, MemoryKind
 from .run_predictions import PredictedRun
 
@@ -29,11 +33,18 @@ class MemoryOfRun:
     device_bytes: int
     differs: str | None
     """Why the run's memory is another one than that of the plan that is predicted; None where no reason is known."""
+    system: Runtime = Runtime.OURS
+    """Whose account it is."""
 
     @property
     def ratio(self) -> float:
         """Measured over predicted: above 1 where more was needed than expected."""
         return self.measured_bytes / self.predicted_bytes
+
+    @property
+    def is_of_plan(self) -> bool:
+        """Whether it tells of what a plan holds: a plain loop that is not known to hold something else."""
+        return self.system is Runtime.OURS and self.differs is None
 
     @property
     def missed_frac(self) -> float:
@@ -56,6 +67,7 @@ def memory_of_runs(predicted: Mapping[str, PredictedRun]) -> list[MemoryOfRun]:
                     memory_of_kind(one, kind),
                     one.device_bytes,
                     differs=run.memory_differs,
+                    system=run.runtime,
                 )
             )
     return found

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median
 from typing import Final
 
+from ...shared.methods.runtime_profile import Runtime
 from ...shared.tables.table import Heading, Parts, Table
 from .comparisons import COVERED_FRAC, Comparison, Difference, Spread
 from .measured_runs import MEASURED_RUNS, SOURCES, MeasuredRun, Unit
@@ -154,6 +155,36 @@ def by_class(predicted: Predicted) -> Parts:
     return (Table(title="Times of all published runs, by class", columns=columns, rows=rows),)
 
 
+def memory_by_class(predicted: Predicted) -> Parts:
+    """Signed errors of memory, class by class, over all runs whose memory was published."""
+    classes: dict[str, list[float]] = {}
+    for run in MEASURED_RUNS:
+        if run.measured.memory is not None:
+            kind, measured_bytes = run.measured.memory
+            error = memory_of_kind(predicted[run.id], kind) / measured_bytes - 1
+            classes.setdefault(run.run_class, []).append(error)
+    every = [error for errors in classes.values() for error in errors]
+    rows = [
+        (
+            name,
+            str(len(errors)),
+            f"{fmean(errors):+.1%}",
+            f"{fmean(map(abs, errors)):.1%}",
+            f"{max(errors, key=abs):+.1%}",
+        )
+        for name, errors in (*classes.items(), ("all", every))
+    ]
+    return (
+        Table(
+            title="Memory of all published runs, by class",
+            columns=("class", ">runs", ">mean error", ">mean size", ">worst"),
+            rows=rows,
+            ruled=frozenset({len(rows) - 1}),
+            styles={len(rows) - 1: "bold"},
+        ),
+    )
+
+
 def of_intervals(predicted: Predicted) -> Parts:
     """How many measured times the predicted intervals contain, class by class, and how wide these are."""
     classes: dict[str, list[tuple[bool, float]]] = {}
@@ -240,14 +271,20 @@ def _spread_rows(name: str, compared: Sequence[Comparison]) -> Iterator[tuple[st
 
 def of_memory(predicted: Predicted, every: Sequence[MemoryOfRun]) -> Parts:
     """Measured over predicted memory, and what a margin covers and refuses."""
-    alike = [one for one in every if one.differs is None]
+    alike = [one for one in every if one.is_of_plan]
+    others = [one for one in every if one.differs is None and not one.is_of_plan]
     shares = (0.1, 0.5, 0.8, 0.9, 1.0)
     rows = [
         (name, str(len(found)), *(f"{ratio:.2f}" for ratio in quantiles_of_ratio(found, shares)))
-        for name, found in (("no known difference", alike), ("all", every))
+        for name, found in (
+            ("plain loops, no known difference", alike),
+            ("other systems, no known difference", others),
+            ("all", every),
+        )
+        if found
     ]
     headings = (*(f">{share:.0%}" for share in shares[:-1]), ">most")
-    known = [run for run in MEASURED_RUNS if run.memory_differs is None]
+    known = [run for run in MEASURED_RUNS if run.memory_differs is None and run.runtime is Runtime.OURS]
     margins = [
         (
             f"{margin:.0%}",
@@ -286,6 +323,7 @@ def run_tables(outcome: Outcome, calibrated: Sequence[Comparison]) -> Parts:
         Heading("Training runs"),
         *in_own_units(predicted),
         *by_class(predicted),
+        *memory_by_class(predicted),
         *of_intervals(predicted),
         *of_comparisons(*outcome.pairs(), calibrated),
         *of_memory(predicted, outcome.memories()),
