@@ -16,7 +16,7 @@ from ...shared.cli.streams import write_data
 from ..published.measured_runs import MEASURED_RUNS, SOURCES, MeasuredRun
 from ..published.outcome import Outcome
 from ..published.run_predictions import PredictedRun, predict_run
-from ..published.run_tables import by_class, of_intervals, of_runs
+from ..published.run_tables import by_class, memory_by_class, of_intervals, of_runs
 
 __all__ = ["published"]
 
@@ -66,7 +66,14 @@ def published_command(
     elif classes or runs:
         show([*of_runs(chosen, predicted), words])
     else:
-        show([*by_class(predicted), *of_intervals(predicted), f"{words} --class TEXT shows runs one by one."])
+        show(
+            [
+                *by_class(predicted),
+                *memory_by_class(predicted),
+                *of_intervals(predicted),
+                f"{words} --class TEXT shows runs one by one.",
+            ]
+        )
 
 
 def _chosen(classes: list[str], runs: list[str]) -> list[MeasuredRun]:
