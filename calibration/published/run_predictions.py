@@ -147,7 +147,7 @@ def workload_of(run: MeasuredRun) -> Workload:
             lora=lora,
             quantized=packed,
             autocast=run.autocast,
-            loss_head=LossHead.FUSED if run.loss is LossHead.FUSED else None,
+            loss_head=None if run.loss in (LossHead.EAGER, LossHead.CHUNKED) else run.loss,
             compiled=run.compiled,
             float8=run.float8,
         ),

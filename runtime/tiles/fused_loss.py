@@ -1,4 +1,4 @@
-"""A language model whose cross-entropy is fused, without a change of its code.
+"""A language model whose cross-entropy is fused, or of logits that are not widened, without a change of its code.
 
 [Note: Logits that are not widened]
 Models widen their logits to float32 and hand them to cross-entropy, some with dims joined or the last token cut off.
@@ -28,6 +28,7 @@ from ..model.blocks import NamedBlock
 from .fused_cross_entropy import fused_cross_entropy
 from .loss_installing import check_tiled_loss, final_of_loss, forward_as, has_labels, is_of_liger, tiled_loss
 
+_UNWIDENED: Final = (LossHead.NARROW, LossHead.FUSED)
 _NARROW: Final = (torch.float16, torch.bfloat16)
 _CROSS_ENTROPY: Final = (
     *("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing"),
@@ -41,17 +42,18 @@ def loss_as(model: nn.Module, loss_head: LossHead) -> Iterator[None]:
     """Within the block, ``model`` computes its loss so wherever it is given labels.
 
     Of a fused one see [Note: Fused cross-entropy] in ``fused_cross_entropy.py``: the output has no logits (None), whose
-    place backward takes for their gradient.  Without gradients the logits stay, and are not widened for the loss; a
-    forward without labels is as ever.  A training whose loss others compute is refused (ScheduleError).  Raises
-    PlanError if the model names no head.
+    place backward takes for their gradient.  A narrow one is torch's cross-entropy of logits that are not widened,
+    which the output has too.
+    Without gradients the logits stay, and are not widened for the loss; a forward without labels is as ever.  A
+    training whose loss others compute is refused (ScheduleError).  Raises PlanError if the model names no head.
     """
     check_loss_head(model, loss_head)
-    if loss_head is not LossHead.FUSED:
+    if loss_head not in _UNWIDENED:
         yield
         return
-    watch = _Watch()
+    watch = _Watch(loss_head)
     with ExitStack() as stack:
-        stack.enter_context(forward_as(_head_of(model), watch.head_forward))
+        stack.enter_context(forward_as(_head_of(model, loss_head), watch.head_forward))
         stack.enter_context(forward_as(model, partial(watch.model_forward, model)))
         yield
 
@@ -61,18 +63,19 @@ def check_loss_head(model: nn.Module, loss_head: LossHead, loss: object | None =
 
     ``loss``: what computes it outside of the model.
     """
-    if loss_head is not LossHead.FUSED:
+    if loss_head not in _UNWIDENED:
         return
     if loss is not None:
         raise PlanError(
-            "loss fused: the loss is a function outside of the model (loss=...). Leave it out, and put labels into the "
-            "batch, or train with loss eager."
+            f"loss {loss_head}: the loss is a function outside of the model (loss=...). Leave it out, and put labels "
+            f"into the batch, or train with loss eager."
         )
-    _head_of(model)
+    _head_of(model, loss_head)
     if is_of_liger(model):
         raise PlanError(
-            f"loss fused: {type(model).__name__} computes its loss by Liger's kernel (fused_linear_cross_entropy), "
-            f"which forms no whole logits. Train it with loss eager, or apply Liger's kernels without that one."
+            f"loss {loss_head}: {type(model).__name__} computes its loss by Liger's kernel "
+            f"(fused_linear_cross_entropy), which forms no whole logits. Train it with loss eager, or apply Liger's "
+            f"kernels without that one."
         )
 
 
@@ -94,12 +97,12 @@ def _loss_head_of(plan: Plan, workload: Workload) -> LossHead:
     return LossHead.CHUNKED if plan.loss_tiles > 1 else workload.loss_head
 
 
-def _head_of(model: nn.Module) -> nn.Module:
+def _head_of(model: nn.Module, loss_head: LossHead) -> nn.Module:
     get: Any = getattr(model, "get_output_embeddings", None)
     head = get() if callable(get) else None
     if not isinstance(head, nn.Module) or head is model:
         raise PlanError(
-            f"loss fused: {type(model).__name__} names no module that makes logits (get_output_embeddings() of "
+            f"loss {loss_head}: {type(model).__name__} names no module that makes logits (get_output_embeddings() of "
             f"transformers gives {type(head).__name__}). Train it with loss eager."
         )
     return head
@@ -108,7 +111,8 @@ def _head_of(model: nn.Module) -> nn.Module:
 class _Watch:
     """What the wrapped forwards of a model and of its head know of each other."""
 
-    def __init__(self) -> None:
+    def __init__(self, loss_head: LossHead) -> None:
+        self._loss_head = loss_head
         self._depth = 0
         self._mode: _WatchedLogits | None = None
         self._has_head = False
@@ -119,7 +123,7 @@ class _Watch:
         if self._depth and isinstance(logits, torch.Tensor):
             self._has_head = True
             if self._mode is None:
-                self._mode = _WatchedLogits()
+                self._mode = _WatchedLogits(self._loss_head)
                 self._mode.__enter__()  # type: ignore[no-untyped-call]
             self._mode.vocabularies.add(logits.shape[-1])
         return logits
@@ -131,8 +135,8 @@ class _Watch:
             return forward(*args, **kwargs)
         if not has_loss:
             raise ScheduleError(
-                f"loss fused: {type(model).__name__} is trained without labels, so that its loss is computed outside "
-                f"of it. Put labels into the batch, or train with loss eager."
+                f"loss {self._loss_head}: {type(model).__name__} is trained without labels, so that its loss is "
+                f"computed outside of it. Put labels into the batch, or train with loss eager."
             )
         self._depth, self._has_head = 1, False
         try:
@@ -144,17 +148,24 @@ class _Watch:
                 watched.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if not trains:
             return _with_logits(output)
-        if watched is None or not watched.storages:
+        if watched is None or not watched.has_loss:
             what = "no cross-entropy of what its head gives" if self._has_head else "another head than it names"
-            raise ScheduleError(f"loss fused: {type(model).__name__} uses {what}. Train it with loss eager.")
+            raise ScheduleError(
+                f"loss {self._loss_head}: {type(model).__name__} uses {what}. Train it with loss eager."
+            )
+        if self._loss_head is LossHead.NARROW:
+            return _with_logits(output, are_widened=False)
         return _without_logits(output, watched.storages)
 
 
 class _WatchedLogits(TorchFunctionMode):
     """See [Note: Logits that are not widened]."""
 
-    def __init__(self) -> None:
+    def __init__(self, loss_head: LossHead) -> None:
         super().__init__()
+        self._is_fused = loss_head is LossHead.FUSED
+        self.has_loss = False
+        """Whether there was a cross-entropy of logits."""
         self.vocabularies: set[int] = set()
         self.storages: set[int] = set()
         """Of logits whose cross-entropy was fused."""
@@ -203,6 +214,10 @@ class _WatchedLogits(TorchFunctionMode):
         if not is_known or not self._are_logits(logits):
             result: torch.Tensor = function(*_whole(args), **_whole(named))
             return result
+        self.has_loss = True
+        if not self._is_fused:
+            narrow: torch.Tensor = function(logits, labels, **bound)
+            return narrow
         if not torch.is_grad_enabled():
             return fused_cross_entropy(logits, labels, **bound)
         storage = logits.untyped_storage()._cdata
@@ -312,14 +327,20 @@ def _widens(function: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> b
     return function is torch.Tensor.type and args[1:] == (torch.float32,)
 
 
-def _with_logits(output: Any) -> Any:
-    """``output`` with logits widened where the model has widened them."""
+def _with_logits(output: Any, *, are_widened: bool = True) -> Any:
+    """``output`` with logits, widened where the model has widened them, or as they are."""
+
+    def given(value: Any) -> Any:
+        if not isinstance(value, WidenedLogits):
+            return value
+        return value.whole() if are_widened else value.logits
+
     if isinstance(output, Mapping):
         for name, value in output.items():
             if isinstance(value, WidenedLogits):
-                output[name] = value.whole()  # type: ignore[index]
+                output[name] = given(value)  # type: ignore[index]
         return output
-    return _whole(output) if type(output) is tuple else output
+    return tuple(given(value) for value in output) if type(output) is tuple else given(output)
 
 
 def _without_logits(output: Any, storages: set[int]) -> Any:

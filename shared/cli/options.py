@@ -309,9 +309,9 @@ LossName = Annotated[
     LossHead | None,
     typer.Option(
         "--loss",
-        help="How the loss is made: eager, as the model's code has it, with all logits in float32; fused, whose "
-        "gradient takes the place of the logits; chunked, head and loss by chunks of tokens (8 unless --loss-tiles "
-        "names others). Unless given: eager, and whichever tiles are sensible.",
+        help="How the loss is made: eager, as the model's code has it, with all logits in float32; narrow, the "
+        "same without widening them; fused, whose gradient takes the place of the logits; chunked, head and loss by "
+        "chunks of tokens (8 unless --loss-tiles names others). Unless given: eager, and whichever tiles are sensible.",
     ),
 ]
 Tokens = Annotated[

@@ -169,8 +169,8 @@ def whole_loss(loss: LossHead | None) -> LossHead | None:
     """How whole logits become a loss.  Raises ProtwinError if there are to be none: what is measured has no chunks."""
     if loss is LossHead.CHUNKED:
         raise ProtwinError(
-            "--loss chunked is for plans in chunks, and the plans that are measured here have none. Write --loss eager "
-            "or fused, or leave it out."
+            "--loss chunked is for plans in chunks, and the plans that are measured here have none. Write --loss "
+            "eager, narrow or fused, or leave it out."
         )
     return loss
 
@@ -180,10 +180,10 @@ def check_loss_of_plan(loss: LossHead | None, plan: Plan, workload: Workload | N
     chunks = f"the plan has loss_tiles {plan.loss_tiles}"
     if loss is LossHead.CHUNKED and plan.loss_tiles == 1:
         raise ProtwinError(f"--loss chunked is asked for, but {chunks}. Leave --loss out, or search with it.")
-    if loss in (LossHead.EAGER, LossHead.FUSED) and plan.loss_tiles > 1:
+    if loss not in (None, LossHead.CHUNKED) and plan.loss_tiles > 1:
         raise ProtwinError(f"--loss {loss} has whole logits, but {chunks}. Leave --loss out, or search with it.")
     made = None if workload is None else workload.loss_head
-    if loss in (LossHead.EAGER, LossHead.FUSED) and made not in (None, loss):
+    if loss not in (None, LossHead.CHUNKED) and made not in (None, loss):
         raise ProtwinError(
             f"--loss {loss} is asked for, but the plan's workload was traced with loss {made}. Leave --loss out, or "
             f"search with it."

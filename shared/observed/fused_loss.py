@@ -1,12 +1,12 @@
-"""What the epilogue does where its cross-entropy is fused, from what a trace saw of it eager.
+"""What the epilogue does where its cross-entropy is fused or narrow, from what a trace saw of it eager.
 
 [Note: A fused loss without a trace]
 Eager cross-entropy is a run of operations that every model of causal language has in one form: logits are widened (if
 they are narrower than float32), their log-softmax is taken, and the labels' losses are picked; backward undoes the
-three.  A fused one (``runtime/tiles/fused_cross_entropy.py``) takes one operation for forward and one for backward.  It
-keeps the logits where the eager one keeps their log-softmax, and the gradient takes their place.  All else stays, so
-that levels behind change by what is alive then.  Where a model does not have that form, nothing is known without a
-trace.
+three.  A narrow one leaves the first out: log-softmax and its gradient have the type of the logits.  A fused one
+(``runtime/tiles/fused_cross_entropy.py``) takes one operation for forward and one for backward.  It keeps the logits
+where the eager one keeps their log-softmax, and the gradient takes their place.  All else stays, so that levels behind
+change by what is alive then.  Where a model does not have that form, nothing is known without a trace.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def scratch_rows(num_tokens: int, vocabulary: int, item_bytes: int) -> int:
     return min(num_tokens, max(1, SCRATCH_BYTES // (vocabulary * item_bytes)))
 
 
-def with_fused_loss(shape: TracedShape) -> TracedShape:
-    """``shape`` where its loss is fused.  Raises UnknownLossError if its epilogue does not have that form."""
+def with_loss(shape: TracedShape, loss_head: LossHead) -> TracedShape:
+    """``shape`` where its loss is fused or narrow.  Raises UnknownLossError if its epilogue does not have that form."""
     observed: dict[ActivationMode, Mapping[PhaseKey, Observation]] = {}
     for mode, sections in shape.observed.items():
         forward = sections[TaskKind.FORWARD, OuterSection.EPILOGUE]
@@ -61,10 +61,10 @@ def with_fused_loss(shape: TracedShape) -> TracedShape:
         loss = _Loss.of(forward, backward, shape.batch_shapes.get("labels", ()))
         observed[mode] = {
             **sections,
-            (TaskKind.FORWARD, OuterSection.EPILOGUE): loss.forward(forward),
-            (TaskKind.BACKWARD, OuterSection.EPILOGUE): loss.backward(backward),
+            (TaskKind.FORWARD, OuterSection.EPILOGUE): loss.forward(forward, loss_head),
+            (TaskKind.BACKWARD, OuterSection.EPILOGUE): loss.backward(backward, loss_head),
         }
-    return replace(shape, observed=observed, loss_head=LossHead.FUSED)
+    return replace(shape, observed=observed, loss_head=loss_head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,8 @@ class _Loss:
     """As the head gives them."""
     exact_bytes: int
     """In float32."""
+    dtype: DType
+    """Of the logits as the head gives them."""
 
     @classmethod
     def of(cls, forward: Observation, backward: Observation, labels: Sequence[int]) -> Self:
@@ -116,7 +118,7 @@ class _Loss:
         if tuple(call.name for call in backward.calls[begin : begin + len(names)]) != names:
             raise UnknownLossError("a backward of another form")
         undone = slice(begin, begin + len(names))
-        return cls(made, softmax, undone, num_tokens, vocabulary, logits_bytes, exact_bytes)
+        return cls(made, softmax, undone, num_tokens, vocabulary, logits_bytes, exact_bytes, calls[product].dtype)
 
     @property
     def is_widened(self) -> bool:
@@ -132,8 +134,66 @@ class _Loss:
     def _sums_bytes(self) -> int:
         return self.num_tokens * _ITEM_BYTES
 
-    def forward(self, seen: Observation) -> Observation:
-        """The section with it fused."""
+    def forward(self, seen: Observation, loss_head: LossHead) -> Observation:
+        """The section with the loss made so."""
+        return self._fused_forward(seen) if loss_head is LossHead.FUSED else self._narrow_forward(seen)
+
+    def backward(self, seen: Observation, loss_head: LossHead) -> Observation:
+        """The section with the loss made so."""
+        return self._fused_backward(seen) if loss_head is LossHead.FUSED else self._narrow_backward(seen)
+
+    def _narrow_forward(self, seen: Observation) -> Observation:
+        if not self.is_widened:
+            return seen
+        seed = self.softmax + 2
+        narrowed = {index: self._narrowed(seen.calls[index]) for index in range(self.softmax, seed + 1)}
+        scalars = self._scalar_bytes
+
+        def more(index: int) -> int:
+            """Bytes that are alive after a call, and would not be if the logits were widened."""
+            if index < self.made:
+                return 0
+            if index < self.softmax:
+                return -self.exact_bytes
+            less = self.logits_bytes - self.exact_bytes
+            if index < seed:
+                return less - self.exact_bytes - (2 * scalars if index > self.softmax else 0)
+            return less - 3 * scalars
+
+        return _changed(seen, narrowed, {self.made}, more)
+
+    def _narrow_backward(self, seen: Observation) -> Observation:
+        if not self.is_widened:
+            return seen
+        begin, end = self.undone.start, self.undone.stop
+        narrowed = {index: self._narrowed(seen.calls[index]) for index in range(begin, end - 1)}
+        less = self.logits_bytes - self.exact_bytes
+
+        def more(index: int) -> int:
+            if index <= begin:
+                return less if index == begin else 0
+            # The divisor of the mean is gone.
+            return (2 * less if index < end - 1 else -less) + self._scalar_bytes
+
+        return _changed(seen, narrowed, {end - 1}, more)
+
+    @property
+    def _scalar_bytes(self) -> int:
+        """What one scalar of the loss is smaller by."""
+        return _ITEM_BYTES - self.logits_bytes * _ITEM_BYTES // self.exact_bytes
+
+    def _narrowed(self, call: OperatorCall) -> OperatorCall:
+        """The same call of the logits' own type."""
+
+        def of(size_bytes: int) -> int:
+            is_float = size_bytes in (self.exact_bytes, _ITEM_BYTES)
+            return size_bytes * self.logits_bytes // self.exact_bytes if is_float else size_bytes
+
+        reads = tuple((storage, of(size)) for storage, size in call.reads)
+        writes = tuple(of(size) for size in call.writes_bytes)
+        return replace(call, dtype=self.dtype, reads=reads, writes_bytes=writes)
+
+    def _fused_forward(self, seen: Observation) -> Observation:
         fused = OperatorCall(
             name=FORWARD,
             operation_class=OperationClass.REDUCTION,
@@ -158,8 +218,7 @@ class _Loss:
         left_out = {self.softmax, *([self.made] if self.is_widened else [])}
         return _changed(seen, {picked: fused}, left_out, more)
 
-    def backward(self, seen: Observation) -> Observation:
-        """The section with it fused."""
+    def _fused_backward(self, seen: Observation) -> Observation:
         sizes = (self.logits_bytes, _LABEL_BYTES * self.num_tokens, self._sums_bytes, _ITEM_BYTES, _ITEM_BYTES)
         fused = OperatorCall(
             name=BACKWARD,

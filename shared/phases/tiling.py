@@ -21,6 +21,8 @@ class LossHead(StrEnum):
 
     EAGER = "eager"
     """As the model's code has it: all logits are widened to float32, and their log-softmax is kept for backward."""
+    NARROW = "narrow"
+    """As eager, but logits stay in their own element type, and so do their log-softmax and its gradient."""
     FUSED = "fused"
     """Whole logits in their own element type, whose place their gradient takes; nothing as large is beside them."""
     CHUNKED = "chunked"
@@ -79,12 +81,12 @@ def checked_loss_head(loss_head: LossHead | str, sequence_ranks: Sequence[int] =
     try:
         made = LossHead(loss_head)
     except ValueError:
-        raise WorkloadError(f"loss_head is {loss_head!r}; use eager or fused.") from None
+        raise WorkloadError(f"loss_head is {loss_head!r}; use eager, narrow or fused.") from None
     if made is LossHead.CHUNKED:
         raise WorkloadError("loss_head is chunked, but chunks are the plan's to choose. Name loss_tiles (8) instead.")
-    if made is LossHead.FUSED and max(sequence_ranks, default=1) > 1:
+    if made is not LossHead.EAGER and max(sequence_ranks, default=1) > 1:
         raise WorkloadError(
-            f"loss_head is fused, but {max(sequence_ranks)} ranks that share each sequence compute their part of the "
+            f"loss_head is {made}, but {max(sequence_ranks)} ranks that share each sequence compute their part of the "
             f"loss eager. Leave sequence_ranks out, or train with loss eager, or chunked (loss_tiles)."
         )
     return made

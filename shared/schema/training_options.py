@@ -77,8 +77,8 @@ class TrainingOptions(FrozenModel):
     images: ImageOptions | None = None
     """Of the batches that are made up; None: one of the model's own size in every sample, where it reads any."""
     loss_head: LossHead | None = None
-    """``eager`` or ``fused``; None: eager, and a saved workload may have either.  Chunks are the plan's to choose
-    (``Plan.loss_tiles``)."""
+    """``eager``, ``narrow`` or ``fused``; None: eager, and a saved workload may have any.  Chunks are the plan's to
+    choose (``Plan.loss_tiles``)."""
 
     compiled: Compiled | None = None
     """What of it torch.compile compiles, in predictions; None: nothing."""
@@ -88,7 +88,7 @@ class TrainingOptions(FrozenModel):
     @model_validator(mode="after")
     def _leaves_chunks_to_the_plan(self) -> Self:
         if self.loss_head is LossHead.CHUNKED:
-            raise ValueError("loss_head: chunked is Plan.loss_tiles; a workload's is eager or fused")
+            raise ValueError("loss_head: chunked is Plan.loss_tiles; a workload's is eager, narrow or fused")
         return self
 
     @model_serializer(mode="wrap")
@@ -112,6 +112,11 @@ class TrainingOptions(FrozenModel):
     def is_lowered(self) -> bool:
         """Whether something is computed otherwise than this package's runtime does."""
         return self.compiled is not None or self.float8 is not None
+
+    @property
+    def other_loss(self) -> LossHead | None:
+        """How the loss is asked to be made, if it is otherwise than the model's code has it."""
+        return None if self.loss_head is LossHead.EAGER else self.loss_head
 
     @property
     def is_fused(self) -> bool:

@@ -222,7 +222,7 @@ class Workload(Document):
         if counts != sorted(set(counts)):
             raise ValueError(f"loss_tilings: {counts} tiles; each number stands once, and they ascend")
         if self.loss_head is LossHead.CHUNKED:
-            raise ValueError("loss_head: chunked is Plan.loss_tiles; a workload's is eager or fused")
+            raise ValueError("loss_head: chunked is Plan.loss_tiles; a workload's is eager, narrow or fused")
         if self.loss_head is not LossHead.EAGER and self.distillation is not None:
             raise ValueError("loss_head: bypass distillation has no loss after the last block")
         if counts and self.distillation is not None:

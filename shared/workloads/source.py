@@ -19,7 +19,7 @@ from ..basics.progress import progress_bar
 from ..catalogue.models import ModelConfiguration, known_model, load_model_configuration, published_dtype
 from ..catalogue.own_code import OwnCode
 from ..phases.packing import Packing, parse_packed_lengths
-from ..phases.tiling import LossHead, checked_loss_head
+from ..phases.tiling import checked_loss_head
 from ..schema.hardware import Device, DeviceKind, Hardware
 from ..schema.training_options import FULL_TRAINING, TrainingOptions
 from ..schema.workload import DType, DTypeOrigin, Workload
@@ -126,7 +126,9 @@ def resolve_workload(
         check_tiles(saved, model, mlp_tiles, loss_tiles, sequence_ranks)
         _check_shape(saved, model, batch_size=batch_size, sequence_length=sequence_length, dtype=dtype)
         return saved
-    if student is not None and (options.is_fused or not options.model_copy(update={"autocast": None}).is_full):
+    if student is not None and (
+        options.other_loss is not None or not options.model_copy(update={"autocast": None}).is_full
+    ):
         raise WorkloadError(
             "a student's file says what of it is learnt, block by block. Leave out --lora-rank, --lora-targets, "
             "--unfreeze-rank-ratio, --freeze and --loss, or --student."
@@ -136,8 +138,8 @@ def resolve_workload(
         raise WorkloadError(
             f"--compile and --float8 say how a model's own training is computed, but this one {how}. Leave them out."
         )
-    if options.is_fused:
-        checked_loss_head(LossHead.FUSED, sequence_ranks)
+    if options.other_loss is not None:
+        checked_loss_head(options.other_loss, sequence_ranks)
     mlp_counts, loss_counts = _beside_one(mlp_tiles), _beside_one(loss_tiles)
     if student is not None and (mlp_counts or loss_counts):
         raise WorkloadError(
@@ -293,7 +295,7 @@ def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload |
     CPU, where that runs otherwise, and of students that differ from their teacher.
     """
     from ..families.family import OutsideFamilyError
-    from ..families.fused_losses import fusing
+    from ..families.fused_losses import making_loss
     from ..families.lowerings import lowering
 
     if request.student is not None:
@@ -305,7 +307,8 @@ def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload |
         return None
     osft = request.options.osft
     family, change = _family_and_change(described, request)
-    change = fusing(change) if request.options.is_fused else change
+    if request.options.other_loss is not None:
+        change = making_loss(change, request.options.other_loss)
     change = lowering(change, request.options)
     is_tiled, is_shared = bool(request.mlp_tiles or request.loss_tiles), bool(request.sequence_ranks)
     if family is None:
@@ -362,13 +365,13 @@ def _family_and_change(
 def _is_beyond_families(request: TraceRequest) -> bool:
     """Whether what is asked for goes together in no family."""
     osft, lora, quantized = request.options.osft, request.options.lora, request.options.quantized
-    is_fused = request.options.is_fused or request.options.is_lowered
+    is_other = request.options.other_loss is not None or request.options.is_lowered
     rest = request.options.model_copy(update={"osft": None, "lora": None, "quantized": None})
     is_tiled, is_packed = bool(request.mlp_tiles or request.loss_tiles), request.packing is not None
     is_shared, is_learnt = bool(request.sequence_ranks), request.student is not None
     return (
         not rest.is_full
-        or (osft is not None and (lora is not None or is_tiled or is_packed or is_shared or is_fused))
+        or (osft is not None and (lora is not None or is_tiled or is_packed or is_shared or is_other))
         or (lora is not None and (is_tiled or is_shared or is_learnt))
         or (quantized is not None and lora is None)
         or (is_shared and (is_packed or is_learnt))

@@ -29,6 +29,7 @@ LLAMA = SIZES | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "
         (None, [1, 4], [1, 4]),
         (LossHead.EAGER, None, [1]),
         (LossHead.EAGER, [1], [1]),
+        (LossHead.NARROW, None, [1]),
         (LossHead.FUSED, None, [1]),
         (LossHead.CHUNKED, None, [USUAL_CHUNKS]),
         (LossHead.CHUNKED, [2, 4], [2, 4]),
@@ -49,19 +50,19 @@ def test_ways_that_contradict_the_number_are_refused() -> None:
 
 def test_chunks_are_no_part_of_the_options() -> None:
     found = [options_of(None, None, None, None, loss=loss).loss_head for loss in (None, *LossHead)]
-    assert found == [None, LossHead.EAGER, LossHead.FUSED, LossHead.EAGER]
+    assert found == [None, LossHead.EAGER, LossHead.NARROW, LossHead.FUSED, LossHead.EAGER]
 
 
 def test_what_is_measured_has_no_chunks() -> None:
-    assert [whole_loss(loss) for loss in (None, LossHead.EAGER, LossHead.FUSED)] == [None, *list(LossHead)[:2]]
-    with pytest.raises(ProtwinError, match="Write --loss eager or fused"):
+    assert [whole_loss(loss) for loss in (None, *list(LossHead)[:3])] == [None, *list(LossHead)[:3]]
+    with pytest.raises(ProtwinError, match="Write --loss eager, narrow or fused"):
         whole_loss(LossHead.CHUNKED)
 
 
 def test_plans_that_make_it_another_way_are_refused() -> None:
     whole = Plan(workload_id="any", chunk_bytes=1, n_persist=0, n_buffer=1)
     tiled = whole.model_copy(update={"loss_tiles": 4})
-    for loss in (None, LossHead.EAGER, LossHead.FUSED):
+    for loss in (None, LossHead.EAGER, LossHead.NARROW, LossHead.FUSED):
         check_loss_of_plan(loss, whole)
     for loss in (None, LossHead.CHUNKED):
         check_loss_of_plan(loss, tiled)
@@ -85,7 +86,7 @@ def test_a_plan_is_searched_and_carried_out_with_it(protwin_here: Protwin, work:
         assert made.returncode == 0, made.stderr
         assert ("loss fused" in made.stdout) is (loss is LossHead.FUSED)
     plans = {loss: Plan.load(work / f"{loss}.json") for loss in LossHead}
-    assert [plans[loss].loss_tiles for loss in LossHead] == [1, 1, USUAL_CHUNKS]
+    assert [plans[loss].loss_tiles for loss in LossHead] == [1, 1, 1, USUAL_CHUNKS]
     assert plans[LossHead.FUSED].workload_id != plans[LossHead.EAGER].workload_id
     assert plans[LossHead.EAGER].workload_id == plans[LossHead.CHUNKED].workload_id
     peaks = {}

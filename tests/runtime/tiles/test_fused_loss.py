@@ -157,6 +157,65 @@ def test_training_by_a_plan_equals_the_eager_loop_in_the_memory_of_the_account(
     assert accounted <= other.size_bytes - 256 * 1000 * (4 if dtype is torch.float32 else 6) + 16 * 1024
 
 
+@pytest.mark.filterwarnings("default")  # transformers' own
+@some_quick("build", BUILDERS, ids=lambda build: build.__name__, quick=3)
+def test_a_narrow_loss_is_cross_entropy_of_logits_as_they_are(build: Callable[[], nn.Module]) -> None:
+    """The oracle is a model whose logits forget how to be widened, bit for bit."""
+    dtype = torch.bfloat16
+    model, given = built(build).to(dtype), batch()
+
+    def unwidened(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    widen, head = torch.Tensor.float, model.get_output_embeddings()
+    vocabulary = head.weight.shape[0]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            torch.Tensor,
+            "float",
+            lambda t: unwidened(t) if t.shape[-1] == vocabulary and t.dtype is dtype else widen(t),
+        )
+        (model(**given)["loss"] * 3).backward()
+    wanted = gradients(model)
+    with loss_as(model, LossHead.NARROW):
+        found = model(**given)
+        assert found["logits"] is not None, "nothing takes their place"
+        (found["loss"] * 3).backward()
+    assert found["loss"].dtype is dtype
+    narrow = gradients(model)
+    assert narrow.keys() == wanted.keys()
+    assert all(torch.equal(narrow[name], gradient) for name, gradient in wanted.items())
+
+
+def test_a_plan_trains_with_a_narrow_loss_in_the_memory_of_its_account() -> None:
+    model = built(llama).bfloat16()
+    known, eager = (trace(model, LONG, loss_head=head, repeats=0) for head in ("narrow", "eager"))
+    plan = Plan(
+        workload_id=known.identity,
+        chunk_bytes=CHUNK_BYTES,
+        n_persist=0,
+        n_buffer=layout_of(known, CHUNK_BYTES).min_buffers(0),
+    )
+    device = CpuDevice()
+    with (
+        carry_out(
+            model, plan, known, optimizer=lambda p: torch.optim.AdamW(p, foreach=False), device=device
+        ) as training,
+        settled_lanes(training),
+    ):
+        for _ in range(3):
+            loss = model(**LONG).loss
+            loss.backward()
+            assert loss.dtype is torch.bfloat16
+            del loss
+            training.step()
+        measured = training.peak_device_bytes
+    accounted = guaranteed_device_peak(compile_schedule(plan, known)).size_bytes
+    assert abs(accounted / measured - 1) < 0.005
+    other = guaranteed_device_peak(compile_schedule(plan.model_copy(update={"workload_id": eager.identity}), eager))
+    assert accounted < other.size_bytes
+
+
 def test_logits_are_not_widened_for_a_loss_without_gradients() -> None:
     model = built(llama).bfloat16()
     logits = LONG["input_ids"].numel() * 1000
@@ -190,7 +249,7 @@ def test_models_that_have_no_such_loss_are_refused_by_name() -> None:
         trace(classifier, {"input_ids": LONG["input_ids"], "labels": LONG["labels"][:, 0]}, loss_head="fused")
     with pytest.raises(PlanError, match="loss fused: the loss is a function outside of the model"):
         trace(llama(), LONG, loss=lambda output, _: output.logits.mean(), loss_head="fused")
-    with pytest.raises(WorkloadError, match="loss_head is 'quick'; use eager or fused"):
+    with pytest.raises(WorkloadError, match="loss_head is 'quick'; use eager, narrow or fused"):
         trace(llama(), LONG, loss_head="quick")
     with pytest.raises(WorkloadError, match="Name loss_tiles"):
         trace(llama(), LONG, loss_head="chunked")

@@ -11,9 +11,9 @@ from protwin.runtime.tracing.configurations import workload_of_configuration
 from protwin.shared.basics.errors import ProtwinError, WorkloadError
 from protwin.shared.catalogue.models import load_model_configuration
 from protwin.shared.families.family import OutsideFamilyError
-from protwin.shared.families.fused_losses import fusing
+from protwin.shared.families.fused_losses import making_loss
 from protwin.shared.observed.assembly import TracedShape
-from protwin.shared.observed.fused_loss import UnknownLossError, with_fused_loss
+from protwin.shared.observed.fused_loss import UnknownLossError, with_loss
 from protwin.shared.phases.quantization import Quantization, QuantizedType
 from protwin.shared.phases.tiling import LossHead
 from protwin.shared.schema.plan import ActivationMode
@@ -23,6 +23,8 @@ from protwin.shared.schema.workload import Workload
 from protwin.shared.workloads.source import load_workload, resolve_family, resolve_workload, untraced_workload
 
 FUSED = TrainingOptions(loss_head=LossHead.FUSED)
+NARROW = TrainingOptions(loss_head=LossHead.NARROW)
+NARROW_LORA = NARROW.model_copy(update={"lora": LoraOptions(rank=8)})
 LORA = FUSED.model_copy(update={"lora": LoraOptions(rank=8)})
 QLORA = LORA.model_copy(
     update={"quantized": QuantizationOptions(how=Quantization(type=QuantizedType.NF4, blocksize=64))}
@@ -48,15 +50,25 @@ slow = pytest.mark.slow
         pytest.param("qwen3-0.6b", (1, 7), "float32", FUSED, {}, marks=slow),
         pytest.param("t5-small", (2, 64), "float32", FUSED, {}, marks=slow),
         pytest.param("bert-large", (2, 64), "float32", FUSED, {}, marks=slow),
+        ("gpt2", (1, 1000), "bfloat16", NARROW, {}),
+        pytest.param("smollm2-135m", (2, 96), "bfloat16", NARROW, {"mlp_tiles": (4,), "loss_tiles": (4,)}, marks=slow),
+        pytest.param("smollm2-135m", (2, 600), "float16", NARROW_LORA, {}, marks=slow),
+        pytest.param("qwen3-0.6b", (1, 7), "float32", NARROW, {}, marks=slow),
+        pytest.param("gemma-2-9b", (2, 512), "bfloat16", NARROW, {}, marks=slow),
+        pytest.param("llama-3-8b", (1, 4096), "bfloat16", NARROW, {}, marks=slow),
+        pytest.param("mixtral-8x7b", (1, 512), "bfloat16", NARROW, {}, marks=slow),
+        pytest.param("opt-1.3b", (2, 300), "float16", NARROW, {}, marks=slow),
+        pytest.param("t5-small", (2, 64), "float32", NARROW, {}, marks=slow),
+        pytest.param("bert-large", (2, 64), "float32", NARROW, {}, marks=slow),
     ],
 )
-def test_a_fused_loss_needs_no_trace(
+def test_a_loss_made_otherwise_needs_no_trace(
     model: str, shape: tuple[int, int], dtype: str, options: TrainingOptions, more: dict[str, Any]
 ) -> None:
     samples, tokens = shape
     found = untraced_workload(model, samples, sequence_length=tokens, dtype=dtype, options=options, **more)
     assert found is not None
-    assert found.loss_head is LossHead.FUSED
+    assert found.loss_head is options.loss_head
     described = load_model_configuration(model)
     traced = workload_of_configuration(
         described.config,
@@ -94,12 +106,34 @@ def test_whole_logits_are_held_once() -> None:
     assert packed.epilogue_forward.peak_bytes == fused.epilogue_forward.peak_bytes
 
 
+def test_narrow_logits_are_never_widened() -> None:
+    """Of llama-3-8b at 8,192 tokens: 2 bytes of each logit and of their log-softmax, where eager has 2, 4 and 4."""
+    eager, narrow = (loaded("llama-3-8b", 8192, options) for options in (TrainingOptions(), NARROW))
+    logits = 8192 * 128256
+    saved = eager.epilogue_forward.peak_bytes - narrow.epilogue_forward.peak_bytes
+    assert saved == pytest.approx(6 * logits, rel=0.01)
+    assert eager.epilogue_forward.net_bytes - narrow.epilogue_forward.net_bytes == pytest.approx(2 * logits, rel=0.01)
+    # Log-softmax, its gradient and that of the loss: 12 and 6 bytes of each.
+    moved = [
+        sum(o.bytes_moved * o.count for phase in (w.epilogue_forward, w.epilogue_backward) for o in phase.operations)
+        for w in (eager, narrow)
+    ]
+    assert moved[0] - moved[1] == pytest.approx((6 + 4 + 2 + 4 + 6 + 6) * logits, rel=0.01)
+    assert len({narrow.identity, eager.identity, loaded("llama-3-8b", 8192, FUSED).identity}) == 3
+    whole = load_workload("qwen3-0.6b", batch_size=1, sequence_length=64, dtype="float32", options=NARROW)
+    assert (
+        whole.epilogue_forward
+        == load_workload("qwen3-0.6b", batch_size=1, sequence_length=64, dtype="float32").epilogue_forward
+    ), "in float32 there is nothing to widen"
+
+
 def seen_of(model: str) -> TracedShape:
     family = resolve_family(model, dtype="bfloat16")
     assert family is not None
     return family.piece_at((1, 64)).shape_at((1, 64))
 
 
+@pytest.mark.parametrize("head", [LossHead.FUSED, LossHead.NARROW])
 @pytest.mark.parametrize(
     ("kind", "place", "changes"),
     [
@@ -111,9 +145,11 @@ def seen_of(model: str) -> TracedShape:
         (TaskKind.BACKWARD, 2, {"name": "clone"}),
     ],
 )
-def test_an_epilogue_of_another_form_is_not_guessed(kind: TaskKind, place: int, changes: dict[str, str]) -> None:
+def test_an_epilogue_of_another_form_is_not_guessed(
+    kind: TaskKind, place: int, changes: dict[str, str], head: LossHead
+) -> None:
     shape = seen_of("llama-3-8b")
-    with_fused_loss(shape)
+    with_loss(shape, head)
     keep = shape.observed[ActivationMode.KEEP]
     key = (kind, OuterSection.EPILOGUE)
     calls = list(keep[key].calls)
@@ -121,18 +157,18 @@ def test_an_epilogue_of_another_form_is_not_guessed(kind: TaskKind, place: int, 
     changed = {**keep, key: replace(keep[key], calls=calls)}
     other = replace(shape, observed={**shape.observed, ActivationMode.KEEP: changed})
     with pytest.raises(UnknownLossError):
-        with_fused_loss(other)
+        with_loss(other, head)
 
 
 def test_logits_of_samples_are_none_of_tokens() -> None:
     shape = seen_of("llama-3-8b")
     other = replace(shape, batch_shapes={**shape.batch_shapes, "labels": (64,)})
     with pytest.raises(UnknownLossError, match="another form"):
-        with_fused_loss(other)
+        with_loss(other, LossHead.FUSED)
     family = resolve_family("llama-3-8b", dtype="bfloat16")
     assert family is not None
     with pytest.raises(OutsideFamilyError, match="nothing is known exactly of a fused loss"):
-        family.at(batch_size=1, sequence_length=64, change=fusing(lambda *_: other))
+        family.at(batch_size=1, sequence_length=64, change=making_loss(lambda *_: other, LossHead.FUSED))
 
 
 def asked(model: str, options: TrainingOptions, **more: Any) -> Workload:
