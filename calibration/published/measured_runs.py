@@ -28,6 +28,8 @@ class Source(FrozenModel):
     """What was run, and how the figures are to be read."""
     max_gradient_norm: PositiveFloat | None = None
     """Limit of the gradients' norm in all of its runs; None: not known, or none."""
+    expandable_segments: bool = False
+    """Whether its processes asked for expandable segments."""
 
 
 class NetworkOfNodes(FrozenModel):

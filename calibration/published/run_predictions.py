@@ -106,6 +106,7 @@ def figures_of(run: MeasuredRun, record: Record) -> PredictedRun:
 def profile_of(run: MeasuredRun) -> RuntimeProfile:
     """Who carried ``run`` out."""
     keeps_parts = run.host_stepped and run.num_ranks > 1
+    source = SOURCES.get(run.source)  # runs that others ask about have none
     return RuntimeProfile(
         run.runtime,
         run.reduce_dtype,
@@ -113,6 +114,7 @@ def profile_of(run: MeasuredRun) -> RuntimeProfile:
         keeps_parts=keeps_parts,
         recomputes_whole=run.recomputes_whole,
         loss_metrics=run.loss_metrics,
+        expandable_segments=source is not None and source.expandable_segments,
     )
 
 

@@ -286,7 +286,10 @@ def _notes(section: PlanSection, step: AskedStep, files: NamedFiles) -> Iterator
     if _dtype(step, files.hardware) is DType.BFLOAT16:
         yield "training computes under autocast. --autocast bfloat16 asks for that, and traces the model (needs torch)."
         if step.adapter in _LORA and step.peft_autocast_adapter_dtype is not False:
-            yield "PEFT keeps adapters in float32 (peft_autocast_adapter_dtype), which are counted in bfloat16."
+            yield (
+                "PEFT keeps adapters in float32 (peft_autocast_adapter_dtype), which are counted in bfloat16. "
+                "--lora-dtype float32 asks for that, and traces the model."
+            )
     if _dtype(step, files.hardware) is None:
         yield "bf16: auto is decided on the machine that trains."
     if _packed(step) == "nf4":

@@ -18,7 +18,8 @@ from torch import nn
 from ...shared.basics.errors import WorkloadError
 from ...shared.basics.suggestions import did_you_mean
 from ...shared.factors.adapted_maps import check_rank, chosen_maps
-from ...shared.schema.training_options import LoraOptions
+from ...shared.schema.training_options import ADAPTER_DTYPES, LoraOptions
+from ...shared.schema.workload import DType
 from .blocks import find_blocks
 
 
@@ -60,7 +61,8 @@ class LowRankLinear(nn.Module):
         num_in, num_out = sizes
         weight = base.weight
         assert isinstance(weight, torch.Tensor)
-        place: dict[str, Any] = {"dtype": dtype or weight.dtype, "device": device or weight.device}
+        own = None if options.dtype is None else getattr(torch, options.dtype)
+        place: dict[str, Any] = {"dtype": own or dtype or weight.dtype, "device": device or weight.device}
         self.base = base
         self.base.requires_grad_(False)
         rank = options.rank
@@ -72,7 +74,7 @@ class LowRankLinear(nn.Module):
         if not self.lora_a.is_meta:
             nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
         if options.use_dora:
-            self.lora_magnitude = nn.Parameter(torch.empty(num_out, **place | {"dtype": weight.dtype}))
+            self.lora_magnitude = nn.Parameter(torch.empty(num_out, **place | {"dtype": own or weight.dtype}))
             if not (weight.is_meta or self.lora_magnitude.is_meta):
                 self.begin_at(weight)
 
@@ -94,12 +96,16 @@ class LowRankLinear(nn.Module):
         """The base's map plus the scaled low-rank one: PEFT's operators in PEFT's order, so that plans are for both."""
         mapped: torch.Tensor = self.base(x)
         drops = self.training and self.options.dropout > 0
+        x, dtype = x.to(self.lora_a.dtype), mapped.dtype
+        # What was mapped goes before the sum is cast, and what is dropped from before the second product, as in PEFT.
         if self.options.use_dora:
-            return mapped + self._in_direction(self._dropped(x), None if drops else mapped)
-        # What is dropped from goes before the second product, as in PEFT.
-        return (
-            mapped + nn.functional.linear(nn.functional.linear(self._dropped(x), self.lora_a), self.lora_b) * self.scale
-        )
+            mapped = mapped + self._in_direction(self._dropped(x), None if drops else mapped)
+        else:
+            mapped = (
+                mapped
+                + nn.functional.linear(nn.functional.linear(self._dropped(x), self.lora_a), self.lora_b) * self.scale
+            )
+        return mapped.to(dtype)
 
     def _dropped(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.dropout(x, self.options.dropout, self.training) if self.options.dropout else x
@@ -109,9 +115,9 @@ class LowRankLinear(nn.Module):
 
     def _in_direction(self, x: torch.Tensor, mapped: torch.Tensor | None) -> torch.Tensor:
         """What DoRA adds to the base's map of its input; ``mapped`` is that of ``x``, None: ``x`` has gaps."""
-        weight = self.weight
         added = self._product().to(x.dtype)
-        norms = self._norms(weight.to(x.dtype), added.detach()).detach()
+        weight = self.weight.to(x.dtype)
+        norms = self._norms(weight, added.detach()).detach()
         factor = (self.lora_magnitude / norms).view(1, -1)
         low_rank = self._low_rank(x)
         if mapped is None:
@@ -142,6 +148,7 @@ def add_lora(
     use_rslora: bool = False,
     dropout: float = 0.0,
     use_dora: bool = False,
+    dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> list[str]:
     """Freeze ``model`` and put low-rank matrices beside linear maps of its blocks, in place; gives their paths.
@@ -149,12 +156,20 @@ def add_lora(
     ``targets`` are the maps' names within a block, or the ends of them (``"q_proj"``, ``"mlp.up_proj"``); none: all
     linear maps.  The scale is alpha / rank, or alpha / sqrt(rank) with ``use_rslora``; without ``alpha`` that is the
     rank.  It costs nothing.  ``dropout`` is the part of what the matrices read that is dropped in training;
-    ``use_dora`` adds a trained magnitude for each output.  The matrices have the dtype of the map that they lie beside,
-    of a packed one that which it computes in, and lie where it does, or on ``device``.  Raises WorkloadError if a
-    number makes no sense, a target names nothing, or a map is packed that would have magnitudes.
+    ``use_dora`` adds a trained magnitude for each output.  The matrices have ``dtype``, which what they read is cast
+    to, or that of the map that they lie beside, of a packed one that which it computes in, and lie where it does, or on
+    ``device``.  Raises WorkloadError if a number or dtype makes no sense, a target names nothing, or a map is packed
+    that would have magnitudes.
     """
     _check_numbers(rank, alpha, dropout)
-    options = LoraOptions(rank=rank, alpha=alpha, use_rslora=use_rslora, dropout=dropout, use_dora=use_dora)
+    options = LoraOptions(
+        rank=rank,
+        alpha=alpha,
+        use_rslora=use_rslora,
+        dropout=dropout,
+        use_dora=use_dora,
+        dtype=None if dtype is None else _adapter_dtype(dtype),
+    )
     maps = linear_maps(model)
     sizes_of = {path: sizes for path, (_, sizes) in maps.items()}
     chosen = chosen_maps(sizes_of, rank=rank, targets=targets, model_class=type(model).__name__)
@@ -170,8 +185,8 @@ def add_lora(
     for path in chosen:
         module, sizes = maps[path]
         parent, _, name = path.rpartition(".")
-        dtype = _dtype_beside(module, model)
-        adapted = LowRankLinear(module, sizes, options=options, device=device, dtype=dtype)
+        beside = _dtype_beside(module, model)
+        adapted = LowRankLinear(module, sizes, options=options, device=device, dtype=beside)
         setattr(model.get_submodule(parent), name, adapted)
     return chosen
 
@@ -193,6 +208,14 @@ def _check_numbers(rank: int, alpha: float | None, dropout: float) -> None:
         raise WorkloadError(f"alpha is {alpha!r}; it must be above 0 and finite. Leave it out for a scale of 1.")
     if not 0 <= dropout < 1:
         raise WorkloadError(f"dropout is {dropout!r}; it is the part that is dropped, from 0 to below 1.")
+
+
+def _adapter_dtype(dtype: torch.dtype) -> DType:
+    """Raises WorkloadError if no adapter is trained in it."""
+    known = {getattr(torch, name): name for name in ADAPTER_DTYPES}
+    if dtype not in known:
+        raise WorkloadError(f"dtype is {dtype}; low-rank maps are trained in {', '.join(ADAPTER_DTYPES)}.")
+    return known[dtype]
 
 
 def _dtype_beside(module: nn.Module, model: nn.Module) -> torch.dtype:

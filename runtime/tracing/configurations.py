@@ -136,6 +136,7 @@ def apply_options(
             use_rslora=lora.use_rslora,
             dropout=lora.dropout,
             use_dora=lora.use_dora,
+            dtype=None if lora.dtype is None else getattr(torch, lora.dtype),
             device=device,
         )
     if options.osft is not None:

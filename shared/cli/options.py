@@ -235,6 +235,15 @@ LoraDropout = Annotated[
         "--lora-dropout", metavar="FRACTION", help="Drop this part of what the low-rank maps read, from 0 to below 1."
     ),
 ]
+LoraDtype = Annotated[
+    str | None,
+    typer.Option(
+        "--lora-dtype",
+        metavar="NAME",
+        help="Element type of the low-rank maps (float32, bfloat16, float16), which what they read is cast to, as PEFT "
+        "has float32 beside a base in 16 bits. Unless given: that of the maps beside them.",
+    ),
+]
 UseDora = Annotated[
     bool, typer.Option("--use-dora", help="Train a magnitude for each output of an adapted map too (DoRA).")
 ]

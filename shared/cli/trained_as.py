@@ -12,6 +12,7 @@ from ..phases.quantization import Quantization, QuantizedType
 from ..phases.tiling import LossHead
 from ..schema.plan import Plan, TrainingMethod
 from ..schema.training_options import (
+    ADAPTER_DTYPES,
     ImageOptions,
     LoraOptions,
     OsftOptions,
@@ -69,6 +70,7 @@ def options_of(
     use_rslora: bool = False,
     lora_dropout: float | None = None,
     use_dora: bool = False,
+    lora_dtype: str | None = None,
     images: ImageOptions | None = None,
     loss: LossHead | None = None,
     compiled: Compiled | None = None,
@@ -83,6 +85,7 @@ def options_of(
     given = {
         f"--lora-alpha {lora_alpha}": lora_alpha is not None,
         f"--lora-dropout {lora_dropout}": lora_dropout is not None,
+        f"--lora-dtype {lora_dtype}": lora_dtype is not None,
         "--use-rslora": use_rslora,
         "--use-dora": use_dora,
     }
@@ -112,6 +115,7 @@ def options_of(
             use_rslora=use_rslora,
             dropout=lora_dropout or 0.0,
             use_dora=use_dora,
+            dtype=None if lora_dtype is None else _adapter_dtype(lora_dtype),
         )
     if quantized is not None and use_dora:
         raise ProtwinError(
@@ -227,6 +231,13 @@ def images_of(size: str | None, count: int | None) -> ImageOptions | None:
         raise ProtwinError(f"--image-size {size} is no size in pixels. Write height and width (448x672), or one side.")
     pixels = None if size is None else (int(sides[0]), int(sides[-1]))
     return ImageOptions(size=pixels, per_sample=count or 1)
+
+
+def _adapter_dtype(name: str) -> DType:
+    with suppress(ValueError):
+        if (dtype := DType(name)) in ADAPTER_DTYPES:
+            return dtype
+    raise ProtwinError(f"--lora-dtype {name} is not known. Use {', '.join(ADAPTER_DTYPES)}.")
 
 
 def _autocast(name: str) -> DType:

@@ -76,6 +76,8 @@ class RuntimeProfile:
     recomputes_whole: bool = False
     """Whether checkpointed blocks are recomputed to their end, not just up to what backward reads: reentrant
     checkpointing, and all of it in PyTorch before 2.1 (github.com/pytorch/pytorch pull request 96866)."""
+    expandable_segments: bool = False
+    """Whether the process asks PyTorch's allocator for expandable segments (PYTORCH_CUDA_ALLOC_CONF)."""
     loss_metrics: int | None = None
     """Metrics that are taken from all logits of every micro-batch, each by a cross-entropy in float32, as Composer does
     ([Note: Metrics of losses] in ``sim/costs/streams.py``); None: as many as the runtime takes.  Their memory is not

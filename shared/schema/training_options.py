@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import (
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from ..basics.documents import FrozenModel
 from ..phases.quantization import Quantization
 from ..phases.tiling import LossHead
 from .workload import Compiled, DType, Float8
+
+ADAPTER_DTYPES: Final = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
+"""Element types that low-rank maps may have."""
 
 
 class LoraOptions(FrozenModel):
@@ -26,12 +37,21 @@ class LoraOptions(FrozenModel):
     """The part of what the low-rank maps read that is dropped in training."""
     use_dora: bool = False
     """Adapted weights have a trained magnitude for each output (DoRA, arXiv 2402.09353)."""
+    dtype: DType | None = None
+    """Element type of the low-rank maps, which what they read is cast to; None: that of the map beside them."""
+
+    @field_validator("dtype")
+    @classmethod
+    def _is_trained(cls, dtype: DType | None) -> DType | None:
+        if dtype not in (None, *ADAPTER_DTYPES):
+            raise ValueError(f"low-rank maps are trained in {', '.join(ADAPTER_DTYPES)} (got {dtype})")
+        return dtype
 
     @model_serializer(mode="wrap")
     def _without_usual_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Kept traces are found by it, also those of before there was a scale."""
         fields: dict[str, Any] = handler(self)
-        usual = {"alpha": None, "use_rslora": False, "dropout": 0.0, "use_dora": False}
+        usual = {"alpha": None, "use_rslora": False, "dropout": 0.0, "use_dora": False, "dtype": None}
         return {name: value for name, value in fields.items() if name not in usual or value != usual[name]}
 
 

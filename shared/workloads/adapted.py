@@ -51,13 +51,13 @@ def adapted_family(
 ) -> AdaptedFamily | None:
     """The same model with adapters, beside packed weights if so, from its family of full training.
 
-    None where a trace is needed: with dropout or DoRA, where the model's program is not known with adapters beside
-    these maps, and where it is not clear what its maps are, or which of them are packed.  Raises WorkloadError as
-    ``chosen_maps``.
+    None where a trace is needed: with dropout, DoRA or adapters of another dtype, where the model's program is not
+    known with adapters beside these maps, and where it is not clear what its maps are, or which of them are packed.
+    Raises WorkloadError as ``chosen_maps``.
     """
     from ..families.shipped import shipped_sized
 
-    if lora.dropout or lora.use_dora:
+    if lora.dropout or lora.use_dora or lora.dtype not in (None, family.compute_dtype):
         return None
     program, sizes = program_of(configuration), sizes_of(configuration)
     own = DType.BFLOAT16 if family.compute_dtype is DType.FLOAT16 else family.compute_dtype

@@ -305,10 +305,9 @@ def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload |
             return None
     if _is_beyond_families(request):
         return None
-    osft = request.options.osft
+    osft, other_loss = request.options.osft, request.options.other_loss
     family, change = _family_and_change(described, request)
-    if request.options.other_loss is not None:
-        change = making_loss(change, request.options.other_loss)
+    change = change if other_loss is None else making_loss(change, other_loss)
     change = lowering(change, request.options)
     is_tiled, is_shared = bool(request.mlp_tiles or request.loss_tiles), bool(request.sequence_ranks)
     if family is None:

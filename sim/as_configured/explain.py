@@ -217,6 +217,7 @@ def command_line(settled: Settled, asked: Asked) -> str:
         words += [f"--lora-targets={','.join(lora.targets)}"] if lora.targets else []
         words += [f"--lora-dropout={lora.dropout:g}"] if lora.dropout else []
         words += ["--use-dora"] if lora.use_dora else []
+        words += [f"--lora-dtype={lora.dtype}"] if lora.dtype is not None else []
     if quantized is not None:
         words.append(f"--quantize={quantized.how.type}")
         words += ["--double-quantize"] if quantized.how.double else []

@@ -65,6 +65,7 @@ class ModelChoice:
     quantized: QuantizationOptions | None = field(default=None, kw_only=True)
     lora_dropout: float | None = field(default=None, kw_only=True)
     use_dora: bool = field(default=False, kw_only=True)
+    lora_dtype: str | None = field(default=None, kw_only=True)
     """How linear maps are packed; None: none is."""
     unfreeze_rank_ratio: float | None = field(default=None, kw_only=True)
     """Part of the directions that orthogonal subspace fine-tuning trains; None: nothing is factorised."""
@@ -128,6 +129,7 @@ class ModelChoice:
             self.quantized,
             lora_dropout=self.lora_dropout,
             use_dora=self.use_dora,
+            lora_dtype=self.lora_dtype,
             images=self.images,
             loss=self.loss,
             compiled=self.compiled,
@@ -251,4 +253,5 @@ class ModelChoice:
             lora_targets=self.lora_targets if lora_rank is not None else None,
             lora_dropout=self.lora_dropout if lora_rank is not None else None,
             use_dora=self.use_dora and lora_rank is not None,
+            lora_dtype=self.lora_dtype if lora_rank is not None else None,
         )

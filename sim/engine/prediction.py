@@ -26,7 +26,7 @@ from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ...shared.verify.verify import verify_schedule
 from ..costs.factorisation import factorisation_of
 from ..memory.host import host_memory
-from ..memory.reserved import device_reserved
+from ..memory.reserved import AS_USUAL, Segments, device_reserved
 from ..memory.rules import round_size
 from .device_memory import DeviceMemory, pinned_host_curve, window_s
 from .kept_schedule import kept_schedule
@@ -54,6 +54,8 @@ class RankMachine:
     """The rank's share of the machine (``machine_of_rank``)."""
     collective_bytes: int
     """Device memory that carries collectives."""
+    segments: Segments = AS_USUAL
+    """How each of them holds the allocator's."""
     price_usd_per_hour: float | None = None
     """Rent of the machines that the devices of all ranks are in; None if unknown."""
 
@@ -123,6 +125,7 @@ def predicted_record(
             hardware.device,
             order=order,
             beside_bytes=machine.collective_bytes,
+            segments=machine.segments,
         ),
         host_memory=host_memory(
             schedule,

@@ -24,6 +24,7 @@ from ..costs.contention import ContentionModel
 from ..costs.runtimes import RuntimeCosts
 from ..costs.task_costs import CostModel
 from ..memory.libraries import collective_bytes, rank_device_bytes
+from ..memory.segments import segments_of
 from .error_sources import ErrorModel
 from .folding import MORE_KEPT, Folds, find_folds, kept_micro_batches
 from .intervals import PlanDraws, drawn_record
@@ -120,6 +121,7 @@ def simulate_drawn(
     rank = RankMachine(
         hardware=costs.hardware,
         collective_bytes=collective_bytes(hardware, plan.num_ranks * num_stages, plan.shard_ranks),
+        segments=segments_of(runtime, plan, workload),
         price_usd_per_hour=rent_of_stage(hardware, plan.num_ranks, num_stages),
     )
     record = predicted_record(plan, workload, rank, calibration, schedule, timing, layout=layout, method=method)

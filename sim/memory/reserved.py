@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 from ...shared.layout.layout import Layout
@@ -20,6 +21,19 @@ _COARSE_ITERATIONS: Final = 2
 """The coarse reading takes nearly everything that it ever takes in the first iteration and the first with all state."""
 
 
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """How a process holds segments, beside what its schedule says."""
+
+    are_expandable: bool = False
+    """Whether it asks for expandable ones."""
+    gathering_bytes: int = 0
+    """Of the stream that gathers parameters, whose segments no other stream can have."""
+
+
+AS_USUAL: Final = Segments()
+
+
 def device_reserved(
     schedule: Schedule,
     workload: Workload,
@@ -28,13 +42,14 @@ def device_reserved(
     *,
     order: HappensBefore | None = None,
     beside_bytes: int = 0,
+    segments: Segments = AS_USUAL,
 ) -> DeviceReserved | None:
     """What the allocator holds once it asks the driver for no more; None where the CPU is the device, which has none.
 
     Iterations are replayed from the set-up on ([Note: What a replay knows] in ``sim/memory/request_replay.py``),
     without a limit, in either reading of what happens within tasks.  Where the expected one exceeds the device, it is
     replayed once more within it, so that cached segments are given back, and with expandable segments, without a limit
-    and, if that is needed, within it.
+    and, if that is needed, within it.  If ``segments`` are expandable, all replays are with these.
 
     Args:
         schedule: Asks for the memory.
@@ -43,6 +58,7 @@ def device_reserved(
         device: Has the memory.
         order: Spares computing the happens-before relation again.
         beside_bytes: Taken of the device beside the allocator, for collectives.
+        segments: How the process holds them.
     """
     if device.kind is DeviceKind.CPU:
         return None
@@ -53,22 +69,25 @@ def device_reserved(
         RequestLog(program, static, workspaces=workspaces, inside=inside)
         for inside in (Inside.LATEST_FIRST, Inside.AT_ONCE)
     )
-    limit_bytes = _limit_bytes(device, beside_bytes)
-    expected = reserved_by(log)
-    coarse = reserved_by(coarse_log, max_iterations=_COARSE_ITERATIONS)
+    limit_bytes, own_bytes = _limit_bytes(device, beside_bytes), segments.gathering_bytes
+    left_bytes, are_expandable = limit_bytes - own_bytes, segments.are_expandable
+    expected = reserved_by(log, expandable_segments=are_expandable)
+    coarse = reserved_by(coarse_log, expandable_segments=are_expandable, max_iterations=_COARSE_ITERATIONS)
     num_retries: int | None = 0
     expandable_bytes: int | None = None
     expandable_retries: int | None = None
-    if expected.peak_reserved_bytes > limit_bytes:
-        num_retries = _retries(log, limit_bytes)
-        expandable_bytes = reserved_by(log, expandable_segments=True).peak_reserved_bytes
-        expandable_retries = 0
-        if expandable_bytes > limit_bytes:
-            expandable_retries = _retries(log, limit_bytes, expandable_segments=True)
+    if expected.peak_reserved_bytes > left_bytes:
+        num_retries = _retries(log, left_bytes, expandable_segments=are_expandable)
+        if not are_expandable:
+            expandable_bytes = reserved_by(log, expandable_segments=True).peak_reserved_bytes + own_bytes
+            expandable_retries = 0
+            if expandable_bytes > limit_bytes:
+                expandable_retries = _retries(log, left_bytes, expandable_segments=True)
+    at_least_bytes = -(-expected.peak_allocated_bytes // SEGMENT_ROUNDING_BYTES) * SEGMENT_ROUNDING_BYTES
     return DeviceReserved(
-        at_least_bytes=-(-expected.peak_allocated_bytes // SEGMENT_ROUNDING_BYTES) * SEGMENT_ROUNDING_BYTES,
-        expected_bytes=expected.peak_reserved_bytes,
-        at_most_bytes=max(expected.peak_reserved_bytes, coarse.peak_reserved_bytes),
+        at_least_bytes=at_least_bytes + own_bytes,
+        expected_bytes=expected.peak_reserved_bytes + own_bytes,
+        at_most_bytes=max(expected.peak_reserved_bytes, coarse.peak_reserved_bytes) + own_bytes,
         workspace_bytes=sum(workspaces),
         outside_bytes=device.memory_bytes - limit_bytes,
         limit_bytes=limit_bytes,
@@ -115,6 +134,8 @@ def _limit_bytes(device: Device, beside_bytes: int) -> int:
 
 def _retries(log: RequestLog, limit_bytes: int, *, expandable_segments: bool = False) -> int | None:
     """How often free memory must go back for the replay to stay within the allocator's limit; None if it cannot."""
+    if limit_bytes <= 0:
+        return None
     try:
         return reserved_by(log, expandable_segments=expandable_segments, limit_bytes=limit_bytes).num_retries
     except AllocatorFullError:

@@ -125,9 +125,13 @@ def test_scales_of_low_rank_maps() -> None:
         ({"use_rslora": True}, "--use-rslora is given, but --lora-rank is missing"),
         ({"use_dora": True}, "--use-dora is given, but --lora-rank is missing"),
         ({"lora_dropout": 0.1}, "--lora-dropout 0.1 is given, but --lora-rank is missing"),
+        ({"lora_dtype": "float32"}, "--lora-dtype float32 is given, but --lora-rank is missing"),
     ):
         with pytest.raises(ProtwinError, match=message):
             options_of(None, None, None, None, **given)
+    with pytest.raises(ProtwinError, match=r"--lora-dtype int8 is not known. Use float32, bfloat16, float16"):
+        options_of(8, None, None, None, lora_dtype="int8")
+    assert options_of(8, None, None, None, lora_dtype="float32").lora == LoraOptions(rank=8, dtype=DType.FLOAT32)
     for alpha in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ProtwinError, match=r"--lora-alpha is .* above 0 and finite"):
             options_of(8, None, None, None, lora_alpha=alpha)

@@ -1,6 +1,7 @@
 """The command line's own LoRA is PEFT's: what it computes, what it learns, what it takes, and what it is saved as.
 
-PEFT is told not to keep adapters in float32 beside a base in 16 bits: the command line's have the base's element type.
+PEFT keeps adapters in float32 beside a base in 16 bits unless it is told not to; the command line's have the base's
+element type unless they are told to have another (``--lora-dtype``).
 """
 
 from __future__ import annotations
@@ -40,11 +41,13 @@ WIDE = {
 WIDE["llama"] |= {"num_attention_heads": 4, "num_hidden_layers": 3, "vocab_size": 120}
 
 
-def of_peft(model: Any, rank: int, targets: tuple[str, ...], alpha: float, **options: Any) -> Any:
+def of_peft(
+    model: Any, rank: int, targets: tuple[str, ...], alpha: float, *, is_wide: bool = False, **options: Any
+) -> Any:
     configuration = peft.LoraConfig(
         r=rank, lora_alpha=alpha, target_modules=[*targets], fan_in_fan_out=model.config.model_type == "gpt2", **options
     )
-    return peft.get_peft_model(model, configuration, autocast_adapter_dtype=False)
+    return peft.get_peft_model(model, configuration, autocast_adapter_dtype=is_wide)
 
 
 def drawn(seed: int) -> tuple[str, int, tuple[str, ...], int, int]:
@@ -77,14 +80,19 @@ def test_it_costs_what_pefts_costs(seed: int) -> None:
     if family == "gpt2" and use_dora:
         # Of a transposed matrix behind dropout PEFT makes a parameter in every step, and a gradient that nobody reads.
         dropout = 0.0
-    add_lora(own, rank=rank, targets=targets, dropout=dropout, use_dora=use_dora)
-    found = trace(own, batch)
-    expected = trace(of_peft(theirs, rank, targets, rank, lora_dropout=dropout, use_dora=use_dora), batch)
+    # Of a base in float32 that is nothing else.
+    is_wide = seed % 3 == 0
+    options = {"dropout": dropout, "use_dora": use_dora, "dtype": torch.float32 if is_wide else None}
+    add_lora(own, rank=rank, targets=targets, **options)
+    theirs = of_peft(theirs, rank, targets, rank, is_wide=is_wide, lora_dropout=dropout, use_dora=use_dora)
+    found, expected = trace(own, batch), trace(theirs, batch)
     assert phases(found) == phases(expected)
     # Theirs have other names, and as many bytes in every block.
     for trained in (True, False):
         sizes = [
-            sorted((p.block, p.shape) for p in one.parameters if p.trainable is trained and p.block is not None)
+            sorted(
+                (p.block, p.shape, p.dtype) for p in one.parameters if p.trainable is trained and p.block is not None
+            )
             for one in (found, expected)
         ]
         assert sizes[0] == sizes[1]
@@ -170,6 +178,30 @@ def test_peft_reads_what_is_saved_of_it(family: str, options: dict[str, Any], tm
     assert layer.scaling["default"] == options.get("alpha", 5) / (5**0.5 if "use_rslora" in options else 5)
     assert isinstance(layer.lora_dropout["default"], torch.nn.Dropout) == ("dropout" in options)
     assert layer.use_dora["default"] == ("use_dora" in options)
+
+
+def test_adapters_of_another_dtype_train_in_it_and_are_saved_so(tmp_path: Path) -> None:
+    """In float32 beside bfloat16, as PEFT has them: no master, and what is written is what was trained."""
+    model = llama(num_layers=2).bfloat16()
+    add_lora(model, rank=4, targets=["q_proj", "down_proj"], dtype=torch.float32)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert {p.dtype for p in trained.values()} == {torch.float32}
+    batch = token_batches(1)[0]
+    known = trace(model, batch, repeats=0)
+    narrow = llama(num_layers=2).bfloat16()
+    add_lora(narrow, rank=4, targets=["q_proj", "down_proj"])
+    assert trace(narrow, batch, repeats=0).identity != known.identity
+    with carry_out(model, offloaded(known), known, optimizer=adamw, device=CpuDevice()) as training:
+        loss = model(**batch).loss
+        loss.backward()
+        training.step()
+    save_published(tmp_path / "adapter", model, None, base="base")
+    theirs = peft.PeftModel.from_pretrained(llama(num_layers=2).bfloat16(), tmp_path / "adapter")
+    written = {name: p for name, p in theirs.named_parameters() if "lora_" in name}
+    assert {p.dtype for p in written.values()} == {torch.float32}
+    assert all(torch.equal(written[of_pefts(name)], p) for name, p in trained.items())
+    with pytest.raises(WorkloadError, match=r"dtype is torch\.int8; low-rank maps are trained in float32, bfloat16"):
+        add_lora(llama(), rank=2, dtype=torch.int8)
 
 
 def test_it_begins_as_pefts_does() -> None:

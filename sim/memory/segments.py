@@ -1,0 +1,41 @@
+"""How another system's process holds segments of the device's allocator.
+
+[Note: Streams have segments of their own]
+What is allocated within a stream's context is given to that stream alone later (PyTorch,
+``c10/cuda/CUDACachingAllocator.cpp``: blocks are searched in the pool of the stream).  fully_shard gathers in a stream
+of its own: there it casts a rank's parts of a group, and makes the place that they are gathered into
+(``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``: foreach_all_gather, in all_gather_copy_in_stream).  From
+there they are copied to parameters on the stream of compute.  The place is let go once the next group's is filled
+(``_fsdp_param_group.py``: all_gather_state), so that there are two groups' at a time.  What lies outside blocks is one
+group, the first that is gathered.
+"""
+
+from __future__ import annotations
+
+from ...shared.methods.runtime_profile import Runtime, RuntimeProfile
+from ...shared.schema.plan import Plan
+from ...shared.schema.workload import Workload
+from .reserved import AS_USUAL, Segments
+
+
+def segments_of(runtime: RuntimeProfile, plan: Plan, workload: Workload) -> Segments:
+    """Of a rank that ``runtime`` trains by ``plan``; see [Note: Streams have segments of their own]."""
+    gathers = runtime.runtime is Runtime.FSDP2 and plan.num_ranks > 1
+    if not (gathers or runtime.expandable_segments):
+        return AS_USUAL
+    return Segments(
+        are_expandable=runtime.expandable_segments,
+        gathering_bytes=_gathering_bytes(plan, workload) if gathers else 0,
+    )
+
+
+def _gathering_bytes(plan: Plan, workload: Workload) -> int:
+    groups: dict[int | None, int] = {}
+    for parameter in workload.parameters:
+        groups[parameter.block] = groups.get(parameter.block, 0) + parameter.size_bytes
+    outside = groups.pop(None, 0)
+    blocks = [groups.get(block, 0) for block in range(workload.num_blocks)]
+    gathered = max((first + second for first, second in zip([outside, *blocks], blocks, strict=False)), default=outside)
+    num_shards = plan.shard_ranks or plan.num_ranks
+    # The parts of one group are cast while it is gathered.
+    return gathered + max(outside, *blocks) // num_shards

@@ -1,0 +1,116 @@
+"""Segments of other systems' processes: expandable ones, and those of a stream that gathers."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from protwin.shared.catalogue.machines import machine, override_hardware
+from protwin.shared.layout.layout import layout_of
+from protwin.shared.methods.runtime_profile import OUR_RUNTIME, Runtime, RuntimeProfile
+from protwin.shared.schema.plan import ParallelMode, Plan
+from protwin.shared.schema.record import Record
+from protwin.shared.schema.workload import Workload
+from protwin.shared.workloads.source import load_workload
+from protwin.sim.engine.simulator import simulate
+from protwin.sim.memory.reserved import AS_USUAL, Segments
+from protwin.sim.memory.segments import segments_of
+
+EXPANDABLE = RuntimeProfile(expandable_segments=True)
+FSDP2 = RuntimeProfile(Runtime.FSDP2)
+
+
+def workload(tokens: int = 512) -> Workload:
+    return load_workload("smollm2-135m", batch_size=1, sequence_length=tokens, dtype="bfloat16")
+
+
+def sharded(given: Workload, num_ranks: int = 8, **more: Any) -> Plan:
+    chunk_bytes = 30 << 20
+    num_chunks = len(layout_of(given, chunk_bytes).chunks)
+    return Plan(
+        workload_id=given.identity,
+        chunk_bytes=chunk_bytes,
+        n_persist=0,
+        n_shard=num_chunks,
+        n_buffer=num_chunks,
+        parallel=ParallelMode.SHARDED,
+        num_ranks=num_ranks,
+        **more,
+    )
+
+
+def reserved(record: Record) -> tuple[int, int, int]:
+    found = record.device_reserved
+    assert found is not None
+    return found.at_least_bytes, found.expected_bytes, found.at_most_bytes
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_gathering_stream_holds_the_largest_two_groups_in_a_row_and_the_parts_that_it_casts(seed: int) -> None:
+    """The oracle walks over the gathers of an iteration and holds each place until the next one is filled."""
+    chance = random.Random(seed)
+    given = workload()
+    sizes = [chance.randrange(1, 10**6) for _ in range(given.num_blocks)]
+    parameters = tuple(
+        parameter.model_copy(update={"shape": (sizes[parameter.block],)}) if parameter.block is not None else parameter
+        for parameter in given.parameters
+        if parameter.block is None or parameter.name.endswith("q_proj.weight")
+    )
+    drawn = given.model_copy(update={"parameters": parameters})
+    num_ranks, shard_ranks = chance.choice(((8, None), (16, 8), (2, None)))
+    plan = sharded(given, num_ranks, shard_ranks=shard_ranks)
+    outside = sum(parameter.size_bytes for parameter in given.parameters if parameter.block is None)
+    of_blocks = [2 * size for size in sizes]
+    held, most, previous = 0, 0, 0
+    for size in (outside, *of_blocks, *reversed(of_blocks)):
+        held = previous + size
+        most = max(most, held)
+        previous = size
+    cast = max(outside, *of_blocks) // (shard_ranks or num_ranks)
+    assert segments_of(FSDP2, plan, drawn) == Segments(gathering_bytes=most + cast)
+
+
+def test_who_gathers_on_the_stream_of_compute_holds_nothing_more() -> None:
+    given = workload()
+    plan = sharded(given)
+    for profile in (OUR_RUNTIME, RuntimeProfile(Runtime.DEEPSPEED_ZERO3), RuntimeProfile(Runtime.DDP)):
+        assert segments_of(profile, plan, given) is AS_USUAL
+    assert segments_of(EXPANDABLE, plan, given) == Segments(are_expandable=True)
+
+
+def test_they_are_part_of_what_is_reserved_and_of_nothing_else() -> None:
+    given, hardware = workload(2048), machine("h100-80gb-x8")
+    plan = sharded(given)
+    own = segments_of(FSDP2, plan, given).gathering_bytes
+    with_stream, plain = simulate(plan, given, hardware, runtime=FSDP2), simulate(plan, given, hardware)
+    assert own > 50 << 20
+    assert [a - b for a, b in zip(reserved(with_stream), reserved(plain), strict=True)] == [own] * 3
+    assert with_stream.guaranteed_peak_device_bytes == plain.guaranteed_peak_device_bytes
+
+
+def test_expandable_segments_hold_what_is_said_to_fit_with_them() -> None:
+    """Where cached segments do not fit, the same record says what expandable ones come to; with them it is expected."""
+    given, hardware = workload(2048), machine("h100-80gb-x8")
+    plan = sharded(given)
+    plain, expandable = simulate(plan, given, hardware), simulate(plan, given, hardware, runtime=EXPANDABLE)
+    least, expected, most = reserved(expandable)
+    assert plain.guaranteed_peak_device_bytes <= expected < reserved(plain)[1]
+    assert least <= expected <= most
+    assert expandable.model_dump(exclude={"device_reserved"}) == plain.model_dump(exclude={"device_reserved"})
+    found = plain.device_reserved
+    assert found is not None
+    small = override_hardware(
+        hardware,
+        {
+            "device.memory_bytes": str(expected + found.outside_bytes + (8 << 20)),
+            "device.reserved_bytes": str(hardware.device.reserved_bytes),
+        },
+    )
+    told = simulate(plan, given, small).device_reserved
+    with_them = simulate(plan, given, small, runtime=EXPANDABLE).device_reserved
+    assert told is not None
+    assert with_them is not None
+    assert (told.expandable_bytes, told.num_retries == 0) == (expected, False)
+    assert (with_them.expected_bytes, with_them.num_retries, with_them.expandable_bytes) == (expected, 0, None)
