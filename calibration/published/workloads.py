@@ -81,7 +81,7 @@ def partly_trained_workload(
 ) -> Workload:
     """LoRA, with the parts at the paths ``trained_whole`` trained whole beside the adapters."""
     model = build_model(configuration, name, getattr(torch, dtype))
-    add_lora(model, rank=lora.rank, targets=lora.targets)
+    add_lora(model, rank=lora.rank, targets=lora.targets, dropout=lora.dropout)
     for path in trained_whole:
         parent, _, child = path.rpartition(".")
         setattr(model.get_submodule(parent), child, SavedWhole(model.get_submodule(path)))
