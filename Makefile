@@ -2,7 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
+
+# What .venv is filled with at first; the docs' tools come with the first target that needs them.
+EXTRAS ?= runtime,test,check
 
 # One test process per core, each with one thread: teams of threads that outnumber the cores wait for each other.  Each
 # gets tests that stand together, which share what they build, and those that are left when another has none.  Tests
@@ -158,9 +161,9 @@ $(STAMP): pyproject.toml constraints.txt setup.py $(KERNELS)
 	@test -f $@ || rm -rf $(VENV)
 	@rm -f $@
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) torch
-	$(PIP) --editable '.[runtime,test,check]'
+	$(PIP) --editable '.[$(EXTRAS)]'
 	@printf '%s\n' '$(CURDIR)' > $@
+	@$(if $(findstring docs,$(EXTRAS)),touch $(DOCS_STAMP),:)
 
 $(DOCS_STAMP): $(STAMP)
 	$(PIP) --editable '.[docs]'

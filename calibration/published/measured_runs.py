@@ -155,6 +155,12 @@ class MeasuredRun(FrozenModel):
     loss_metrics: NonNegativeInt | None = None
     """Metrics that are taken from all logits of every micro-batch (``RuntimeProfile.loss_metrics``); None: as many as
     the runtime takes."""
+    bucket_scalars: NonNegativeInt | None = None
+    """Scalars of the flat buffer that gradients are reduced in; None: as many as the runtime takes."""
+    has_two_buckets: bool = False
+    """Whether there was a second one, to be filled while the first was reduced."""
+    keeps_gradients: bool = False
+    """Whether gradients were zeroed behind a step, not dropped."""
     keeps_gathered: bool = False
     """Whether what forward gathered was kept for backward (FSDP's SHARD_GRAD_OP)."""
     attention_kernel: AttentionKernel | None = None

@@ -114,6 +114,9 @@ def profile_of(run: MeasuredRun) -> RuntimeProfile:
         keeps_parts=keeps_parts,
         recomputes_whole=run.recomputes_whole,
         loss_metrics=run.loss_metrics,
+        bucket_scalars=run.bucket_scalars,
+        has_two_buckets=run.has_two_buckets,
+        keeps_gradients=run.keeps_gradients,
         expandable_segments=source is not None and source.expandable_segments,
     )
 

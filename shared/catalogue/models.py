@@ -45,6 +45,19 @@ def published_dtype(config: Mapping[str, Any]) -> str | None:
     return name if name != "auto" else None
 
 
+def hidden_size(config: Mapping[str, Any]) -> int | None:
+    """The width of what blocks hand on, by any of its names in a ``config.json``; None where it says none."""
+    for section in (config, config.get("text_config") or {}):
+        for name in ("hidden_size", "n_embd", "d_model", "dim"):
+            size = section.get(name)
+            if isinstance(size, int):
+                return size
+        sizes = section.get("hidden_sizes")
+        if sizes:
+            return int(max(sizes))
+    return None
+
+
 class ListedModel(FrozenModel):
     """One line of the catalogue."""
 

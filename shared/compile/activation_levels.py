@@ -165,13 +165,16 @@ class ActivationAccount:
         self.travelling = self.swapped + input_bytes
         self.outputs[:, :-1] = np.maximum(self.outputs[:, :-1] - input_bytes[:, 1:], 0)
 
-    def micro_batches(self, micro_batches: int) -> tuple[list[_MicroBatch], IntArray]:
-        """Every distinct micro-batch, and (M,) the number of each micro-batch among them."""
+    def micro_batches(self, micro_batches: int, *, always_add: bool = False) -> tuple[list[_MicroBatch], IntArray]:
+        """Every distinct micro-batch, and (M,) the number of each micro-batch among them.
+
+        ``always_add``: whether the first one too adds its gradients to others.
+        """
         nothing = np.zeros(len(self.is_checkpoint), dtype=np.int64)
         found: list[_MicroBatch] = []
         state = (nothing, nothing)
         for number in range(micro_batches):
-            one = self._micro_batch(*state, is_later=number > 0)
+            one = self._micro_batch(*state, is_later=number > 0 or always_add)
             found.append(one)
             # From the second micro-batch on, equal states give equal tables.
             if number > 0 and np.array_equal(state[0], one.level) and np.array_equal(state[1], one.left):

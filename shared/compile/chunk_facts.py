@@ -9,7 +9,7 @@ from typing import Final, Self
 
 import numpy as np
 
-from ..layout.adam_memory import alone_peak_bytes, together_gradient_bytes, widened_part_bytes
+from ..layout.adam_memory import alone_peak_bytes, together_gradient_bytes, widened_bytes, widened_part_bytes
 from ..layout.layout import Chunk, Layout
 from ..layout.owners import Ownership
 from ..layout.projections import ProjectionWork, gradient_projections, parameter_projections
@@ -326,9 +326,15 @@ class ChunkFacts:
             integers(part),
         )
 
-    def widened_bytes(self, whole: IntArray, parts: IntArray) -> int:
-        """The most that device Adam of ``whole`` chunks, ascending, and of parts of others adds to the level before."""
+    def widened_bytes(self, whole: IntArray, parts: IntArray, *, drops: bool = True) -> int:
+        """The most that device Adam of ``whole`` chunks, ascending, and of parts of others adds to the level before.
+
+        ``drops``: whether gradients of whole ones go as it steps them.
+        """
         peak, alone, together, of_part = self._widening
+        if not drops:
+            made = [widened_bytes(self.layout.chunks[c], self.parameters, self.step.optimizer) for c in whole.tolist()]
+            return max(0, *made, int(of_part[parts].max(initial=0)))
         before = together[whole].sum() + alone[whole].cumsum() - alone[whole]
         highest = int((peak[whole] - before).max(initial=0))
         return max(highest, int(of_part[parts].max(initial=0) - together[whole].sum() - alone[whole].sum()))

@@ -114,7 +114,7 @@ from ..schema.plan import Plan, TrainingMethod
 from ..schema.schedule import Schedule
 from ..schema.workload import Workload, check_plan
 from .family import Family, family_of
-from .homes import add_homes
+from .homes import add_buckets, add_homes
 from .pairs import Pairs
 from .program import Draft
 from .projections import ProjectedResidency, ProjectedSections, ProjectedStaging, ProjectedUpdates
@@ -208,7 +208,7 @@ def drafted(family: Family, policies: Policies = FULL_TRAINING, *, with_operands
 
     Raises PlanError if a section needs more buffers than there are.
     """
-    draft = Draft()
+    draft = Draft(policies.keeping)
     sections = policies.sections(family, draft)
     residency = policies.residency(family, draft, sections)
     updates = policies.updates(family, draft, sections)
@@ -217,6 +217,7 @@ def drafted(family: Family, policies: Policies = FULL_TRAINING, *, with_operands
     draft.at_end_bytes = updates.widened_bytes
     if with_operands:
         homes = add_homes(family, draft, policies.keeping)
+        add_buckets(family, draft, sections.forwards[:, -1], sections.backwards[:, -1])
         sections.wire(updates.device_adam)
         residency.wire(homes, staging.passing)
         updates.wire(staging.wire(homes))

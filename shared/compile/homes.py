@@ -11,16 +11,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..layout.keeping import AS_PLANNED, Keeping, moment_bytes, num_with_masters
+from ..layout.keeping import AS_PLANNED, BucketStay, Keeping, moment_bytes, num_with_masters
 from ..layout.shards import stepped_parts
 from ..optimizers.state import Stepped
 from ..schema.optimizer import Optimizer
 from ..schema.schedule import Content, Memory
 from .chunk_facts import integers
 from .family import Family
-from .program import NOT_THERE, BoolArray, BufferGroup, Draft, IntArray
+from .program import NOT_THERE, BoolArray, BufferGroup, Draft, IntArray, Operand
 
 _PER_CHUNK = 8
+_BEHIND_ALL = 2**40
+"""The place of what comes behind all chunks' buffers that are there for good."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,6 +146,58 @@ def _of_stepped(family: Family, of: Callable[[Sequence[Stepped], Optimizer], int
         of(stepped_parts(chunk, facts.parameters, number), optimizer)
         for chunk, number in zip(family.layout.chunks, numbers.tolist(), strict=True)
     )
+
+
+def kept_gradients(family: Family, draft: Draft) -> IntArray:
+    """(E,) buffers of gradients that are there for good, by their place among all; ``NOT_THERE`` for others."""
+    chunks, sections, sizes = family.facts.gradients
+    found = np.full(len(chunks), NOT_THERE)
+    if draft.keeping.keeps_gradients:
+        kept = np.flatnonzero(family.is_persistent[chunks])
+        found[kept] = draft.buffers(
+            BufferGroup(
+                Content.GRADIENTS,
+                Memory.DEVICE,
+                sizes[kept],
+                chunk=chunks[kept],
+                section=sections[kept],
+                made_at=_BEHIND_ALL,
+            )
+        )
+    return found
+
+
+def add_buckets(family: Family, draft: Draft, forwards: IntArray, backwards: IntArray) -> None:
+    """Add what gradients pass through, if anything is trained; (M,) each, the last forwards and the last backwards.
+
+    It comes when backward begins: what a compute task makes counts from the task's end on.
+    """
+    buckets = draft.keeping.buckets
+    dtype = next((p.dtype for p in family.workload.parameters if p.trainable), None)
+    if buckets is None or not buckets.num_scalars or dtype is None:
+        return
+    micro_batch = np.arange(len(forwards))
+    if buckets.stay is BucketStay.STEP:
+        forwards, backwards, micro_batch = forwards[:1], backwards[-1:], micro_batch[:1]
+    for number, content in enumerate((Content.BUCKET, Content.SECOND_BUCKET)[: buckets.number]):
+        size_bytes = buckets.num_scalars * dtype.item_bytes
+        if buckets.stay is BucketStay.GOOD:
+            draft.buffers(BufferGroup(content, Memory.DEVICE, np.array([size_bytes]), made_at=_BEHIND_ALL + number))
+            continue
+        at = Operand.RELEASED.at(number)
+        made = draft.buffers(
+            BufferGroup(
+                content,
+                Memory.DEVICE,
+                np.full(len(micro_batch), size_bytes),
+                micro_batch=micro_batch,
+                made_by=forwards,
+                made_at=at,
+                freed_by=backwards,
+                freed_at=at,
+            )
+        )
+        draft.read(backwards, made, at)
 
 
 def staged_sizes(family: Family) -> list[tuple[Content, Memory, IntArray, BoolArray]]:

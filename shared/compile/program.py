@@ -20,6 +20,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ..layout.keeping import AS_PLANNED, Keeping
 from ..layout.uses import numbered_section
 from ..schema.schedule import Content, Memory, RankAxis, Section, TaskKind
 from ..schema.workload import Phase
@@ -162,7 +163,9 @@ class Uses:
 class Draft:
     """Groups of tasks and buffers in the making."""
 
-    def __init__(self) -> None:
+    def __init__(self, keeping: Keeping = AS_PLANNED) -> None:
+        self.keeping = keeping
+        """What lies otherwise than plans have it."""
         self.groups: list[tuple[IntArray, TaskGroup]] = []
         """With the ids of their tasks."""
         self.waits: list[Wait] = []

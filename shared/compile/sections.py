@@ -274,7 +274,7 @@ class FullTraining(Sections):
             family.workload, family.is_checkpoint, family.is_swap[None], family.input_bytes[None]
         )
         is_checkpoint = family.is_checkpoint[0]
-        found, kinds = account.micro_batches(len(self.micro_batch))
+        found, kinds = account.micro_batches(len(self.micro_batch), always_add=self.draft.keeping.keeps_gradients)
         back = self.backwards[:, ::-1]  # of the prologue, of blocks, and of the epilogue
         handed_bytes = np.stack([one.handed[0] for one in found])[kinds]
         outputs = self._buffers(
@@ -365,7 +365,8 @@ class FullTraining(Sections):
             zip(self.forwards.tolist(), self.backwards.tolist(), strict=True)
         ):
             phases.update(zip(of_forward, forwards, strict=True))
-            phases.update(zip(of_backward, adding if micro_batch else backwards, strict=True))
+            adds = micro_batch > 0 or self.draft.keeping.keeps_gradients
+            phases.update(zip(of_backward, adding if adds else backwards, strict=True))
         for row in self.recomputations.tolist():
             phases.update(zip(row, (profile.recompute for profile in profiles), strict=True))
 

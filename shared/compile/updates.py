@@ -9,7 +9,7 @@ import numpy as np
 from ..schema.schedule import NORM_BYTES, Content, Memory, TaskKind
 from ..schema.workload import Phase
 from .family import Family
-from .homes import Homes
+from .homes import Homes, kept_gradients
 from .program import NOT_THERE, BufferGroup, Draft, IntArray, Operand, Part, TaskGroup, Work, spread
 from .rows import Rows
 from .sections import Sections
@@ -345,7 +345,8 @@ class Updates:
         # Of gradients among others of their chunk: those of the last section first.
         places = np.lexsort((-completing, chunks)).argsort()
         # What later backwards add to stays from the first micro-batch on.
-        is_made = ~family.adds_on_device[chunks] | (sections.micro_batch == 0)
+        kept = kept_gradients(family, self.draft)
+        is_made = (~family.adds_on_device[chunks] | (sections.micro_batch == 0)) & (kept == NOT_THERE)
         micro_batch, pairs = np.nonzero(is_made)
         group = BufferGroup(
             Content.GRADIENTS,
@@ -362,6 +363,7 @@ class Updates:
         self.gradients: IntArray = np.full(is_made.shape, NOT_THERE)
         """(M, E) the buffers of (chunk, section) pairs; of persistent chunks in the first micro-batch alone."""
         self.gradients[is_made] = self.draft.buffers(group)
+        self.gradients[0] = np.maximum(self.gradients[0], kept)
         self.gradients[:, family.leaves_once[chunks]] = self.gradients[0, family.leaves_once[chunks]]
         self.gradient_places = places
         self.reduced = self._add_reduced()
@@ -436,7 +438,7 @@ class Updates:
         """Gradients that backwards add to, and what adds them up over ranks."""
         draft, added = self.draft, self.family.adds_on_device[self.family.facts.gradients[0]]
         chunks, completing, _ = (of[added] for of in self.family.facts.gradients)
-        adding = self.sections.backward_of(completing)[1:]
+        adding = self.sections.backward_of(completing)[0 if draft.keeping.keeps_gradients else 1 :]
         for use in (draft.read, draft.update):
             use(adding, self.gradients[:1, added], Operand.GRADIENTS.at(chunks))
         number, gradients, places = self.gradients_of(self.parted)
@@ -494,4 +496,4 @@ class Updates:
     def widened_bytes(self) -> int:
         """The most that device Adam adds to the level at its start."""
         whole = np.flatnonzero(self.family.is_persistent & self.family.facts.is_trainable)
-        return self.family.facts.widened_bytes(whole, self.parted)
+        return self.family.facts.widened_bytes(whole, self.parted, drops=not self.draft.keeping.keeps_gradients)

@@ -149,6 +149,12 @@ class AskedRun(FrozenModel):
     """Who has what ranks have in parts; None where nothing is known of what that copies."""
     reduce_dtype: DType | None = None
     """What gradients are reduced in; None: their own type."""
+    bucket_scalars: NonNegativeInt | None = None
+    """Scalars of the flat buffer that gradients are reduced in; 0: none; None: as many as the runtime takes."""
+    bucket_follows_model: bool = False
+    """Whether these are the square of the model's hidden size, which transformers writes for ``"auto"``."""
+    has_two_buckets: bool = False
+    """Whether there is a second one, to be filled while the first is reduced."""
 
 
 class KeyValue(FrozenModel):

@@ -129,6 +129,7 @@ def _zero(walk: Walk) -> dict[str, Any]:
         walk.means(f"{_ZERO}.mics_shard_size", "ranks that have parts between them, with replicas across such groups")
     if stage:
         found["runtime"] = _RUNTIMES[stage]
+    found |= _buckets(walk, stage, optimizer_on)
     if stage == 3:
         if optimizer_on is Place.HOST and parameters_on is Place.DEVICE:
             found["runtime"] = Runtime.DEEPSPEED_OFFLOAD
@@ -139,6 +140,29 @@ def _zero(walk: Walk) -> dict[str, Any]:
             value = walk.number(f"{_ZERO}.{key}", least=0)
             found[name] = usual if value is None else value
             walk.means(f"{_ZERO}.{key}", f"{about}, at most")
+    return found
+
+
+def _buckets(walk: Walk, stage: int, optimizer_on: Place) -> dict[str, Any]:
+    """What gradients are reduced in; with the optimizer on the host, ZeRO-1 and -2 have it whatever the file says."""
+    size, flat, overlap = (f"{_ZERO}.{key}" for key in ("reduce_bucket_size", "contiguous_gradients", "overlap_comm"))
+    scalars, overlaps = walk.number(size, least=0), walk.flag(overlap, default=stage == 3)
+    is_flat = walk.flag(flat, default=True)
+    if walk.has(overlap) and overlaps is False:
+        walk.leaves_out(overlap, "collectives do not run beside computation: steps take longer")
+    if is_flat is False:
+        walk.leaves_out(flat, "gradients are not copied into one buffer: less is copied than in the answer")
+        if stage == 3 or optimizer_on is Place.DEVICE:
+            return {"bucket_scalars": 0} if stage else {}
+    if not stage:
+        return {}
+    walk.means(size, "scalars of the flat buffer that gradients are reduced in")
+    found: dict[str, Any] = {} if scalars is None else {"bucket_scalars": scalars}
+    if walk.value(size) == AUTO:
+        found["bucket_follows_model"] = True
+    if overlaps and stage < 3:
+        walk.means(overlap, "reductions run beside backward, which fills a second buffer meanwhile")
+        found["has_two_buckets"] = True
     return found
 
 

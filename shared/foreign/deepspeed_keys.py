@@ -31,6 +31,9 @@ _ALL_READ: Final = (
     f"{_ZERO}.stage3_max_live_parameters",
     f"{_ZERO}.stage3_prefetch_bucket_size",
     f"{_ZERO}.mics_shard_size",
+    f"{_ZERO}.reduce_bucket_size",
+    f"{_ZERO}.contiguous_gradients",
+    f"{_ZERO}.overlap_comm",
 )
 _LEFT_OUT: Final = {
     "sparse_gradients": LeftOut("gradients of embeddings are reduced by rows: " + _FEWER_BYTES),
@@ -61,8 +64,6 @@ _LEFT_OUT: Final = {
     ),
     f"{_ZERO}.mics_hierarchical_params_gather": LeftOut("gathers go within nodes first"),
     f"{_ZERO}.reduce_scatter": LeftOut("gradients are reduced whole: more bytes pass between ranks", (True,)),
-    f"{_ZERO}.contiguous_gradients": LeftOut("gradients are not copied into one buffer", (True,)),
-    f"{_ZERO}.overlap_comm": LeftOut("collectives do not run beside computation: steps take longer", (True,)),
     f"{_ZERO}.stage3_use_all_reduce_for_fetch_params": LeftOut("gathers are all-reduces: more bytes pass"),
     f"{_ZERO}.stage3_allgather_sequential": LeftOut("gathers take longer than in the answer"),
     f"{_ZERO}.round_robin_gradients": LeftOut("ranks copy gradients to their hosts in turn"),
@@ -134,7 +135,6 @@ _WITHOUT_EFFECT: Final = (
     "bf16",
     "bfloat16",
     "fp16",
-    f"{_ZERO}.reduce_bucket_size",
     f"{_ZERO}.allgather_bucket_size",
     f"{_ZERO}.allgather_partitions",
     f"{_ZERO}.use_multi_rank_bucket_allreduce",

@@ -41,6 +41,19 @@ def is_stepped_alone(dtype: DType, optimizer: Optimizer) -> bool:
 def alone_peak_bytes(chunk: Chunk, parameters: Sequence[Parameter], optimizer: Optimizer) -> tuple[int, int]:
     """The most that parameters of ``chunk`` that are stepped alone add to the level before, and what they drop."""
     highest_bytes = dropped_bytes = 0
+    for made_bytes, gradient_bytes in _stepped_alone(chunk, parameters, optimizer):
+        highest_bytes = max(highest_bytes, made_bytes - dropped_bytes)
+        dropped_bytes += gradient_bytes
+    return highest_bytes, dropped_bytes
+
+
+def widened_bytes(chunk: Chunk, parameters: Sequence[Parameter], optimizer: Optimizer) -> int:
+    """The most that stepping ``chunk`` adds to the level before, where its gradients stay."""
+    return max((made_bytes for made_bytes, _ in _stepped_alone(chunk, parameters, optimizer)), default=0)
+
+
+def _stepped_alone(chunk: Chunk, parameters: Sequence[Parameter], optimizer: Optimizer) -> Iterator[tuple[int, int]]:
+    """Bytes that each call for parameters of ``chunk`` that are stepped alone makes, and those of their gradients."""
     members = (parameters[placed.index] for placed in chunk.parameters)
     alone = [p for p in members if p.trainable and is_stepped_alone(p.dtype, optimizer)]
     most = WIDENED_SCALARS if optimizer.is_elementwise else 0
@@ -50,9 +63,7 @@ def alone_peak_bytes(chunk: Chunk, parameters: Sequence[Parameter], optimizer: O
             count = widened_scalars(parameter.num_elements, optimizer, WIDENED_SCALARS)
             made_bytes += count * master_bytes(parameter.dtype, optimizer)
             made_bytes += temporary_bytes((parameter.dtype, parameter.shape), optimizer)
-        highest_bytes = max(highest_bytes, made_bytes - dropped_bytes)
-        dropped_bytes += sum(parameter.size_bytes for parameter in alone[start:end])
-    return highest_bytes, dropped_bytes
+        yield made_bytes, sum(parameter.size_bytes for parameter in alone[start:end])
 
 
 def neighbours(counts: Sequence[int], most: int) -> Iterator[tuple[int, int]]:

@@ -4,11 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 from math import prod
 from typing import Final
 
 from ..optimizers.state import Stepped, master_bytes, state_tensors
 from ..schema.optimizer import Optimizer
+
+
+class BucketStay(Enum):
+    """How long buckets of gradients are on the device."""
+
+    BACKWARD = "for the backward of every micro-batch"
+    STEP = "from the backward of the first micro-batch to that of the last"
+    GOOD = "for good"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buckets:
+    """Flat buffers into which gradients are copied, to be reduced together: of their size, whatever is trained."""
+
+    num_scalars: int
+    """Of one, in the element type of the first parameter that is trained."""
+    number: int = 1
+    """1 or 2: one is filled while the other is reduced."""
+    stay: BucketStay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +45,11 @@ class Keeping:
     """Whether the moments of what devices step lie on the host, and come to the device for the step alone."""
     num_widened: int = 0
     """Scalars whose gradients the device widens to float32 together, where they have masters."""
+    buckets: Buckets | None = None
+    """What gradients pass through on the device; None: nothing."""
+    keeps_gradients: bool = False
+    """Whether gradients of whole chunks that the device steps are there for good, so that every backward adds to them:
+    zeroed behind a step, not dropped."""
 
 
 AS_PLANNED: Final = Keeping()

@@ -9,7 +9,7 @@ from typing import Final
 from ..basics.errors import PlanError
 from ..compile.residency import GatheredBehind, Residency
 from ..compile.updates import Updates
-from ..layout.keeping import AS_PLANNED, Keeping
+from ..layout.keeping import AS_PLANNED, Buckets, BucketStay, Keeping
 from ..schema.plan import ParallelMode, Plan, TrainingMethod
 from ..schema.workload import DType
 from .method import Method
@@ -82,6 +82,14 @@ class RuntimeProfile:
     """Metrics that are taken from all logits of every micro-batch, each by a cross-entropy in float32, as Composer does
     ([Note: Metrics of losses] in ``sim/costs/streams.py``); None: as many as the runtime takes.  Their memory is not
     counted."""
+    bucket_scalars: int | None = None
+    """Gradients that are reduced together pass through a flat buffer of so many scalars (``reduce_bucket_size``); 0:
+    through none (without ``contiguous_gradients``); None: of as many as the runtime takes by itself."""
+    has_two_buckets: bool = False
+    """Whether there is a second one, to be filled meanwhile (``overlap_comm`` under ZeRO-1 and ZeRO-2)."""
+    keeps_gradients: bool = False
+    """Whether gradients of what the device steps whole are zeroed behind a step, not dropped
+    (``zero_grad(set_to_none=False)``, which PyTorch before 2.0 and accelerate before 0.28 take by themselves)."""
 
     @property
     def is_ours(self) -> bool:
@@ -99,7 +107,29 @@ class RuntimeProfile:
             words.append(
                 f"{self.loss_metrics} metric{'' if self.loss_metrics == 1 else 's'} of all logits, without memory"
             )
+        if self._asks_for_buckets:
+            number = "two buckets" if self.has_two_buckets else "a bucket"
+            words.append("no bucket of gradients" if self.bucket_scalars == 0 else f"{number} of gradients{self._size}")
+        words += ["gradients that stay"] if self.keeps_gradients else []
         return ", ".join(words) or None
+
+    @property
+    def _asks_for_buckets(self) -> bool:
+        """Whether buckets are others than the runtime's own."""
+        return self.bucket_scalars is not None or self.has_two_buckets
+
+    @property
+    def _size(self) -> str:
+        return "" if self.bucket_scalars is None else f" of {self.bucket_scalars:,} scalars"
+
+    @property
+    def buckets(self) -> Buckets | None:
+        """What gradients pass through; None where the runtime has none."""
+        own = _BUCKETS.get(self.runtime)
+        if own is None:
+            return None
+        scalars = own.num_scalars if self.bucket_scalars is None else self.bucket_scalars
+        return replace(own, num_scalars=scalars, number=2 if self.has_two_buckets else 1) if scalars else None
 
     @property
     def steps_in_loops(self) -> bool:
@@ -138,6 +168,12 @@ class RuntimeProfile:
                 f"metrics are taken from all logits of a micro-batch, but with loss_tiles {plan.loss_tiles} they never "
                 f"lie there at once. Ask about a plan with loss_tiles 1, or set loss_metrics to 0 (--loss-metrics 0)."
             )
+        self._check_buckets()
+        if self.keeps_gradients and plan.method is not TrainingMethod.FULL:
+            raise PlanError(
+                f"gradients that stay are those of full training, but the plan is of method {plan.method}. Leave "
+                f"keeps_gradients out."
+            )
         modes = _MODES.get(self.runtime)
         if modes is not None and plan.parallel not in modes:
             reason = "one rank, which has no collectives" if plan.num_ranks == 1 else f"parallel {plan.parallel}"
@@ -156,10 +192,28 @@ class RuntimeProfile:
                 f"has no max_gradient_norm. Set it, to 1e9 where nothing is to be limited."
             )
 
+    def _check_buckets(self) -> None:
+        """Raise PlanError if the runtime has no such buckets."""
+        if not self._asks_for_buckets:
+            return
+        own = _BUCKETS.get(self.runtime)
+        if own is None:
+            raise PlanError(
+                f"a size or a number of buckets is asked for, but {self.runtime} has none to choose: DeepSpeed's "
+                f"runtimes have ({', '.join(_BUCKETS)}). Choose one of these (--as), or leave buckets out."
+            )
+        if self.has_two_buckets and own.stay is BucketStay.GOOD:
+            raise PlanError(
+                f"two buckets are asked for, but {self.runtime} has one whatever overlaps. Leave the second one out."
+            )
+        if self.bucket_scalars is not None and not 0 <= self.bucket_scalars <= MOST_BUCKET_SCALARS:
+            raise PlanError(f"bucket_scalars must be 0 to {MOST_BUCKET_SCALARS:,} (got {self.bucket_scalars:,}).")
+
     def method(self, method: Method) -> Method:
         """``method``, with the runtime's answers to the compiler's questions."""
         policies, rules = method.policies, method.rules
-        keeping = replace(_KEEPING.get(self.runtime, AS_PLANNED), parts_stay=self.parts_stay)
+        keeping = replace(_KEEPING.get(self.runtime, AS_PLANNED), parts_stay=self.parts_stay, buckets=self.buckets)
+        keeping = replace(keeping, keeps_gradients=self.keeps_gradients or keeping.keeps_gradients)
         residency = _RESIDENCY.get(self.runtime)
         if residency is not None:
             policies = replace(policies, residency=residency)
@@ -233,9 +287,22 @@ _RESIDENCY: Final[dict[Runtime, type[Residency]]] = {
     Runtime.DEEPSPEED_OFFLOAD: RenewedAtOnce,
     Runtime.HOST_STEP: RenewedAtOnce,
 }
+MOST_BUCKET_SCALARS: Final = 10**12
+"""In one bucket; more are a mistake."""
+_BUCKET_SCALARS: Final = 5 * 10**8
+"""``reduce_bucket_size`` by itself (DeepSpeed, zero/config.py)."""
+_BUCKETS: Final = {
+    Runtime.DEEPSPEED_ZERO1: Buckets(num_scalars=_BUCKET_SCALARS, stay=BucketStay.STEP),
+    Runtime.DEEPSPEED_ZERO2: Buckets(num_scalars=_BUCKET_SCALARS, stay=BucketStay.BACKWARD),
+    Runtime.DEEPSPEED_ZERO3: Buckets(num_scalars=_BUCKET_SCALARS, stay=BucketStay.GOOD),
+    Runtime.DEEPSPEED_OFFLOAD: Buckets(num_scalars=_BUCKET_SCALARS, stay=BucketStay.GOOD),
+}
+"""See docs/decisions/0039."""
 _KEEPING: Final = {
     Runtime.DEEPSPEED_ZERO1: Keeping(parts_are_within=True, gradients_are_whole=True),
     Runtime.DEEPSPEED_ZERO2: Keeping(parts_are_within=True),
+    # Of one rank too, where the plan has no parts: ``grad_partitions_flat_buffer`` in DeepSpeed's stage3.py.
+    Runtime.DEEPSPEED_ZERO3: Keeping(keeps_gradients=True),
     Runtime.OFFLOADED_STATES: Keeping(moments_visit=True),
 }
 OUR_RUNTIME: Final = RuntimeProfile()

@@ -39,6 +39,8 @@ CONTENT_COLOURS: Final[dict[Content | None, str]] = {
     Content.OWNED_FROZEN: "slate",
     Content.OWNED_TRAINED: "mint",
     Content.PASSING_PARTS: "plum",
+    Content.BUCKET: "steel",
+    Content.SECOND_BUCKET: "sand",
     None: "gold",
 }
 CURVE_COLOURS: Final = ("blue", "orange")

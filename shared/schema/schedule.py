@@ -264,6 +264,10 @@ class Content(StrEnum):
     REDUCED_GRADIENTS = "reduced_gradients"
     """One rank's shard of a chunk's gradients, added up over all ranks: on its way to the host, or, of a chunk that is
     sharded over the devices, where it stays."""
+    BUCKET = "bucket"
+    """What another system copies gradients into, to reduce them together."""
+    SECOND_BUCKET = "second_bucket"
+    """Another one, which is filled while the first is reduced."""
     OWNED_FROZEN = "owned_frozen"
     """Whole frozen matrices of the subspaces that this rank projects for all that have them in parts."""
     OWNED_TRAINED = "owned_trained"

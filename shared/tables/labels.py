@@ -73,6 +73,8 @@ CONTENT_NAMES: Final[dict[Content | None, str]] = {
     Content.RESIDENT: "module buffers and batch",
     Content.FLAT_GRADIENTS: "gradients, laid flat",
     Content.REDUCED_GRADIENTS: "shards of gradients",
+    Content.BUCKET: "bucket of gradients",
+    Content.SECOND_BUCKET: "second bucket",
     Content.OWNED_FROZEN: "frozen matrices of owners",
     Content.OWNED_TRAINED: "trained matrices of owners",
     Content.PASSING_PARTS: "parts of matrices on their way",

@@ -33,6 +33,8 @@ _LEAVES: Final[dict[Content | None, str]] = {
     Content.ARRIVING_GRADIENTS: "of gradients that are added up later",
     Content.FLAT_GRADIENTS: "of gradients, laid flat",
     Content.REDUCED_GRADIENTS: "of shards of gradients",
+    Content.BUCKET: "of buckets of gradients",
+    Content.SECOND_BUCKET: "of buckets of gradients",
     Content.OWNED_FROZEN: "of frozen matrices that owners project against",
     Content.OWNED_TRAINED: "of matrices that owners project",
     Content.PASSING_PARTS: "of matrices on their way to owners and back",

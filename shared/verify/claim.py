@@ -295,7 +295,7 @@ class Claim:
         """The gradients of each chunk on the device, by micro-batch."""
         found: dict[tuple[ChunkId | None, int], list[Allocation]] = {}
         for buffer in self.schedule.buffers:
-            if buffer.content is Content.GRADIENTS and buffer.memory is Memory.DEVICE and not buffer.is_static:
+            if buffer.content is Content.GRADIENTS and buffer.memory is Memory.DEVICE:
                 found.setdefault((buffer.chunk, buffer.micro_batch), []).append(buffer)
         return found
 
@@ -353,6 +353,18 @@ class Claim:
     def added_on_device(self) -> frozenset[ChunkId]:
         """The chunks whose gradients stay on the device from one micro-batch to the next, whole."""
         return self.persistent | self.leave_once
+
+    def is_added_to(self, chunk: ChunkId, micro_batch: int) -> bool:
+        """Whether a chunk's gradients lie on the device already when a micro-batch's backward adds its own."""
+        is_kept = self.keeping.keeps_gradients and chunk in self.persistent
+        return chunk in self.added_on_device and (micro_batch > 0 or is_kept)
+
+    @cached_property
+    def left_to_step(self) -> list[Allocation]:
+        """Gradients of whole chunks that are on the device when device Adam begins: it frees them, or they stay."""
+        found = [self.buffer(b) for b in self.freed_by(TaskKind.DEVICE_ADAM)]
+        found += [b for b in self.schedule.buffers if b.is_static and b.memory is Memory.DEVICE]
+        return [b for b in found if b.content is Content.GRADIENTS]
 
     def leaving_in(self, chunk: ChunkId) -> Sequence[int]:
         """The micro-batches in which gradients of a chunk that the host steps leave the device."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from ..layout.keeping import BucketStay
 from ..schema.schedule import (
     Allocation,
     AllocationId,
@@ -145,17 +146,48 @@ def _describe(name: Name) -> str:
 def gradients_of(claim: Claim, section: Section, micro_batch: int) -> tuple[dict[Name, int], int]:
     """Gradients that a section's backward makes anew, with their bytes, and the bytes of all that it completes.
 
-    Later micro-batches add to those that stay on the device where these lie.
+    Later micro-batches add to those that stay on the device where these lie; all do to those that are there for good.
     """
     sizes = claim.completed[section]
     made: dict[Name, int] = {
         (Content.GRADIENTS, chunk, section, micro_batch): size
         for chunk, size in sizes.items()
-        if not (micro_batch and chunk in claim.added_on_device)
+        if not claim.is_added_to(chunk, micro_batch)
     }
     of_rows = gradients_of_rows(claim, section)
     made |= {(Content.GRADIENTS, chunk, section, micro_batch): size for chunk, size in of_rows.items()}
     return made, sum(sizes.values()) + sum(of_rows.values())
+
+
+def bucket_sizes(claim: Claim) -> dict[Content, int]:
+    """Bytes of every bucket of gradients: as many scalars as it is said to have, in the type of what is trained."""
+    buckets = claim.keeping.buckets
+    trained = [parameter.dtype for parameter in claim.workload.parameters if parameter.trainable]
+    if buckets is None or buckets.num_scalars == 0 or not trained:
+        return {}
+    contents = [Content.BUCKET, Content.SECOND_BUCKET][: buckets.number]
+    return dict.fromkeys(contents, buckets.num_scalars * trained[0].item_bytes)
+
+
+def with_buckets(claim: Claim, entry: Expected) -> Expected:
+    """``entry`` with the buckets that it makes or frees.
+
+    Buckets come behind the epilogue's forward and go with the prologue's backward: in every micro-batch, or in the
+    first one and the last.
+    """
+    buckets = claim.keeping.buckets
+    if buckets is None or buckets.stay is BucketStay.GOOD:
+        return entry
+    is_for_step, last = buckets.stay is BucketStay.STEP, claim.plan.micro_batches - 1
+    sizes = bucket_sizes(claim)
+    made: dict[Name, int] = {(c, None, None, entry.micro_batch): size for c, size in sizes.items()}
+    gone: set[Name] = {(c, None, None, 0 if is_for_step else entry.micro_batch) for c in sizes}
+    if (entry.kind, entry.section) == (TaskKind.FORWARD, OuterSection.EPILOGUE):
+        return entry if is_for_step and entry.micro_batch else replace(entry, makes=entry.makes | made)
+    if (entry.kind, entry.section) == (TaskKind.BACKWARD, OuterSection.PROLOGUE):
+        stays = is_for_step and entry.micro_batch < last
+        return entry if stays else replace(entry, reads=entry.reads | gone, drops=entry.drops | gone)
+    return entry
 
 
 def looking_up(claim: Claim, forward: Expected) -> Expected:

@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
+from ..layout.keeping import BucketStay
 from ..layout.layout import Chunk
 from ..schema.plan import ParallelMode
 from ..schema.schedule import Allocation, ChunkId, Content, Memory, Section, Task, TaskKind
 from .claim import Claim, check_amounts, check_earlier, check_in_place, chunk_of, compare_buffers, reject
-from .compute_tasks import homes_of_rows
+from .compute_tasks import bucket_sizes, homes_of_rows
 from .disk import is_on_its_way, shared_place_bytes
 from .rules import Meeting
 from .steps import Stepped, moments_bytes, paged_bytes, state_bytes, stepped_of
@@ -27,8 +28,8 @@ _Home = tuple[Content, Memory, ChunkId | None, Section | None, int | None, int]
 def check_homes(claim: Claim) -> None:
     """Everything that is there for good is as the layout says, each once, in its memory and with its size.
 
-    Parameters and optimizer state of every chunk, what gradients are staged in, what blocks swap, and what the model
-    holds beside parameters.
+    Parameters and optimizer state of every chunk, what gradients are staged in, buckets and gradients that stay, what
+    blocks swap, and what the model holds beside parameters.
     """
     resident: _Home = (Content.RESIDENT, Memory.DEVICE, None, None, None, claim.workload.resident_bytes)
     expected: Counter[_Home] = Counter([resident])
@@ -37,6 +38,12 @@ def check_homes(claim: Claim) -> None:
     for (content, memory), size_bytes in shared_place_bytes(claim).items():
         for slot in range(claim.plan.n_staging):
             expected[content, memory, None, None, slot, size_bytes] += 1
+    if claim.keeping.buckets is not None and claim.keeping.buckets.stay is BucketStay.GOOD:
+        expected.update((c, Memory.DEVICE, None, None, None, size) for c, size in bucket_sizes(claim).items())
+    if claim.keeping.keeps_gradients:
+        for section, sizes in claim.completed.items():
+            kept = ((chunk, size) for chunk, size in sizes.items() if chunk in claim.persistent)
+            expected.update((Content.GRADIENTS, Memory.DEVICE, chunk, section, None, size) for chunk, size in kept)
     for chunk in claim.layout.chunks:
         expected.update(_homes_of(claim, chunk))
     expected.update(homes_of_rows(claim))

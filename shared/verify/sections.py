@@ -18,6 +18,7 @@ from .compute_tasks import (
     gradients_of,
     looking_up,
     phases_of_prologue,
+    with_buckets,
 )
 
 
@@ -190,11 +191,11 @@ class _Walk:
     def entries(self) -> Iterator[Expected]:
         for micro_batch in range(self.claim.plan.micro_batches):
             self.micro_batch = micro_batch
-            yield from (self._forward(section) for section in self.sections)
+            yield from (with_buckets(self.claim, self._forward(section)) for section in self.sections)
             for section in reversed(self.sections):
                 if self._mode(section).is_recomputed:
                     yield self._recompute(section)
-                yield self._backward(section)
+                yield with_buckets(self.claim, self._backward(section))
 
     def _expect(
         self,
@@ -298,7 +299,7 @@ class _Walk:
         if phase.gradient_bytes is not None:
             own_bytes = min(own_bytes, phase.gradient_bytes)
         carried_out = phase
-        if self.micro_batch:
+        if self.micro_batch or self.claim.keeping.keeps_gradients:
             # Gradients are there already: what the phase would leave of them is added to these.
             own_bytes = own_bytes if phase.gradient_bytes is None else phase.gradient_bytes
             carried_out = phase if gradients else phase.adding
@@ -314,8 +315,7 @@ class _Walk:
         return Expected(TaskKind.BACKWARD, section, self.micro_batch, carried_out, reads, makes, updates, drops)
 
     def _added_to(self, section: Section) -> set[Name]:
-        """Gradients of the first micro-batch that a later one's backward adds to, where they stay on the device."""
-        if not self.micro_batch:
-            return set()
-        kept = self.claim.completed[section].keys() & self.claim.added_on_device
-        return {(Content.GRADIENTS, chunk, section, 0) for chunk in kept}
+        """Gradients that a backward adds to: of the first micro-batch where they stay on the device, or for good."""
+        completed = self.claim.completed[section]
+        added = [chunk for chunk in completed if self.claim.is_added_to(chunk, self.micro_batch)]
+        return {(Content.GRADIENTS, chunk, section, 0) for chunk in added}

@@ -192,8 +192,7 @@ def check_one_norm(claim: Claim, task: Task, chunks: Collection[ChunkId]) -> Non
     """It reads every gradient of ``chunks``: staged, or waiting on the device whole or in part."""
     if task.chunk is not None or task.phase is not None or task.micro_batch:
         reject(f"{task.name} names a chunk, a phase or a micro-batch")
-    left = [b for b in map(claim.buffer, claim.freed_by(TaskKind.DEVICE_ADAM)) if b.content is Content.GRADIENTS]
-    left = [b for b in left if b.chunk in chunks]
+    left = [b for b in claim.left_to_step if b.chunk in chunks]
     updated = [chunk for chunk in claim.updated if chunk in chunks]
     staged = [claim.homes[Content.GRADIENTS, chunk] for chunk in updated]
     parts = [claim.homes[Content.REDUCED_GRADIENTS, chunk] for chunk in claim.scattered if chunk in chunks]
@@ -253,7 +252,7 @@ def _device_adam(claim: Claim, left: set[Name]) -> Expected:
     trainable = {chunk.id for chunk in claim.layout.chunks if chunk.is_trainable and chunk.id in claim.persistent}
     updates: set[Name] = {(Content.PARAMETERS, chunk, None, 0) for chunk in trainable}
     updates |= {(Content.OPTIMIZER_STATE, chunk, None, 0) for chunk in trainable}
-    drops = set(left)
+    drops, kept = set(left), {(b.content, b.chunk, b.section, 0) for b in claim.left_to_step if b.is_static}
     for section in claim.sections:
         made, _ = gradients_of(claim, section, 0)
         drops |= {name for name in made if name[1] in trainable}
@@ -266,7 +265,7 @@ def _device_adam(claim: Claim, left: set[Name]) -> Expected:
     for content in (Content.PARAMETERS, Content.OPTIMIZER_STATE):
         updates |= {name_of_part(content, chunk) for chunk in claim.scattered}
     phase = _widening(claim, trainable)
-    return Expected(TaskKind.DEVICE_ADAM, None, 0, phase, updates | drops | parts, updates=updates, drops=drops)
+    return Expected(TaskKind.DEVICE_ADAM, None, 0, phase, updates | drops | parts | kept, updates=updates, drops=drops)
 
 
 def _widening(claim: Claim, stepped: set[ChunkId]) -> Phase | None:
@@ -281,7 +280,8 @@ def _widening(claim: Claim, stepped: set[ChunkId]) -> Phase | None:
         for chunk in claim.layout.chunks
         if chunk.id in stepped
     ]
-    level = -sum(p.size_bytes for chunk in found for p in chunk if not goes_alone(p.dtype, optimizer))
+    freed = 0 if claim.keeping.keeps_gradients else 1
+    level = -freed * sum(p.size_bytes for chunk in found for p in chunk if not goes_alone(p.dtype, optimizer))
     highest = 0
     for chunk in found:
         widened = scalars = dropped = 0
@@ -290,7 +290,7 @@ def _widening(claim: Claim, stepped: set[ChunkId]) -> Phase | None:
                 level, widened, scalars, dropped = level - dropped, 0, 0, 0
             widened += extra_bytes((parameter.dtype, parameter.shape), optimizer, WIDENED_SCALARS)
             highest = max(highest, level + widened)
-            scalars, dropped = scalars + parameter.num_elements, dropped + parameter.size_bytes
+            scalars, dropped = scalars + parameter.num_elements, dropped + freed * parameter.size_bytes
         level -= dropped
     for chunk_id in claim.scattered:
         num_parts = claim.held[chunk_id].num_parts

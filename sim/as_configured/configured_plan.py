@@ -23,12 +23,14 @@ from typing import Any, Final
 
 from ...shared.basics.errors import PlanError
 from ...shared.basics.units import format_bytes
+from ...shared.catalogue.models import hidden_size, load_model_configuration
 from ...shared.foreign.asked_run import Checkpointing, Place, Split, Tool
 from ...shared.layout.layout import Layout, aligned, layout_of
 from ...shared.methods.runtime_profile import Runtime, RuntimeProfile
 from ...shared.schema.optimizer import HostGradients
 from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.workload import DType, Workload
+from ...shared.workloads.source import is_saved_workload
 from ..searching.baselines import NORM_LIMIT
 from .question import Settled
 
@@ -79,10 +81,11 @@ def configured_plan(settled: Settled, workload: Workload, tool: Tool) -> Configu
         fields["host_gradients"] = HostGradients.FLOAT32
     plan = Plan.model_validate(fields)
     other_plans = tuple((words, plan.model_copy(update={"n_checkpoint": number})) for words, number in others)
-    return ConfiguredPlan(plan, tuple(differences), _runtime(settled), other_plans)
+    runtime = _runtime(settled, differences)
+    return ConfiguredPlan(plan, tuple(differences), runtime, other_plans)
 
 
-def _runtime(settled: Settled) -> RuntimeProfile:
+def _runtime(settled: Settled, differences: list[str]) -> RuntimeProfile:
     """Who carries the plan out, as far as it is known what that copies."""
     run, is_whole = settled.run, settled.run.recomputes_whole
     if settled.num_ranks > 1 and run.split in (None, Split.NOTHING):
@@ -91,7 +94,26 @@ def _runtime(settled: Settled) -> RuntimeProfile:
     knows_one_rank = run.runtime in _OF_ONE_RANK and not uses_disk
     if run.runtime is None or (settled.num_ranks == 1 and not knows_one_rank):
         return RuntimeProfile(recomputes_whole=is_whole)  # of one rank, nothing is gathered or reduced
-    return RuntimeProfile(run.runtime, run.reduce_dtype, recomputes_whole=is_whole)
+    return RuntimeProfile(
+        run.runtime,
+        run.reduce_dtype,
+        recomputes_whole=is_whole,
+        bucket_scalars=_bucket_scalars(settled, differences),
+        has_two_buckets=run.has_two_buckets,
+    )
+
+
+def _bucket_scalars(settled: Settled, differences: list[str]) -> int | None:
+    """Of a bucket of gradients; None: as many as the runtime takes."""
+    if not settled.run.bucket_follows_model:
+        return settled.run.bucket_scalars
+    size = None if is_saved_workload(settled.model) else hidden_size(load_model_configuration(settled.model).config)
+    if size is None:
+        differences.append(
+            "reduce_bucket_size is filled in from the model's hidden size, which its configuration does not say; here "
+            "it is DeepSpeed's own, 5e8."
+        )
+    return None if size is None else size**2
 
 
 def _largest_block_bytes(workload: Workload) -> int:

@@ -16,7 +16,7 @@ from ...shared.basics.units import format_bytes
 from ...shared.catalogue.machines import load_hardware, override_hardware
 from ...shared.cli.options import MethodName as MethodName
 from ...shared.cli.options import changes_of, warn
-from ...shared.methods.runtime_profile import MOST_METRICS, Runtime, RuntimeProfile
+from ...shared.methods.runtime_profile import MOST_BUCKET_SCALARS, MOST_METRICS, Runtime, RuntimeProfile
 from ...shared.phases.quadratic import attention_words
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import ParallelMode, Plan
@@ -157,6 +157,30 @@ LossMetrics = Annotated[
         max=MOST_METRICS,
         help="Metrics that are taken from all logits of every micro-batch, each by a cross-entropy in float32: as "
         "many as the system of --as takes (composer 2, all others 0) without.",
+    ),
+]
+BucketScalars = Annotated[
+    int | None,
+    typer.Option(
+        "--bucket-scalars",
+        metavar="N",
+        min=0,
+        max=MOST_BUCKET_SCALARS,
+        help="Scalars of the flat buffer that DeepSpeed reduces gradients in (reduce_bucket_size); 0: none; "
+        "500000000 without.",
+    ),
+]
+TwoBuckets = Annotated[
+    bool,
+    typer.Option(
+        "--two-buckets", help="Such a buffer is filled while another is reduced: overlap_comm of ZeRO-1 and ZeRO-2."
+    ),
+]
+KeepsGradients = Annotated[
+    bool,
+    typer.Option(
+        "--keeps-gradients",
+        help="Gradients are zeroed behind a step, not dropped: zero_grad(set_to_none=False), as PyTorch before 2.0.",
     ),
 ]
 ReduceDType = Annotated[
@@ -376,7 +400,14 @@ def warn_of_memory(record: Record, host_bytes: int) -> None:
 
 
 def runtime_profile(
-    runtime: Runtime, reduce_dtype: ReducedAs | None, *, is_reentrant: bool, loss_metrics: int | None = None
+    runtime: Runtime,
+    reduce_dtype: ReducedAs | None,
+    *,
+    is_reentrant: bool,
+    loss_metrics: int | None = None,
+    bucket_scalars: int | None = None,
+    has_two_buckets: bool = False,
+    keeps_gradients: bool = False,
 ) -> RuntimeProfile:
     """Who carries a plan out, and how.  Raises ProtwinError if the options make no sense together."""
     if reduce_dtype is not None and runtime is Runtime.OURS:
@@ -385,4 +416,12 @@ def runtime_profile(
             f"their own type. Add --as fsdp2."
         )
     reduced_in = None if reduce_dtype is None else DType(reduce_dtype)
-    return RuntimeProfile(runtime, reduced_in, recomputes_whole=is_reentrant, loss_metrics=loss_metrics)
+    return RuntimeProfile(
+        runtime,
+        reduced_in,
+        recomputes_whole=is_reentrant,
+        loss_metrics=loss_metrics,
+        bucket_scalars=bucket_scalars,
+        has_two_buckets=has_two_buckets,
+        keeps_gradients=keeps_gradients,
+    )

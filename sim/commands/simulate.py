@@ -75,8 +75,10 @@ from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from .model_choice import ModelChoice
 from .options import (
     AsRuntime,
+    BucketScalars,
     CompiledParts,
     Float8Scaling,
+    KeepsGradients,
     LossMetrics,
     MethodName,
     NumRanks,
@@ -86,6 +88,7 @@ from .options import (
     ShardRanks,
     Shards,
     StudentPath,
+    TwoBuckets,
     check_budget,
     machine_of,
     price_files,
@@ -153,6 +156,9 @@ def simulate_command(
     float8: Float8Scaling = None,
     reentrant: Reentrant = False,
     loss_metrics: LossMetrics = None,
+    bucket_scalars: BucketScalars = None,
+    two_buckets: TwoBuckets = False,
+    keeps_gradients: KeepsGradients = False,
     optimizer: OptimizerName = None,
     tokens: Tokens = None,
     prices: PriceEntries = None,
@@ -182,7 +188,15 @@ def simulate_command(
         },
         as_json=as_json,
     )
-    profile = runtime_profile(runtime, reduce_dtype, is_reentrant=reentrant, loss_metrics=loss_metrics)
+    profile = runtime_profile(
+        runtime,
+        reduce_dtype,
+        is_reentrant=reentrant,
+        loss_metrics=loss_metrics,
+        bucket_scalars=bucket_scalars,
+        has_two_buckets=two_buckets,
+        keeps_gradients=keeps_gradients,
+    )
     machine = machine_of(hardware, changes, prices)
     loaded = load_plan_or_pipeline(plan)
     check_budget(device_budget_bytes, machine)

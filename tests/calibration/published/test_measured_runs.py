@@ -105,6 +105,17 @@ def test_plans_have_what_sources_and_runs_say_of_norms_and_shard_groups() -> Non
     assert profile_of(composer.model_copy(update={"loss_metrics": 0})).num_loss_metrics == 0
 
 
+def test_buckets_and_gradients_that_stay_are_those_of_scripts() -> None:
+    buckets = profile_of(BY_ID["qwen-7B-qlora-512"]).buckets
+    assert buckets is not None
+    assert (buckets.num_scalars, buckets.number) == (200_000_000, 2)
+    small = profile_of(BY_ID["qwen-1.8B-full-1024"]).buckets
+    assert small is not None
+    assert small.num_scalars == 2048**2  # what transformers writes for "auto"
+    assert profile_of(BY_ID["hf-bert-large-vanilla"]).keeps_gradients
+    assert not profile_of(BY_ID["qwen-7B-lora-512"]).keeps_gradients
+
+
 def made_up(measured: Measured) -> MeasuredRun:
     return MeasuredRun.model_validate(
         {

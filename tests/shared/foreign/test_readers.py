@@ -368,8 +368,34 @@ def test_keys_that_change_something_are_named_where_they_are_on_and_unknown_ones
     assert [(note.key, note.value) for note in reading.left_out] == [("wall_clock_breakdown", "true")]
     assert [(one.key, one.value) for one in reading.unknown] == [("zero_optimisation", '{"stage": 3}')]
     assert reading.without_effect == ("steps_per_print",)
-    reading = read_deepspeed({"wall_clock_breakdown": False, "zero_optimization": {"overlap_comm": True}})
+    reading = read_deepspeed({"wall_clock_breakdown": False, "zero_optimization": {"overlap_comm": True, "stage": 3}})
     assert (reading.left_out, reading.unknown) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("zero", "scalars", "has_two"),
+    [
+        ({"stage": 2}, None, False),
+        ({"stage": 2, "reduce_bucket_size": 2e8, "overlap_comm": True}, 200_000_000, True),
+        ({"stage": 1, "overlap_comm": True}, None, True),
+        ({"stage": 3, "overlap_comm": True, "reduce_bucket_size": 10_000_000}, 10_000_000, False),
+        ({"stage": 0, "overlap_comm": True, "reduce_bucket_size": 2e8}, None, False),
+        ({"stage": 2, "reduce_bucket_size": 2e8, "overlap_comm": True, "contiguous_gradients": False}, 0, False),
+        ({"stage": 3, "contiguous_gradients": False, "offload_optimizer": {"device": "cpu"}}, 0, False),
+        # DeepSpeed needs the buffer to copy gradients to the host.
+        ({"stage": 2, "contiguous_gradients": False, "offload_optimizer": {"device": "cpu"}}, None, False),
+    ],
+)
+def test_buckets_of_deepspeed(zero: dict[str, Any], scalars: int | None, has_two: bool) -> None:
+    reading = read_deepspeed({"zero_optimization": zero})
+    assert (reading.run.bucket_scalars, reading.run.has_two_buckets) == (scalars, has_two)
+    named = [note.key for note in reading.left_out]
+    assert named == (["zero_optimization.contiguous_gradients"] if "contiguous_gradients" in zero else [])
+
+
+def test_what_does_not_overlap_is_named() -> None:
+    reading = read_deepspeed({"zero_optimization": {"stage": 3, "overlap_comm": False}})
+    assert [note.key for note in reading.left_out] == ["zero_optimization.overlap_comm"]
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,10 @@ def deepspeed_run(rng: random.Random) -> AskedRun:
         fields["live_parameters"] = rng.choice([10**9, rng.randint(0, 10**10)])
         fields["prefetched_parameters"] = rng.choice([5 * 10**7, rng.randint(0, 10**9)])
         fields["shard_ranks"] = rng.choice([None, 2, 8])
+    if split is not Split.NOTHING:
+        fields |= rng.choice([{"bucket_scalars": rng.randint(1, 10**9)}, {"bucket_follows_model": True}, {}])
+    if split in (Split.OPTIMIZER, Split.GRADIENTS):
+        fields["has_two_buckets"] = rng.choice([True, None])
     return known(fields)
 
 
@@ -77,6 +81,12 @@ def deepspeed(run: AskedRun, rng: random.Random) -> dict[str, Any]:
                 zero[key] = float(value) if rng.random() < 0.5 else value
         if run.shard_ranks is not None:
             zero["mics_shard_size"] = run.shard_ranks
+    if run.bucket_follows_model:
+        zero["reduce_bucket_size"] = "auto"
+    elif run.bucket_scalars is not None:
+        zero["reduce_bucket_size"] = rng.choice([float, int])(run.bucket_scalars)
+    if run.has_two_buckets or (run.split is Split.PARAMETERS and rng.random() < 0.5):
+        zero["overlap_comm"] = True
     content: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": or_auto(run.batch_size),
         "gradient_accumulation_steps": or_auto(run.micro_batches),

@@ -47,7 +47,9 @@ def sharded(num_ranks: int = 4, **knobs: object) -> Plan:
 
 
 def method_of(runtime: Runtime, *, keeps_parts: bool = False) -> Method:
-    return RuntimeProfile(runtime, keeps_parts=keeps_parts).method(FULL_TRAINING)
+    """Without buckets, of which ``test_buckets.py`` tells."""
+    bucket_scalars = 0 if runtime.is_deepspeed else None
+    return RuntimeProfile(runtime, keeps_parts=keeps_parts, bucket_scalars=bucket_scalars).method(FULL_TRAINING)
 
 
 def compiled(plan: Plan, method: Method, workload: Workload = WORKLOAD) -> Schedule:

@@ -432,3 +432,26 @@ def test_a_stage_of_deepspeed_has_its_own_runtime(
     if runtime is not Runtime.OURS:
         assert simulate(found.plan, workload, settled.machine, runtime=found.runtime).iteration_s > 0
     assert not any("ZeRO-1 keeps" in one or "stays on its device" in one for one in found.differences)
+
+
+@pytest.mark.parametrize(
+    ("zero", "scalars"),
+    [
+        ({"reduce_bucket_size": 2e8, "overlap_comm": True}, 2 * 200_000_000),
+        ({"reduce_bucket_size": "auto"}, 896**2),  # the hidden size of Qwen2.5 0.5B
+        ({"contiguous_gradients": False}, 0),
+        ({}, 500_000_000),
+    ],
+)
+def test_buckets_of_the_file_are_in_the_run(zero: dict[str, Any], scalars: int) -> None:
+    run = read_deepspeed({"zero_optimization": {"stage": 2, **zero}, "bf16": {"enabled": True}}).run
+    changes = {name: getattr(run, name) for name in run.model_fields_set}
+    found, workload, settled = planned(Tool.DEEPSPEED, on="a100-80gb-x8", **changes)
+    buckets = found.runtime.buckets
+    assert (0 if buckets is None else buckets.num_scalars * buckets.number) == scalars
+    bare = RuntimeProfile(Runtime.DEEPSPEED_ZERO2, bucket_scalars=0)
+    peaks = [
+        simulate(found.plan, workload, settled.machine, runtime=runtime).guaranteed_peak_device_bytes
+        for runtime in (bare, found.runtime)
+    ]
+    assert peaks[0] <= peaks[1] <= peaks[0] + 2 * scalars
