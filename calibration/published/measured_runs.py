@@ -111,6 +111,8 @@ class MeasuredRun(FrozenModel):
     lora_rank: PositiveInt | None = None
     lora_dropout: NonNegativeFloat = Field(default=0.0, lt=1)
     """Part of what adapters read that is dropped."""
+    lora_dtype: DType | None = None
+    """Of the adapters; None: the base's."""
     lora_targets: tuple[str, ...] = ()
     """Maps with adapters; none: all of a block."""
     quantized: Quantization | None = None
@@ -150,6 +152,8 @@ class MeasuredRun(FrozenModel):
     """How linear maps of blocks multiplied in float8; None: they did not."""
     loops_over_tensors: bool = False
     """Whether AdamW was a loop over tensors."""
+    temporary_lists: NonNegativeInt = 0
+    """Lists as large as all that is stepped that AdamW made in a step, where it went over lists of tensors."""
     recomputes_whole: bool = False
     """Whether checkpointed blocks were recomputed to their end."""
     loss_metrics: NonNegativeInt | None = None

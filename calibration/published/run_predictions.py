@@ -114,6 +114,7 @@ def profile_of(run: MeasuredRun) -> RuntimeProfile:
         keeps_parts=keeps_parts,
         recomputes_whole=run.recomputes_whole,
         loss_metrics=run.loss_metrics,
+        temporary_lists=run.temporary_lists,
         bucket_scalars=run.bucket_scalars,
         has_two_buckets=run.has_two_buckets,
         keeps_gradients=run.keeps_gradients,
@@ -124,7 +125,7 @@ def profile_of(run: MeasuredRun) -> RuntimeProfile:
 def workload_of(run: MeasuredRun) -> Workload:
     """One micro-batch of ``run`` on one device."""
     lora = (
-        LoraOptions(rank=run.lora_rank, targets=run.lora_targets, dropout=run.lora_dropout)
+        LoraOptions(rank=run.lora_rank, targets=run.lora_targets, dropout=run.lora_dropout, dtype=run.lora_dtype)
         if run.lora_rank is not None
         else None
     )
@@ -142,6 +143,7 @@ def workload_of(run: MeasuredRun) -> Workload:
             dtype=run.dtype,
             lora=lora,
             trained_whole=run.trained_whole,
+            autocast=run.autocast,
         )
     return _workload(
         run.model,

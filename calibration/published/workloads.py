@@ -10,10 +10,10 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ...runtime.model.adapters import add_lora
 from ...runtime.model.configurations import build_model, quiet
+from ...runtime.tracing.configurations import apply_options, autocast_of
 from ...runtime.tracing.tracing import trace
-from ...shared.schema.training_options import LoraOptions
+from ...shared.schema.training_options import LoraOptions, TrainingOptions
 from ...shared.schema.workload import Block, DType, Operation, OperationClass, Workload
 
 ADAPTED: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -78,14 +78,16 @@ def partly_trained_workload(
     dtype: DType,
     lora: LoraOptions,
     trained_whole: Sequence[str],
+    autocast: DType | None = None,
 ) -> Workload:
     """LoRA, with the parts at the paths ``trained_whole`` trained whole beside the adapters."""
     model = build_model(configuration, name, getattr(torch, dtype))
-    add_lora(model, rank=lora.rank, targets=lora.targets, dropout=lora.dropout)
+    apply_options(model, TrainingOptions(lora=lora))
     for path in trained_whole:
         parent, _, child = path.rpartition(".")
         setattr(model.get_submodule(parent), child, SavedWhole(model.get_submodule(path)))
-    return _traced(model, name, batch_size, sequence_length)
+    with autocast_of(TrainingOptions(autocast=autocast)):
+        return _traced(model, name, batch_size, sequence_length)
 
 
 def dense_workload(configuration: dict[str, Any], name: str, *, batch_size: int, sequence_length: int) -> Workload:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..layout.keeping import AS_PLANNED, BucketStay, Keeping, moment_bytes, num_with_masters
+from ..layout.keeping import AS_PLANNED, BucketStay, Keeping, list_bytes, moment_bytes, num_with_masters
 from ..layout.shards import stepped_parts
 from ..optimizers.state import Stepped
 from ..schema.optimizer import Optimizer
@@ -137,6 +137,14 @@ def visiting_bytes(family: Family) -> IntArray:
 def widened_scalars(family: Family) -> IntArray:
     """(C,) scalars of each chunk, or of a rank's part of it, of which a float32 copy is stepped."""
     return _of_stepped(family, num_with_masters)
+
+
+def bytes_of_lists(family: Family, keeping: Keeping) -> int:
+    """Bytes of all lists that one step makes, of what the device steps."""
+    if not keeping.temporary_lists:
+        return 0
+    stepped = ~family.leaves & family.facts.is_trainable
+    return keeping.temporary_lists * int(_of_stepped(family, list_bytes)[stepped].sum())
 
 
 def _of_stepped(family: Family, of: Callable[[Sequence[Stepped], Optimizer], int]) -> IntArray:

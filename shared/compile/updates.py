@@ -9,7 +9,7 @@ import numpy as np
 from ..schema.schedule import NORM_BYTES, Content, Memory, TaskKind
 from ..schema.workload import Phase
 from .family import Family
-from .homes import Homes, kept_gradients
+from .homes import Homes, bytes_of_lists, kept_gradients
 from .program import NOT_THERE, BufferGroup, Draft, IntArray, Operand, Part, TaskGroup, Work, spread
 from .rows import Rows
 from .sections import Sections
@@ -495,5 +495,6 @@ class Updates:
     @property
     def widened_bytes(self) -> int:
         """The most that device Adam adds to the level at its start."""
-        whole = np.flatnonzero(self.family.is_persistent & self.family.facts.is_trainable)
-        return self.family.facts.widened_bytes(whole, self.parted, drops=not self.draft.keeping.keeps_gradients)
+        facts, lists_bytes = self.family.facts, bytes_of_lists(self.family, self.draft.keeping)
+        whole = np.flatnonzero(self.family.is_persistent & facts.is_trainable)
+        return lists_bytes + facts.widened_bytes(whole, self.parted, drops=self.draft.keeping.drops_gradients)

@@ -8,7 +8,7 @@ from enum import Enum
 from math import prod
 from typing import Final
 
-from ..optimizers.state import Stepped, master_bytes, state_tensors
+from ..optimizers.state import Stepped, master_bytes, state_tensors, stepped_dtype
 from ..schema.optimizer import Optimizer
 
 
@@ -47,17 +47,34 @@ class Keeping:
     """Scalars whose gradients the device widens to float32 together, where they have masters."""
     buckets: Buckets | None = None
     """What gradients pass through on the device; None: nothing."""
+    temporary_lists: int = 0
+    """Lists of tensors, as large as all weights that the device steps, that one step makes where AdamW goes over lists
+    (``foreach``); gradients go behind it then, not one after the other."""
     keeps_gradients: bool = False
     """Whether gradients of whole chunks that the device steps are there for good, so that every backward adds to them:
     zeroed behind a step, not dropped."""
 
+    @property
+    def drops_gradients(self) -> bool:
+        """Whether gradients go as the device steps what they are of."""
+        return not (self.keeps_gradients or self.temporary_lists)
+
 
 AS_PLANNED: Final = Keeping()
+OVER_LISTS: Final = (Optimizer.ADAMW, Optimizer.ADAM, Optimizer.ADAMW_BF16)
+"""Optimizers of torch that may go over lists of tensors."""
 
 
 def num_with_masters(together: Iterable[Stepped], optimizer: Optimizer) -> int:
     """Scalars of these parameters of which a float32 copy is stepped."""
     return sum(prod(shape) for dtype, shape in together if master_bytes(dtype, optimizer))
+
+
+def list_bytes(together: Iterable[Stepped], optimizer: Optimizer) -> int:
+    """Bytes of one list of tensors as large as the weights that are stepped; 0 of optimizers that have none."""
+    if optimizer not in OVER_LISTS:
+        return 0
+    return sum(prod(shape) * stepped_dtype(dtype, optimizer).item_bytes for dtype, shape in together)
 
 
 def moment_bytes(together: Iterable[Stepped], optimizer: Optimizer) -> int:

@@ -87,6 +87,10 @@ class RuntimeProfile:
     through none (without ``contiguous_gradients``); None: of as many as the runtime takes by itself."""
     has_two_buckets: bool = False
     """Whether there is a second one, to be filled meanwhile (``overlap_comm`` under ZeRO-1 and ZeRO-2)."""
+    temporary_lists: int = 0
+    """Where AdamW goes over lists of tensors (``foreach=True``, PyTorch's choice on a GPU unless it is told otherwise):
+    the lists that one step makes, each as large as all weights that the device steps.  1, and 2 in PyTorch 1.13 and
+    2.0; 0: it is fused, or a loop."""
     keeps_gradients: bool = False
     """Whether gradients of what the device steps whole are zeroed behind a step, not dropped
     (``zero_grad(set_to_none=False)``, which PyTorch before 2.0 and accelerate before 0.28 take by themselves)."""
@@ -111,6 +115,7 @@ class RuntimeProfile:
             number = "two buckets" if self.has_two_buckets else "a bucket"
             words.append("no bucket of gradients" if self.bucket_scalars == 0 else f"{number} of gradients{self._size}")
         words += ["gradients that stay"] if self.keeps_gradients else []
+        words += ["AdamW over lists of tensors"] if self.temporary_lists else []
         return ", ".join(words) or None
 
     @property
@@ -169,6 +174,14 @@ class RuntimeProfile:
                 f"lie there at once. Ask about a plan with loss_tiles 1, or set loss_metrics to 0 (--loss-metrics 0)."
             )
         self._check_buckets()
+        if not 0 <= self.temporary_lists <= MOST_LISTS:
+            raise PlanError(f"temporary_lists must be 0 to {MOST_LISTS} (got {self.temporary_lists}).")
+        if self.temporary_lists and (self.steps_in_loops or plan.method is not TrainingMethod.FULL):
+            other = f"the plan is of method {plan.method}"
+            raise PlanError(
+                f"AdamW over lists of tensors is asked for, but "
+                f"{'it is a loop over tensors too' if self.steps_in_loops else other}. Leave temporary_lists out."
+            )
         if self.keeps_gradients and plan.method is not TrainingMethod.FULL:
             raise PlanError(
                 f"gradients that stay are those of full training, but the plan is of method {plan.method}. Leave "
@@ -214,6 +227,7 @@ class RuntimeProfile:
         policies, rules = method.policies, method.rules
         keeping = replace(_KEEPING.get(self.runtime, AS_PLANNED), parts_stay=self.parts_stay, buckets=self.buckets)
         keeping = replace(keeping, keeps_gradients=self.keeps_gradients or keeping.keeps_gradients)
+        keeping = replace(keeping, temporary_lists=self.temporary_lists)
         residency = _RESIDENCY.get(self.runtime)
         if residency is not None:
             policies = replace(policies, residency=residency)
@@ -267,6 +281,8 @@ _WORDS: Final = {
     Runtime.DEEPSPEED_ZERO2: "copies and waits of deepspeed-zero2",
     Runtime.DEEPSPEED_OFFLOAD: "copies and waits of deepspeed-offload",
 }
+MOST_LISTS: Final = 2
+"""That AdamW over lists has ever made in a step."""
 MOST_METRICS: Final = 100
 """Of all logits; more are a mistake."""
 _METRICS: Final = {Runtime.COMPOSER: 2}

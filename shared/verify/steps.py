@@ -43,6 +43,13 @@ def has_master(dtype: DType, optimizer: Optimizer) -> bool:
     return dtype.item_bytes < 4 and not (optimizer is Optimizer.ADAMW_BF16 and dtype is DType.BFLOAT16)
 
 
+def bytes_like_weights(together: Iterable[Stepped], optimizer: Optimizer) -> int:
+    """What torch's Adam and AdamW need for one more number beside every scalar that they step."""
+    if optimizer not in (Optimizer.ADAMW, Optimizer.ADAM, Optimizer.ADAMW_BF16):
+        return 0
+    return sum((4 if has_master(dtype, optimizer) else dtype.item_bytes) * prod(shape) for dtype, shape in together)
+
+
 def goes_alone(dtype: DType, optimizer: Optimizer) -> bool:
     """Whether a parameter that stays on the device has a step of its own."""
     return optimizer in _WHOLE or has_master(dtype, optimizer)

@@ -26,6 +26,7 @@ from .compute_tasks import (
 from .rules import Meeting
 from .steps import (
     Stepped,
+    bytes_like_weights,
     extra_bytes,
     fullest_regions,
     goes_alone,
@@ -280,7 +281,7 @@ def _widening(claim: Claim, stepped: set[ChunkId]) -> Phase | None:
         for chunk in claim.layout.chunks
         if chunk.id in stepped
     ]
-    freed = 0 if claim.keeping.keeps_gradients else 1
+    freed = 0 if (keeping := claim.keeping).keeps_gradients or keeping.temporary_lists else 1
     level = -freed * sum(p.size_bytes for chunk in found for p in chunk if not goes_alone(p.dtype, optimizer))
     highest = 0
     for chunk in found:
@@ -300,7 +301,7 @@ def _widening(claim: Claim, stepped: set[ChunkId]) -> Phase | None:
     together = [s for c in found for s in ((p.dtype, p.shape) for p in c)]
     together += [s for chunk in claim.scattered for s in claim.held[chunk].stepped]
     scalars = sum(prod(shape) for dtype, shape in together if has_master(dtype, optimizer))
-    highest += 4 * min(scalars, claim.keeping.num_widened)
+    highest += 4 * min(scalars, keeping.num_widened) + keeping.temporary_lists * bytes_like_weights(together, optimizer)
     if claim.keeping.moments_visit:
         return _visits(claim, highest)
     return Phase(curve=((1.0, highest),)) if highest else None

@@ -176,6 +176,22 @@ TwoBuckets = Annotated[
         "--two-buckets", help="Such a buffer is filled while another is reduced: overlap_comm of ZeRO-1 and ZeRO-2."
     ),
 ]
+Foreach = Annotated[
+    bool,
+    typer.Option(
+        "--foreach",
+        help="AdamW goes over lists of tensors, as PyTorch's does on a GPU unless it is told fused=True: a step moves "
+        "three times as much, and makes as many more numbers as it steps.",
+    ),
+]
+ExpandableSegments = Annotated[
+    bool,
+    typer.Option(
+        "--expandable-segments",
+        help="The process asks PyTorch's allocator for expandable segments, as protwin run does: what is reserved is "
+        "little more than what is allocated.",
+    ),
+]
 KeepsGradients = Annotated[
     bool,
     typer.Option(
@@ -408,6 +424,8 @@ def runtime_profile(
     bucket_scalars: int | None = None,
     has_two_buckets: bool = False,
     keeps_gradients: bool = False,
+    is_foreach: bool = False,
+    expandable_segments: bool = False,
 ) -> RuntimeProfile:
     """Who carries a plan out, and how.  Raises ProtwinError if the options make no sense together."""
     if reduce_dtype is not None and runtime is Runtime.OURS:
@@ -424,4 +442,6 @@ def runtime_profile(
         bucket_scalars=bucket_scalars,
         has_two_buckets=has_two_buckets,
         keeps_gradients=keeps_gradients,
+        temporary_lists=1 if is_foreach else 0,
+        expandable_segments=expandable_segments,
     )

@@ -77,7 +77,9 @@ from .options import (
     AsRuntime,
     BucketScalars,
     CompiledParts,
+    ExpandableSegments,
     Float8Scaling,
+    Foreach,
     KeepsGradients,
     LossMetrics,
     MethodName,
@@ -159,6 +161,8 @@ def simulate_command(
     bucket_scalars: BucketScalars = None,
     two_buckets: TwoBuckets = False,
     keeps_gradients: KeepsGradients = False,
+    foreach: Foreach = False,
+    expandable_segments: ExpandableSegments = False,
     optimizer: OptimizerName = None,
     tokens: Tokens = None,
     prices: PriceEntries = None,
@@ -196,6 +200,8 @@ def simulate_command(
         bucket_scalars=bucket_scalars,
         has_two_buckets=two_buckets,
         keeps_gradients=keeps_gradients,
+        is_foreach=foreach,
+        expandable_segments=expandable_segments,
     )
     machine = machine_of(hardware, changes, prices)
     loaded = load_plan_or_pipeline(plan)

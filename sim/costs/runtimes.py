@@ -182,7 +182,7 @@ class RuntimeCosts(CostModel):
     def durations_s(self, schedule: Schedule) -> tuple[float, ...]:
         """Seconds of every task of ``schedule``, in its order, with the copies of the runtime."""
         seconds = list(super().durations_s(schedule))
-        if self.profile.steps_in_loops and schedule.optimizer in _LOOPED:
+        if (self.profile.steps_in_loops or self.profile.temporary_lists) and schedule.optimizer in _LOOPED:
             for index, task in enumerate(schedule.tasks):
                 if task.kind is TaskKind.DEVICE_ADAM and task.num_stepped:
                     seconds[index] = self._looping_s(task)
@@ -368,7 +368,9 @@ class RuntimeCosts(CostModel):
         # What is moved besides the update, of a norm that is limited, stays as it is.
         streamed_bytes = task.stepped_bytes + (LOOPED_BYTES - FUSED_BYTES) * task.num_stepped
         streaming_s = streamed_bytes / self._streamed_bytes_per_s
-        return max(streaming_s, LOOPED_OPERATIONS * self.num_trained * self._dispatch_s)
+        # Over lists a kernel takes many tensors.
+        num_loops = 0 if self.profile.temporary_lists else self.num_trained
+        return max(streaming_s, LOOPED_OPERATIONS * num_loops * self._dispatch_s)
 
     def _joining_s(self, copies: _Copies, made_bytes: int, reduced_bytes: float) -> float:
         """Seconds of joining a chunk's gradients, between computations."""
