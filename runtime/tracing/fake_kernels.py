@@ -1,4 +1,11 @@
-"""Kernels that fake tensors lack: attention with dropout, as a GPU runs it, grouped matrix products, and CTC.
+"""Kernels that fake tensors lack: dropout, by itself and in attention, as a GPU runs it, grouped products, and CTC.
+
+[Note: Dropout]
+On the CPU dropout falls apart: noise is drawn, divided and multiplied by, and autograd keeps it, in the type of what is
+dropped.  On CUDA one kernel does it all (``native_dropout``), and autograd keeps its mask, one byte for each element.
+Kept there as pieces: dropout in place, of whole features and of SELU's, and of a rate of 1; a rate of 0 is none at all.
+Source: ``is_fused_kernel_acceptable`` in aten/src/ATen/native/Dropout.cpp, derivatives.yaml of torchgen.  Before torch
+1.12 the kernel was ``_fused_dropout``, with the same mask.
 
 [Note: Dropout in attention]
 torch's fused attention on the CPU knows no dropout: there scaled_dot_product_attention falls apart into products, a
@@ -33,7 +40,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..devices.time_limit import check_time_before
 
-_NAME: Final = "scaled_dot_product_attention"
+_ATTENTION: Final = "scaled_dot_product_attention"
+_DROPOUT: Final = "dropout"
 _FLASH_DTYPES: Final = (torch.float16, torch.bfloat16)
 _FLASH_MAX_WIDTH: Final = 256
 _WIDTH_STEP: Final = 8
@@ -42,17 +50,30 @@ _WIDTH_STEP: Final = 8
 
 @contextmanager
 def fused_dropout() -> Iterator[None]:
-    """Let attention with dropout be what it is on CUDA; see [Note: Dropout in attention].
+    """Let dropout be what it is on CUDA; see [Note: Dropout] and [Note: Dropout in attention].
 
-    Calls without dropout are left to the CPU's fused kernel, which saves the same.
+    Attention without dropout is left to the CPU's fused kernel, which saves the same.
     """
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     # Below autocast, and above what autograd sees.  Recomputation within backward meets it as the first forward does.
-    library.impl(_NAME, _attention, "AutogradCPU")  # type: ignore[no-untyped-call]
+    library.impl(_ATTENTION, _attention, "AutogradCPU")  # type: ignore[no-untyped-call]
+    library.impl(_DROPOUT, _dropout, "AutogradCPU")  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         library._destroy()  # type: ignore[no-untyped-call]
+
+
+def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    is_fused = isinstance(input, FakeTensor) and train and 0 < p < 1 and input.numel() > 0
+    if is_fused:
+        dropped: torch.Tensor = torch.ops.aten.native_dropout(input, p, train)[0]
+        return dropped
+    # Not ``decompose()``: the decomposition in Python fuses a rate of 1, and clones where nothing is dropped.
+    in_pieces: torch.Tensor = torch.ops.aten.dropout.default._op_dk(
+        torch._C.DispatchKey.CompositeImplicitAutograd, input, p, train
+    )
+    return in_pieces
 
 
 def _attention(

@@ -67,8 +67,16 @@ def observe_call(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], r
         reads=tuple((numbers.setdefault(t.untyped_storage()._cdata, len(numbers)), _bytes(t)) for t in inputs),
         writes_bytes=tuple(_bytes(t) for t in outputs),
         shape=_shape(operator, name, operation_class, args, kwargs),
-        draws=operation_class is OperationClass.ATTENTION and draws_dropout(operator, args, kwargs),
+        draws=_draws(operator, name, operation_class, args, kwargs),
     )
+
+
+def _draws(
+    operator: Any, name: str, operation_class: OperationClass, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """``OperatorCall.draws``.  A backward forms the same numbers again, and leaves the generator where it is."""
+    is_forward = operation_class is OperationClass.ATTENTION and not name.endswith("_backward")
+    return is_forward and draws_dropout(operator, args, kwargs)
 
 
 _DTYPES: Final = frozenset(DType)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ..schema.workload import OperationClass
-from .flow import DRAWN, Flow, Number
+from .flow import DRAWN, Flow, Number, drawn_apart
 from .observation import Observation, OperatorCall
 
 FUSED: Final = "fused"
@@ -212,9 +212,10 @@ def fused_pair(
     ``passed_bytes``: of a block's input; ``whole``: the calls of a forward whose recomputation ends early.  Memory
     changes by what is saved less; what backward leaves stays.
     """
-    num_forward = len(forward.calls)
-    calls = forward.calls if whole is None else _to_its_end(forward.calls, whole)
-    flow = Flow(calls, backward.calls, num_tokens, passed_bytes)
+    again = drawn_apart(forward.calls)
+    num_forward = len(again)
+    calls = again if whole is None else _to_its_end(again, drawn_apart(whole))
+    flow = Flow(calls, drawn_apart(backward.calls), num_tokens, passed_bytes)
     fused = Fused(flow)
     sizes = sorted(flow.values[value].size for value in fused.saved)
     saved_bytes = sum(forward.saved_bytes) if forward.saved_bytes else forward.net_bytes
@@ -241,7 +242,7 @@ def _to_its_end(again: Sequence[OperatorCall], whole: Sequence[OperatorCall]) ->
 
 def fused_alone(forward: Observation, num_tokens: int, passed_bytes: int) -> Observation:
     """A forward of which nothing is saved, as compiled."""
-    flow = Flow(forward.calls, (), num_tokens, passed_bytes)
+    flow = Flow(drawn_apart(forward.calls), (), num_tokens, passed_bytes)
     return _rebuilt(forward, flow, Fused(flow).kernels[0], (0, flow.num_forward), set(), frozenset())
 
 

@@ -10,8 +10,8 @@ either costs the same bytes.  ``tests/runtime/tracing/test_compiled.py`` counts 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ..schema.workload import OperationClass
@@ -23,6 +23,8 @@ APART: Final = frozenset({OperationClass.MATMUL, OperationClass.ATTENTION, Opera
 """Classes whose calls stay kernels of their own."""
 DRAWN: Final = frozenset({"bernoulli_"})
 """Calls that draw, and read nothing; what is kept of them is whether a value is dropped, one byte each."""
+DROPOUT: Final = "native_dropout"
+"""The kernel of a GPU that draws and drops, and its derivative with ``_backward`` behind."""
 _ADDS: Final = frozenset({"add", "add_"})
 _PASSES_ON: Final = _ADDS | {"sub", "cat", "copy_", "clone", "_to_copy", "neg", "slice_backward", "stack"}
 """Calls whose derivative reads nothing that they read or made."""
@@ -329,3 +331,22 @@ class Flow:
             if len(readers) == 1 and last not in taken:
                 return last
         return self._latest(index, sizes, pool, taken)
+
+
+def drawn_apart(calls: Sequence[OperatorCall]) -> Sequence[OperatorCall]:
+    """``calls`` in which dropout is what a fused kernel may take apart: noise that is drawn, and a product with it."""
+    if not any(call.name.startswith(DROPOUT) for call in calls):
+        return calls
+    return [piece for call in calls for piece in _pieces(call)]
+
+
+def _pieces(call: OperatorCall) -> Iterator[OperatorCall]:
+    if not call.name.startswith(DROPOUT):
+        yield call
+        return
+    noise_bytes = call.writes_bytes[0]
+    (_, read_bytes), *_ = call.reads
+    if call.name == DROPOUT:
+        for name in ("bernoulli_", "div_"):
+            yield replace(call, name=name, reads=((0, noise_bytes),), writes_bytes=(noise_bytes,))
+    yield replace(call, name="mul", reads=((0, read_bytes), (1, noise_bytes)), writes_bytes=(noise_bytes,))

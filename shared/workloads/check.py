@@ -19,7 +19,8 @@ _MOST_BYTES: Final = 2**56
 _MOST_FLOPS: Final = 2**100
 _PASSES: Final = 2**10
 """Operations read and write the same data many times over."""
-_FUSED_ATTENTION: Final = "_scaled_dot_product_flash_attention"
+_FUSED_DROPOUT: Final = frozenset({"_scaled_dot_product_flash_attention", "native_dropout"})
+"""Operations that drop, in traces without a machine, of which torch has no kernel on the CPU or runs another."""
 
 
 def check_magnitude(workload: Workload) -> None:
@@ -59,12 +60,13 @@ def _phases(workload: Workload) -> Iterator[Phase]:
 
 
 def has_fused_dropout(workload: Workload) -> bool:
-    """Whether attention with dropout was traced as CUDA runs it, without a machine at hand.
+    """Whether dropout was traced as CUDA runs it, in attention or by itself, without a machine at hand.
 
-    The CPU has no fused kernel with dropout, and saves the probabilities (``runtime/tracing/fake_kernels.py``).
+    The CPU has no fused kernel with dropout, and saves noise and probabilities (``runtime/tracing/fake_kernels.py``).
     """
+    forwards = (workload.prologue_forward, workload.epilogue_forward, *(one.forward for one in workload.profiles))
     return workload.traced_with == "fake" and any(
-        operation.name == _FUSED_ATTENTION for profile in workload.profiles for operation in profile.forward.operations
+        operation.name in _FUSED_DROPOUT for phase in forwards for operation in phase.operations
     )
 
 
@@ -72,9 +74,10 @@ def check_kernels(workload: Workload, hardware: Hardware) -> None:
     """Raise WorkloadError if ``workload`` was traced with kernels that ``hardware`` does not have."""
     if hardware.device.kind is DeviceKind.CPU and has_fused_dropout(workload):
         raise WorkloadError(
-            f"{workload.model_name} has dropout in attention, which its workload holds as GPUs run it: fused, with "
-            f"nothing of the probabilities saved. On a CPU such as that of {hardware.name} torch has no such kernel. "
-            f"Name the model instead of its workload, or trace it there (protwin trace --real, protwin calibrate)."
+            f"{workload.model_name} has dropout, which its workload holds as GPUs run it: in one kernel that saves one "
+            f"byte for each element, and none of the probabilities in attention. On a CPU such as that of "
+            f"{hardware.name} torch saves more. Name the model instead of its workload, or trace it there (protwin "
+            f"trace --real, protwin calibrate)."
         )
 
 

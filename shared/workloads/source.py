@@ -291,8 +291,8 @@ def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload |
 
     It has none of tiles or shared sequences in float16, with factors, with adapters or in packed rows that are shared,
     of tiles or packed rows with factors, of adapters beside other maps than those known (``adapted.py``), of frozen
-    parts or autocast, of shapes beyond those proven, of some named maps in factors (``factorised.py``), of dropout in
-    attention on a CPU, where that runs otherwise, and of students that differ from their teacher.
+    parts or autocast, of shapes beyond those proven, of some named maps in factors (``factorised.py``), of dropout on a
+    CPU, where that runs otherwise, and of students that differ from their teacher.
     """
     from ..families.family import OutsideFamilyError
     from ..families.fused_losses import making_loss

@@ -15,8 +15,10 @@ forward and writes one backward, into zeros: of its logits it reads nothing else
 row that no register holds twice and more.
 
 [Note: Dropout]
-A CPU draws the noise, divides it, and multiplies by it: three operations.  On a CUDA device one kernel does all three
-(``native_dropout``), which moves about what the multiplication alone does here: its mask has one byte for each element.
+On a CUDA device one kernel draws, divides and multiplies (``native_dropout``), and workloads that were traced for one
+hold it.  A CPU does it in three operations, in place and of whole features CUDA too.  Of a workload that was traced on
+a CPU the multiplication is left, which moves what the kernel does but for its mask: one byte for each element, where
+the noise has the element's own.
 
 [Note: Metrics of losses]
 Composer computes its metrics of every micro-batch behind backward (``_eval_train_metrics`` in ``composer/trainer/
@@ -28,7 +30,7 @@ float32.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ...shared.basics.errors import WorkloadError
@@ -80,18 +82,28 @@ _SCALAR_BYTES: Final = 64
 
 def launched(operations: Sequence[Operation]) -> Sequence[Operation]:
     """``operations`` as a CUDA device runs them; see [Note: Dropout]."""
-    drawn = Counter({_size(one): one.count for one in operations if one.name == "bernoulli_"})
-    if not drawn:
+    if not any(one.name == "bernoulli_" for one in operations):
         return operations
+    drawn = _drops(operations)
+    spare = {name: Counter(drawn) for name in ("bernoulli_", "div_")}
     found = []
     for one in operations:
-        spared = one.count if one.name == "bernoulli_" else 0
-        if one.name == "div_":
-            spared = min(one.count, drawn[_size(one)])
-            drawn[_size(one)] -= spared
+        spared = 0
+        if one.name in spare:
+            spared = min(one.count, spare[one.name][_size(one)])
+            spare[one.name][_size(one)] -= spared
         if spared < one.count:
             found.append(one.model_copy(update={"count": one.count - spared}) if spared else one)
     return found
+
+
+def _drops(operations: Sequence[Operation]) -> Mapping[tuple[int, DType], int]:
+    """How many dropouts of each size a CPU took apart: what it draws, divides and multiplies by, in a new tensor."""
+    parts = {name: Counter[tuple[int, DType]]() for name in ("bernoulli_", "div_", "mul")}
+    for one in operations:
+        if one.name in parts:
+            parts[one.name][_size(one)] += one.count
+    return parts["bernoulli_"] & parts["div_"] & parts["mul"]
 
 
 def _size(operation: Operation) -> tuple[int, DType]:

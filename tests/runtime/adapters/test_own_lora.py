@@ -236,7 +236,8 @@ def test_a_scale_that_is_not_alpha_by_r_is_noticed() -> None:
 
 
 @pytest.mark.slow
-def test_parts_that_are_trained_whole_beside_it_cost_what_pefts_do() -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.05])
+def test_parts_that_are_trained_whole_beside_it_cost_what_pefts_do(dropout: float) -> None:
     """``modules_to_save``: a trained copy beside the frozen original, whose bytes stay."""
     name, paths = "llama", ("model.embed_tokens", "lm_head")
     tokens = torch.empty((2, 11), dtype=torch.long, device="meta")
@@ -246,11 +247,16 @@ def test_parts_that_are_trained_whole_beside_it_cost_what_pefts_do() -> None:
         batch_size=2,
         sequence_length=11,
         dtype=DType.BFLOAT16,
-        lora=LoraOptions(rank=4),
+        lora=LoraOptions(rank=4, dropout=dropout),
         trained_whole=paths,
     )
     model = of_peft(
-        build_model(WIDE[name], name, torch.bfloat16), 4, MAPS[name], 4, modules_to_save=["embed_tokens", "lm_head"]
+        build_model(WIDE[name], name, torch.bfloat16),
+        4,
+        MAPS[name],
+        4,
+        modules_to_save=["embed_tokens", "lm_head"],
+        lora_dropout=dropout,
     )
     expected = trace(model, {"input_ids": tokens, "labels": tokens.clone()})
     assert phases(found) == phases(expected)

@@ -106,19 +106,25 @@ def between_bytes(seen: Observation) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("made", "saved_within"),
+    ("made", "saved_within", "more_moved", "more_saved"),
     [
-        pytest.param(of_llama("Llama"), 0.001, id="llama"),
-        pytest.param(of_llama("Mistral"), 0.001, id="mistral"),
-        pytest.param(of_llama("Qwen2"), 0.001, id="qwen2"),
-        pytest.param(of_llama("Qwen3"), 0.07, id="qwen3"),
-        pytest.param(of_gpt2, 0.001, id="gpt2"),
-        pytest.param(of_bert, 0.001, id="bert"),
+        pytest.param(of_llama("Llama"), 0.001, 1.2, 1.05, id="llama"),
+        pytest.param(of_llama("Mistral"), 0.001, 1.2, 1.05, id="mistral"),
+        pytest.param(of_llama("Qwen2"), 0.001, 1.2, 1.05, id="qwen2"),
+        pytest.param(of_llama("Qwen3"), 0.07, 1.2, 1.05, id="qwen3"),
+        pytest.param(of_gpt2, 0.001, 1.2, 1.05, id="gpt2"),
+        # Its norms, its activation and its dropouts are one kernel each without a compiler too, and save the same.
+        pytest.param(of_bert, 0.001, 1.05, 0.999, id="bert"),
     ],
 )
 def test_blocks_move_and_save_what_inductor_counts(
-    made: Callable[[], tuple[Any, nn.Module, Inputs]], saved_within: float, monkeypatch: pytest.MonkeyPatch
+    made: Callable[[], tuple[Any, nn.Module, Inputs]],
+    saved_within: float,
+    more_moved: float,
+    more_saved: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Operations one by one move more than ``more_moved`` times as much, and save more than ``more_saved`` times."""
     config, block, inputs = made()
     eager = traced(config)
     compiled = lowered(eager, Lowering(Compiled.BLOCKS))
@@ -133,10 +139,10 @@ def test_blocks_move_and_save_what_inductor_counts(
         moved["theirs"] += sum(theirs.kernel_bytes)
         moved["eager"] += between_bytes(plain)
     assert moved["ours"] == pytest.approx(moved["theirs"], rel=0.08)
-    assert moved["eager"] > 1.2 * moved["theirs"]
+    assert moved["eager"] > more_moved * moved["theirs"]
     saved = sum(pair(compiled)[0].saved_bytes)
     assert saved == pytest.approx(counted.saved_bytes, rel=saved_within)
-    assert sum(pair(eager)[0].saved_bytes) > 1.05 * counted.saved_bytes
+    assert sum(pair(eager)[0].saved_bytes) > more_saved * counted.saved_bytes
 
 
 def test_a_llama_block_is_what_a_hand_counts() -> None:

@@ -1,20 +1,26 @@
-"""Attention with dropout on fake tensors: what it saves and does is what CUDA's fused kernels save and do."""
+"""Dropout on fake tensors, by itself and in attention: what it saves and does is what CUDA's kernels save and do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
+import peft
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from protwin.runtime import trace
+from protwin.runtime.model.adapters import add_lora
 from protwin.runtime.tracing.fake_kernels import fused_dropout
 from protwin.runtime.tracing.operations import describe_operation
+from protwin.shared.phases.block_profile import BlockProfile
 from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.workload import Operation, OperationClass, Workload
 from protwin.shared.workloads.check import has_fused_dropout
@@ -141,6 +147,208 @@ def test_other_attention_is_left_alone() -> None:
     with fake_operands(torch.float32) as operands:
         _, operations = attended(operands, dropout_p=0.1)
     assert not attention(operations), "nothing of it stays"
+
+
+# -- dropout by itself -----------------------------------------------------------------------------------------------
+
+Dropping = Callable[[torch.Tensor], torch.Tensor]
+
+
+def dropped(given: torch.Tensor, drop: Dropping) -> tuple[list[tuple[Any, ...]], list[str], tuple[Any, ...]]:
+    """(size, strides, type) of what dropout saves, the operations forward and backward, and (...) of the result."""
+
+    def looks(tensor: torch.Tensor) -> tuple[Any, ...]:
+        strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+        return tuple(tensor.shape), strides, tensor.dtype
+
+    saved: list[tuple[Any, ...]] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(looks(tensor))
+        return tensor
+
+    with Operations() as operations:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            result = drop(given)
+        (result * 1).sum().backward()
+    assert given.grad is not None
+    assert given.grad.dtype == given.dtype
+    return saved, [one.name for one in operations.found], looks(result)
+
+
+def drawn_tensor(draw: random.Random, dtype: torch.dtype) -> torch.Tensor:
+    """A leaf of any shape, in any order of its dims."""
+    shape = [draw.randrange(1, 6) for _ in range(draw.randrange(1, 5))]
+    order = draw.sample(range(len(shape)), len(shape))
+    return torch.empty(shape, dtype=dtype).permute(order).detach().requires_grad_()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_dropout_is_one_kernel_that_saves_one_byte_for_each_element(seed: int) -> None:
+    """As ``torch.native_dropout`` does by itself, with real tensors and autograd's own formula."""
+    dtype, rate = random.Random(seed).choice((torch.bfloat16, torch.float16, torch.float32)), 0.05 + 0.07 * seed
+    expected = dropped(drawn_tensor(random.Random(seed), dtype), lambda x: torch.native_dropout(x, rate, True)[0])
+    ((shape, _, mask_dtype),) = expected[0]
+    assert mask_dtype.itemsize == 1
+    drops: tuple[Dropping, ...] = (partial(functional.dropout, p=rate), nn.Dropout(rate))
+    for drop in drops:
+        with FakeTensorMode(), fused_dropout():
+            assert dropped(drawn_tensor(random.Random(seed), dtype), drop) == expected
+        # The CPU draws, divides and multiplies, and saves noise in the element's own type.
+        with FakeTensorMode():
+            saved, names, _ = dropped(drawn_tensor(random.Random(seed), dtype), drop)
+        assert [(size, of) for size, _, of in saved] == [(shape, dtype)]
+        assert names[:3] == ["bernoulli_", "div_", "mul"]
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        pytest.param(partial(functional.dropout, p=0.0), id="rate 0"),
+        pytest.param(partial(functional.dropout, p=1.0), id="rate 1"),
+        pytest.param(partial(functional.dropout, p=0.3, training=False), id="evaluation"),
+        pytest.param(lambda x: functional.dropout(x * 2, 0.3, inplace=True), id="in place"),
+        pytest.param(partial(functional.dropout1d, p=0.3), id="channels"),
+        pytest.param(lambda x: functional.dropout2d(x[None], 0.3)[0], id="feature maps"),
+        pytest.param(partial(functional.alpha_dropout, p=0.3, training=True), id="SELU's"),
+        pytest.param(lambda x: functional.dropout(x[:, :, :0], 0.3).sum() + x, id="no elements"),
+    ],
+)
+def test_what_cuda_does_in_pieces_is_left_in_pieces(drop: Dropping) -> None:
+    def given() -> torch.Tensor:
+        return torch.empty(2, 3, 8, dtype=torch.bfloat16, requires_grad=True)
+
+    with FakeTensorMode():
+        expected = dropped(given(), drop)
+        with fused_dropout():
+            assert dropped(given(), drop) == expected
+    assert "native_dropout" not in expected[1]
+
+
+def test_nothing_is_copied_where_nothing_is_dropped() -> None:
+    with FakeTensorMode(), fused_dropout():
+        given = torch.empty(4, requires_grad=True)
+        assert functional.dropout(given, 0.0) is given
+        assert functional.dropout(given, 0.5, training=False) is given
+
+
+def test_real_tensors_are_left_alone() -> None:
+    real, results = torch.randn(64), []
+    for context in (nullcontext, fused_dropout):
+        with context():
+            torch.manual_seed(0)
+            results.append(functional.dropout(real, 0.5))
+    assert torch.equal(*results)
+
+
+class Dropped(nn.Module):
+    """A residual block whose saved bytes can be counted by hand: those of one product and one dropout."""
+
+    def __init__(self, width: int, rate: float) -> None:
+        super().__init__()
+        self.map = nn.Linear(width, width, bias=False)
+        self.dropout = nn.Dropout(rate)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(tokens, width) in and out."""
+        return hidden + self.dropout(self.map(hidden))
+
+
+def chain(
+    tokens: int,
+    width: int,
+    dtype: torch.dtype,
+    rate: float,
+    device_kind: DeviceKind = DeviceKind.CUDA,
+    around: AbstractContextManager[Any] | None = None,
+) -> BlockProfile:
+    """The profile of a block between others."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, width), nn.Sequential(*(Dropped(width, rate) for _ in range(3))))
+        batch = {"input": torch.empty(tokens, 3, dtype=dtype)}
+    with around or nullcontext():
+        workload = trace(model.to(dtype), batch, loss=lambda output, _: output.sum(), device_kind=device_kind)
+    return workload.profile_of(1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_block_saves_what_is_counted_by_hand(seed: int) -> None:
+    """Its output and the mask; the product's input is the output of the block before."""
+    draw = random.Random(seed)
+    tokens, width, dtype = draw.randrange(2, 90), draw.randrange(2, 90), (torch.bfloat16, torch.float32)[seed % 2]
+    elements = tokens * width
+    kept = chain(tokens, width, dtype, 0.1)
+    assert kept.forward.net_bytes == elements * (dtype.itemsize + 1)
+    assert kept.checkpoint_forward.net_bytes == elements * dtype.itemsize
+    assert kept.recompute.net_bytes == elements
+    (selective, *_) = kept.selective
+    assert selective.kept_bytes == elements * dtype.itemsize
+    assert [one.name for one in selective.recompute.operations] == ["native_dropout"]
+    on_cpu = chain(tokens, width, dtype, 0.1, DeviceKind.CPU)
+    assert on_cpu.forward.net_bytes == 2 * elements * dtype.itemsize
+    assert on_cpu.recompute.net_bytes == elements * dtype.itemsize
+    assert chain(tokens, width, dtype, 0.0).forward.net_bytes == elements * dtype.itemsize
+    # A rate of 1 multiplies by one zero, which is saved.
+    assert chain(tokens, width, dtype, 1.0).forward.net_bytes == (elements + 1) * dtype.itemsize
+
+
+def test_a_block_in_autocast_drops_in_the_narrow_type() -> None:
+    tokens, width = 40, 24
+    counted = {
+        kind: chain(tokens, width, torch.float32, 0.1, kind, torch.autocast("cpu", dtype=torch.bfloat16))
+        for kind in (DeviceKind.CUDA, DeviceKind.CPU)
+    }
+    outside = 2 * tokens * width + 2 * width * width  # output, cast weight
+    assert counted[DeviceKind.CUDA].forward.net_bytes == outside + tokens * width
+    assert counted[DeviceKind.CPU].forward.net_bytes == outside + 2 * tokens * width
+
+
+class TwoMaps(nn.Module):
+    """A residual block of two maps that read one tensor."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.query, self.value = (nn.Linear(width, width, bias=False) for _ in range(2))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(tokens, width) in and out."""
+        total: torch.Tensor = hidden + self.query(hidden) + self.value(hidden)
+        return total
+
+
+@pytest.mark.parametrize("kind", ["own", pytest.param("PEFT", marks=pytest.mark.slow)])
+def test_each_adapter_saves_what_it_reads_and_a_mask(kind: str) -> None:
+    """Without dropout all read the output of the block before, which goes where nobody does."""
+    tokens, width, itemsize = 16, 32, 4
+
+    def saved_bytes(rate: float, device_kind: DeviceKind = DeviceKind.CUDA) -> int:
+        with torch.device("meta"):
+            model: Any = nn.Sequential(nn.Linear(3, width), nn.Sequential(*(TwoMaps(width) for _ in range(3))))
+            if kind == "own":
+                add_lora(model, rank=4, dropout=rate)
+            else:
+                asked = peft.LoraConfig(r=4, target_modules=["query", "value"], lora_dropout=rate)
+                model = peft.get_peft_model(model, asked)
+        batch = {"input": torch.empty(tokens, 3, device="meta")}
+        traced = trace(model, batch, loss=lambda output, _: output.sum(), device_kind=device_kind)
+        return traced.profile_of(1).forward.net_bytes
+
+    elements = tokens * width
+    without = saved_bytes(0.0) - elements * itemsize
+    assert saved_bytes(0.1) - without == 2 * elements * (itemsize + 1)
+    assert saved_bytes(0.1, DeviceKind.CPU) - without == 2 * elements * 2 * itemsize
+
+
+@pytest.mark.slow
+def test_tiles_drop_in_the_kernel_too() -> None:
+    with torch.device("meta"):
+        model = gpt2(n_positions=LENGTH)
+    batch = {name: torch.empty(2, LENGTH, dtype=torch.long, device="meta") for name in ("input_ids", "labels")}
+    found = trace(model, batch, mlp_tiles=2)
+    for profile in (found.profile_of(1), found.tilings[0].profiles[found.tilings[0].profile_of[1]]):
+        names = {one.name for phase in profile.phases for one in phase.operations}
+        assert {"native_dropout", "native_dropout_backward"} <= names
+        assert "bernoulli_" not in names
 
 
 # -- whole models ----------------------------------------------------------------------------------------------------

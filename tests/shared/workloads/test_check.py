@@ -2,26 +2,53 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from protwin.shared.basics.errors import WorkloadError
 from protwin.shared.schema.hardware import DeviceKind
-from protwin.shared.schema.workload import Workload
+from protwin.shared.schema.workload import DType, Operation, OperationClass, Phase, Workload
 from protwin.shared.workloads.check import has_fused_dropout
 from protwin.shared.workloads.source import resolve_family
 from protwin.sim.costs.task_costs import CostModel
 from tests.sim.hand_made import machine
 
+OPERATION: dict[str, Any] = {
+    "name": "native_dropout",
+    "operation_class": OperationClass.ELEMENTWISE,
+    "dtype": DType.BFLOAT16,
+    "flops": 8,
+    "bytes_moved": 40,
+}
+
 
 def shipped(name: str) -> Workload:
     family = resolve_family(name)
     assert family is not None
-    return family.at(batch_size=2, sequence_length=64)
+    target_length = 64 if name.startswith("t5") else None
+    return family.at(batch_size=2, sequence_length=64, target_length=target_length)
 
 
-def test_shipped_models_with_dropout_in_attention_hold_fused_kernels() -> None:
-    for name, has_dropout in (("gpt2", True), ("bert-large", True), ("llama-3.2-1b", False), ("opt-1.3b", False)):
-        assert has_fused_dropout(shipped(name)) == has_dropout, name
+def test_shipped_models_with_dropout_hold_fused_kernels() -> None:
+    """OPT and T5 have none in fused attention; Llamas and vision transformers have none at all."""
+    for name in ("gpt2", "bert-large", "opt-1.3b", "t5-small"):
+        workload = shipped(name)
+        assert has_fused_dropout(workload), name
+        phases = [workload.prologue_forward, workload.epilogue_forward]
+        phases += [phase for profile in workload.profiles for phase in profile.phases]
+        assert "bernoulli_" not in {one.name for phase in phases for one in phase.operations}, name
+    assert not has_fused_dropout(shipped("llama-3.2-1b"))
+
+
+def test_dropout_is_found_wherever_it_is() -> None:
+    """In the sections before and behind the blocks too."""
+    plain, kernel = shipped("llama-3.2-1b"), Operation(**OPERATION)
+    assert not has_fused_dropout(plain)
+    for section in ("prologue_forward", "epilogue_forward"):
+        phase = Phase(operations=(kernel,))
+        assert has_fused_dropout(plain.model_copy(update={section: phase})), section
+        assert not has_fused_dropout(plain.model_copy(update={section: phase, "traced_with": "real"})), section
 
 
 def test_a_shipped_gpt2_saves_no_probabilities() -> None:
@@ -38,7 +65,7 @@ def test_a_shipped_gpt2_saves_no_probabilities() -> None:
 def test_a_cpu_refuses_them() -> None:
     workload = shipped("gpt2")
     CostModel.of(workload, machine())
-    with pytest.raises(WorkloadError, match="dropout in attention"):
+    with pytest.raises(WorkloadError, match="has dropout, which its workload holds as GPUs run it"):
         CostModel.of(workload, machine(kind=DeviceKind.CPU))
     # Real tensors ran the kernels of the machine that they were on.
     CostModel.of(workload.model_copy(update={"traced_with": "real"}), machine(kind=DeviceKind.CPU))

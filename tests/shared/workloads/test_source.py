@@ -149,16 +149,18 @@ def test_a_cache_that_cannot_be_written_is_a_warning(
     assert warning.startswith("the traced workload is not kept: ")
 
 
-def test_dropout_in_attention_is_traced_for_a_cpu(ask: Ask, tracer: Tracer, warnings: list[str]) -> None:
-    on_gpu = ask("gpt2")
+@pytest.mark.parametrize("model", ["gpt2", "opt-1.3b"])
+def test_dropout_is_traced_for_a_cpu(model: str, ask: Ask, tracer: Tracer, warnings: list[str]) -> None:
+    """In attention and by itself."""
+    on_gpu = ask(model)
     assert not warnings
     assert ask("llama-3.2-1b", device=CPU).num_blocks == 16
     assert tracer.asked == []
     assert not warnings
-    ask("gpt2", device=CPU)
+    ask(model, device=CPU)
     assert tracer.asked[0]["device_kind"] is DeviceKind.CPU
     assert not warnings
-    assert ask("gpt2") == on_gpu, "what was traced for a CPU is not taken for a GPU's"
+    assert ask(model) == on_gpu, "what was traced for a CPU is not taken for a GPU's"
 
 
 def test_a_name_of_the_catalogue_is_answered_without_a_trace(ask: Ask, tracer: Tracer, warnings: list[str]) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from protwin.shared.catalogue.machines import machine
 from protwin.shared.catalogue.parts import device_part
-from protwin.shared.schema.hardware import DeviceKind
+from protwin.shared.schema.hardware import DeviceKind, Hardware
 from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.schedule import TaskKind
 from protwin.shared.schema.training_options import LoraOptions, TrainingOptions
@@ -23,6 +23,8 @@ from protwin.sim.costs.task_costs import CostModel, operation_s, roofline_s
 
 from .kernel_cases import device
 
+A100 = machine("a100-80gb")
+ON_CPU = A100.model_copy(update={"device": A100.device.model_copy(update={"kind": DeviceKind.CPU})})
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "sheets-2026-11-27-h100.json"
 SHEETS = json.loads(RESULTS.read_text(encoding="utf-8"))
 H100 = device_part("h100-80gb")
@@ -211,7 +213,7 @@ def noise(name: str, elements: int, count: int) -> Operation:
     )
 
 
-def test_dropout_is_one_kernel_on_a_cuda_device() -> None:
+def test_dropout_of_a_cpus_trace_is_one_kernel_on_a_cuda_device() -> None:
     """What a CPU does in three operations; a division of something else, and by itself, stays."""
     mul = noise("mul", 100, 3)
     operations = (noise("bernoulli_", 100, 3), noise("div_", 100, 5), mul, noise("div_", 70, 2))
@@ -224,20 +226,48 @@ def test_dropout_is_one_kernel_on_a_cuda_device() -> None:
     assert roofline_s(phase, cpu) > 2 * roofline_s(Phase(operations=phase.operations[2:]), cpu)
 
 
+def test_dropout_that_cuda_does_in_pieces_is_priced_in_pieces() -> None:
+    """In place, and of whole features, whose noise is smaller than what it multiplies."""
+    drawn = (noise("bernoulli_", 100, 1), noise("div_", 100, 1))
+    for last in (noise("mul_", 100, 1), noise("mul", 6400, 1)):
+        assert tuple(launched((*drawn, last))) == (*drawn, last)
+    one_of_two = (noise("bernoulli_", 100, 2), noise("div_", 100, 2), noise("mul", 100, 1), noise("mul_", 100, 1))
+    assert sum(one.count for one in launched(one_of_two)) == 4
+
+
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT32])
+def test_both_forms_of_dropout_take_the_same_but_for_the_mask(dtype: DType) -> None:
+    """A CPU's trace has noise of the element's type where the kernel has a mask of one byte."""
+    a100, count, itemsize = device_part("a100-80gb"), 10**8, dtype.item_bytes
+    on_cpu = Phase(
+        operations=(
+            operation("bernoulli_", count, dtype, 2 * count * itemsize),
+            operation("div_", count, dtype, 2 * count * itemsize),
+            operation("mul", count, dtype, 3 * count * itemsize),
+        )
+    )
+    kernel = Phase(operations=(operation("native_dropout", count, dtype, count * (2 * itemsize + 1)),))
+    mask_s = (itemsize - 1) * count / (0.85 * a100.memory_bandwidth_bytes_per_s)
+    assert roofline_s(on_cpu, a100) - roofline_s(kernel, a100) == pytest.approx(mask_s, rel=1e-3)
+
+
 @pytest.mark.slow
 def test_a_dropout_is_traced_as_what_is_spared() -> None:
     """PyTorch draws, divides and multiplies on a CPU, in tensors of one size and type."""
-    plain, dropping = (
-        load_workload(
+
+    def names(part: float, hardware: Hardware) -> Counter[str]:
+        workload = load_workload(
             "qwen2.5-0.5b",
             batch_size=1,
             sequence_length=64,
+            hardware=hardware,
             options=TrainingOptions(lora=LoraOptions(rank=4, dropout=part)),
         )
-        for part in (0.0, 0.1)
-    )
-    before, after = (
-        Counter({one.name: one.count for one in launched(of.profile_of(1).forward.operations)})
-        for of in (plain, dropping)
-    )
-    assert after.keys() == before.keys() | {"mul"}
+        found: Counter[str] = Counter()
+        for one in launched(workload.profile_of(1).forward.operations):
+            found[one.name] += one.count
+        return found
+
+    plain, for_gpu, for_cpu = names(0.0, A100), names(0.1, A100), names(0.1, ON_CPU)
+    assert for_gpu - plain == {"native_dropout": 7}
+    assert for_cpu - plain == {"mul": 7}
