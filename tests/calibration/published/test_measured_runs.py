@@ -52,7 +52,7 @@ from protwin.calibration.published.run_predictions import (
     profile_of,
     workload_of,
 )
-from protwin.calibration.published.run_tables import of_intervals, own_figure, run_tables
+from protwin.calibration.published.run_tables import memory_by_class, of_intervals, own_figure, run_tables
 from protwin.calibration.published.runs import DATA_PARALLEL, REPLICATED, Prediction, Quantity
 from protwin.shared.basics.interval import Interval
 from protwin.shared.basics.units import format_number, format_seconds
@@ -453,10 +453,30 @@ def test_tables_tell_what_was_measured_beside_what_is_predicted() -> None:
 
 def test_every_class_is_summed_up_once() -> None:
     text = as_text(run_tables(KEPT, []), width=220)
-    block = text.split("Times of all published runs, by class")[1].split("Intervals that nine in ten")[0]
+    block = text.split("Times of all published runs, by class")[1].split("Memory of all published runs")[0]
     classes = {run.run_class for run in MEASURED_RUNS if run.iteration_s is not None}
     for name in classes:
         assert sum(line.strip().startswith(name + "  ") for line in block.splitlines()) == 1
+
+
+def test_errors_of_memory_are_summed_up_by_class() -> None:
+    """Of a prediction that is a tenth too much, and then a tenth too little, in turn."""
+    measured = [run for run in MEASURED_RUNS if run.measured.memory is not None]
+    predicted, errors = dict(KEPT.predicted), {}
+    for number, run in enumerate(measured):
+        assert run.measured.memory is not None
+        _, size_bytes = run.measured.memory
+        errors.setdefault(run.run_class, []).append(sign := (0.1, -0.1)[number % 2])
+        made = round(size_bytes * (1 + sign))
+        update = {"guaranteed_peak_bytes": made, "reserved_bytes": made, "outside_bytes": 0}
+        predicted[run.id] = KEPT.predicted[run.id].model_copy(update=update)
+    (table,) = memory_by_class(predicted)
+    assert isinstance(table, Table)
+    assert {row[0]: (int(row[1]), row[2]) for row in table.rows[:-1]} == {
+        name: (len(of), f"{sum(of) / len(of):+.1%}") for name, of in errors.items()
+    }
+    assert all(row[3] == "10.0%" for row in table.rows)
+    assert int(table.rows[-1][1]) == len(measured)
 
 
 def test_runs_inside_their_intervals_are_counted_by_class() -> None:
