@@ -34,7 +34,12 @@ from ...shared.workloads.source import is_saved_workload
 from ..searching.baselines import NORM_LIMIT
 from .question import Settled
 
-_OF_ONE_RANK: Final = (Runtime.DEEPSPEED_ZERO1, Runtime.DEEPSPEED_ZERO2, Runtime.DEEPSPEED_OFFLOAD)
+_OF_ONE_RANK: Final = (
+    Runtime.DEEPSPEED_ZERO1,
+    Runtime.DEEPSPEED_ZERO2,
+    Runtime.DEEPSPEED_ZERO3,
+    Runtime.DEEPSPEED_OFFLOAD,
+)
 """They copy, wait and step otherwise on one rank too."""
 _EVERY_SECOND: Final = 2
 """``Plan.product_stride`` of a run that keeps every second product."""

@@ -415,7 +415,7 @@ def test_adapters_are_told_of_without_a_trace() -> None:
         (2, {"offload_optimizer": {"device": "cpu"}}, 1, Runtime.DEEPSPEED_ZERO2),
         (3, {"offload_optimizer": {"device": "cpu"}}, 1, Runtime.DEEPSPEED_OFFLOAD),
         (2, {"offload_optimizer": {"device": "nvme"}}, 1, Runtime.OURS),
-        (3, {}, 1, Runtime.OURS),
+        (3, {}, 1, Runtime.DEEPSPEED_ZERO3),
     ],
 )
 def test_a_stage_of_deepspeed_has_its_own_runtime(
