@@ -483,14 +483,16 @@ def _casts_until_backward(seen: _Seen) -> dict[ActivationMode, dict[PhaseKey, Ob
 
     Autocast keeps the casts of weights until then.  Blocks in another mode have them saved for their backward, so that
     the epilogue, of which there is one for all mixtures, frees none.  Were they freed nowhere, every micro-batch would
-    add them to the account once more.
+    add them to the account once more.  What the first block reads goes in the epilogue where blocks keep what they save,
+    and with that block's backward where they are checkpointed: so the first one, which stands for no other, has what is
+    left.  They come in the order in which autocast let go of them, which is none.
     """
     kept, again = (seen[mode] for mode in (ActivationMode.KEEP, ActivationMode.CHECKPOINT))
     sections = dict(again.sections)
     epilogue: PhaseKey = (TaskKind.FORWARD, OuterSection.EPILOGUE)
     more = {b: size - kept.outlived_bytes.get(b, 0) for b, size in again.outlived_bytes.items()}
     left_bytes = kept.sections[epilogue].net_bytes - sections[epilogue].net_bytes
-    for block, size_bytes in more.items():
+    for block, size_bytes in sorted(more.items(), reverse=True):
         key: PhaseKey = (TaskKind.BACKWARD, BlockId(block))
         gone_bytes = max(0, min(size_bytes, left_bytes))
         sections[key] = replace(sections[key], end_bytes=sections[key].end_bytes - gone_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -15,9 +16,13 @@ from torch.nn import functional
 from protwin.runtime import trace
 from protwin.runtime.model.nested_tensors import tensors_in
 from protwin.runtime.tracing import cuda_autocast as rules
+from protwin.runtime.tracing import tracing
+from protwin.runtime.tracing.configurations import workload_of_configuration
 from protwin.runtime.tracing.cuda_autocast import cuda_autocast
 from protwin.shared.basics.errors import WorkloadError
 from protwin.shared.schema.hardware import DeviceKind
+from protwin.shared.schema.plan import ActivationMode
+from protwin.shared.schema.training_options import TrainingOptions
 from protwin.shared.schema.workload import DType
 from tests.runtime.models import hand_written
 
@@ -172,3 +177,33 @@ def test_what_cuda_refuses_is_refused() -> None:
     half = torch.full((4,), 0.5)
     with ours(torch.float16), pytest.raises(WorkloadError, match="binary_cross_entropy_with_logits"):
         functional.binary_cross_entropy(half, half)
+
+
+def test_a_checkpointed_block_leaves_what_a_kept_one_does_in_whatever_order_casts_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gradients alone: were a cast freed nowhere, every block that is like this one would leak it in every step."""
+    config = {"model_type": "bert", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5}
+    config |= {"num_attention_heads": 2, "vocab_size": 60, "architectures": ["BertForSequenceClassification"]}
+    given = {"name": "bert", "batch_size": 2, "sequence_length": 24, "dtype": "float32"}
+    options = TrainingOptions(autocast=DType.FLOAT16)
+    own = tracing._casts_until_backward
+    found = []
+    for chance in map(random.Random, range(4)):
+
+        def in_another_order(seen: Any, chance: random.Random = chance) -> Any:
+            outlived = seen[ActivationMode.CHECKPOINT].outlived_bytes
+            items = list(outlived.items())
+            chance.shuffle(items)
+            outlived.clear()
+            outlived.update(items)
+            return own(seen)
+
+        monkeypatch.setattr(tracing, "_casts_until_backward", in_another_order)
+        found.append(workload_of_configuration(config, options=options, **given))
+    assert all(one.model_dump() == found[0].model_dump() for one in found)
+    for block in range(1, 5):
+        profile = found[0].profile_of(block)
+        kept = profile.forward.net_bytes + profile.backward.net_bytes
+        phases = (profile.checkpoint_forward, profile.recompute, profile.checkpoint_backward)
+        assert sum(phase.net_bytes for phase in phases) == kept
