@@ -9,13 +9,14 @@ from pathlib import Path
 
 import torch
 
-from ...shared.basics.errors import PlanError, ProtwinError
+from ...shared.basics.errors import PlanError, ProtwinError, WorkloadError
 from ...shared.cli.options import cache_folder, warn
 from ...shared.compile.compile import compile_schedule
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
 from ...shared.schema.workload import Workload, check_plan
+from ...shared.workloads.check import has_fused_dropout
 from ...shared.workloads.dtypes import TRAINABLE
 from ...shared.workloads.source import resolve_workload
 from ..checkpoints.published import check_free, save_published
@@ -186,6 +187,12 @@ class RunRequest:
     def _check_workload(self, workload: Workload) -> None:
         """Raise PlanError if the plan is for another workload, shape or element type."""
         check_plan(self.plan, workload)
+        if has_fused_dropout(workload) and not torch.cuda.is_available():
+            raise WorkloadError(
+                f"the workload of {workload.model_name} holds dropout as GPUs run it, with masks of one byte for each "
+                f"element, and the device here is the CPU, which keeps more. Leave --workload out: the model is traced "
+                f"for the CPU then."
+            )
         for option, asked, planned in (
             ("--batch-size", self.shape.batch_size, workload.num_samples),
             ("--sequence-length", self.shape.sequence_length, workload.num_tokens // workload.num_samples),

@@ -483,9 +483,9 @@ def _casts_until_backward(seen: _Seen) -> dict[ActivationMode, dict[PhaseKey, Ob
 
     Autocast keeps the casts of weights until then.  Blocks in another mode have them saved for their backward, so that
     the epilogue, of which there is one for all mixtures, frees none.  Were they freed nowhere, every micro-batch would
-    add them to the account once more.  What the first block reads goes in the epilogue where blocks keep what they save,
-    and with that block's backward where they are checkpointed: so the first one, which stands for no other, has what is
-    left.  They come in the order in which autocast let go of them, which is none.
+    add them to the account once more.  What the first block reads goes in the epilogue where blocks keep what they
+    save, and with that block's backward where they are checkpointed: so the first one, which stands for no other, has
+    what is left.  They come in the order in which autocast let go of them, which is none.
     """
     kept, again = (seen[mode] for mode in (ActivationMode.KEEP, ActivationMode.CHECKPOINT))
     sections = dict(again.sections)

@@ -9,7 +9,7 @@ from typing import Final
 from ..basics.errors import PlanError
 from ..compile.residency import GatheredBehind, Residency
 from ..compile.updates import Updates
-from ..layout.keeping import AS_PLANNED, Buckets, BucketStay, Keeping
+from ..layout.keeping import AS_PLANNED, OVER_LISTS, Buckets, BucketStay, Keeping
 from ..schema.plan import ParallelMode, Plan, TrainingMethod
 from ..schema.workload import DType
 from .method import Method
@@ -176,11 +176,9 @@ class RuntimeProfile:
         self._check_buckets()
         if not 0 <= self.temporary_lists <= MOST_LISTS:
             raise PlanError(f"temporary_lists must be 0 to {MOST_LISTS} (got {self.temporary_lists}).")
-        if self.temporary_lists and (self.steps_in_loops or plan.method is not TrainingMethod.FULL):
-            other = f"the plan is of method {plan.method}"
+        if self.temporary_lists and (reason := self._why_no_lists(plan)) is not None:
             raise PlanError(
-                f"AdamW over lists of tensors is asked for, but "
-                f"{'it is a loop over tensors too' if self.steps_in_loops else other}. Leave temporary_lists out."
+                f"AdamW over lists of tensors is asked for (temporary_lists, --foreach), but {reason}. Leave it out."
             )
         if self.keeps_gradients and plan.method is not TrainingMethod.FULL:
             raise PlanError(
@@ -205,6 +203,14 @@ class RuntimeProfile:
                 f"has no max_gradient_norm. Set it, to 1e9 where nothing is to be limited."
             )
 
+    def _why_no_lists(self, plan: Plan) -> str | None:
+        """Why no step of ``plan`` goes over lists of tensors; None if one may."""
+        if self.steps_in_loops:
+            return f"{self.runtime} steps by a loop over tensors"
+        if plan.method is not TrainingMethod.FULL:
+            return f"the plan is of method {plan.method}"
+        return None if plan.optimizer in OVER_LISTS else f"the plan steps by {plan.optimizer}"
+
     def _check_buckets(self) -> None:
         """Raise PlanError if the runtime has no such buckets."""
         if not self._asks_for_buckets:
@@ -221,6 +227,11 @@ class RuntimeProfile:
             )
         if self.bucket_scalars is not None and not 0 <= self.bucket_scalars <= MOST_BUCKET_SCALARS:
             raise PlanError(f"bucket_scalars must be 0 to {MOST_BUCKET_SCALARS:,} (got {self.bucket_scalars:,}).")
+        if self.has_two_buckets and self.bucket_scalars == 0:
+            raise PlanError(
+                "two buckets are asked for, but of 0 scalars there is none (bucket_scalars, --bucket-scalars). Leave "
+                "one of the two out."
+            )
 
     def method(self, method: Method) -> Method:
         """``method``, with the runtime's answers to the compiler's questions."""

@@ -15,8 +15,8 @@ from ...shared.basics.errors import PlanError, ProtwinError
 from ...shared.basics.units import format_bytes
 from ...shared.catalogue.machines import load_hardware, override_hardware
 from ...shared.cli.options import MethodName as MethodName
-from ...shared.cli.options import changes_of, warn
-from ...shared.methods.runtime_profile import MOST_BUCKET_SCALARS, MOST_METRICS, Runtime, RuntimeProfile
+from ...shared.cli.options import changes_of, count_option, warn
+from ...shared.methods.runtime_profile import MOST_METRICS, Runtime, RuntimeProfile
 from ...shared.phases.quadratic import attention_words
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import ParallelMode, Plan
@@ -159,15 +159,20 @@ LossMetrics = Annotated[
         "many as the system of --as takes (composer 2, all others 0) without.",
     ),
 ]
+
+
+def _bucket_scalars(text: str) -> int:
+    return 0 if text.strip() == "0" else count_option(text)
+
+
 BucketScalars = Annotated[
     int | None,
     typer.Option(
         "--bucket-scalars",
+        parser=_bucket_scalars,
         metavar="N",
-        min=0,
-        max=MOST_BUCKET_SCALARS,
-        help="Scalars of the flat buffer that DeepSpeed reduces gradients in (reduce_bucket_size); 0: none; "
-        "500000000 without.",
+        help="Scalars of the flat buffer that DeepSpeed reduces gradients in (reduce_bucket_size: 5e8, 200M); 0: none; "
+        "500000000 without. It counts in memory alone.",
     ),
 ]
 TwoBuckets = Annotated[

@@ -66,8 +66,8 @@ LOOPED_BYTES: Final = 80
 root 8, bias correction 8, epsilon 8, update 16 (``torch.optim.AdamW`` with ``foreach=False``)."""
 LOOPED_OPERATIONS: Final = 8
 """Of one tensor."""
-_LOOPED: Final = (Optimizer.ADAMW, Optimizer.ADAM)
-"""Whose steps are loops there; others step as here."""
+_LOOPED: Final = {Optimizer.ADAMW: 1.0, Optimizer.ADAM: 1.0, Optimizer.ADAMW_BF16: 0.5}
+"""Whose steps are loops there, and the part of a float32 scalar's bytes that one of theirs has; others step as here."""
 _MASTER_BYTES: Final = 4
 """Of a float32 parameter."""
 
@@ -185,7 +185,7 @@ class RuntimeCosts(CostModel):
         if (self.profile.steps_in_loops or self.profile.temporary_lists) and schedule.optimizer in _LOOPED:
             for index, task in enumerate(schedule.tasks):
                 if task.kind is TaskKind.DEVICE_ADAM and task.num_stepped:
-                    seconds[index] = self._looping_s(task)
+                    seconds[index] = self._looping_s(task, schedule.optimizer)
         if self.profile.recomputes_whole:
             whole = {task.section: task.phase for task in schedule.tasks if task.kind is TaskKind.FORWARD}
             for index, task in enumerate(schedule.tasks):
@@ -363,10 +363,11 @@ class RuntimeCosts(CostModel):
         reduced_in = self.profile.reduce_dtype
         return 1.0 if reduced_in is None else reduced_in.item_bytes / self.dtype.item_bytes
 
-    def _looping_s(self, task: Task) -> float:
+    def _looping_s(self, task: Task, optimizer: Optimizer) -> float:
         """Seconds of an update whose every step is an operation of its own, on every tensor."""
         # What is moved besides the update, of a norm that is limited, stays as it is.
-        streamed_bytes = task.stepped_bytes + (LOOPED_BYTES - FUSED_BYTES) * task.num_stepped
+        more_bytes = (LOOPED_BYTES - FUSED_BYTES) * _LOOPED[optimizer]
+        streamed_bytes = task.stepped_bytes + more_bytes * task.num_stepped
         streaming_s = streamed_bytes / self._streamed_bytes_per_s
         # Over lists a kernel takes many tensors.
         num_loops = 0 if self.profile.temporary_lists else self.num_trained

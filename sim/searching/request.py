@@ -46,7 +46,7 @@ from ...shared.schema.plan import (
 from ...shared.schema.plan_kind import Uncertainty
 from ...shared.schema.search_result import Risk
 from ...shared.schema.workload import Workload
-from ...shared.workloads.check import check_lowering, check_magnitude
+from ...shared.workloads.check import check_kernels, check_lowering, check_magnitude
 from ..memory.host import default_host_budget_bytes
 from ..memory.libraries import collective_bytes, more_collective_bytes, rank_device_bytes
 from ..memory.reserved import segment_limit_bytes
@@ -406,9 +406,11 @@ def divisors(number: int) -> tuple[int, ...]:
 def check_possible(request: SearchRequest, workload: Workload, step: StepSpec) -> None:
     """Raise PlanError if no plan of the workload's method can be what the request asks for.
 
-    WorkloadError if the workload is of no sensible size, or multiplies in float8 on a device that does not.
+    WorkloadError if the workload is of no sensible size, was traced with kernels that the device does not have, or
+    multiplies in float8 on a device that does not.
     """
     check_magnitude(workload)
+    check_kernels(workload, request.hardware)
     check_lowering(workload, request.hardware)
     check_optimizer(step.optimizer, workload.parameters)
     check_host_gradients(step.host_gradients, workload.parameters)

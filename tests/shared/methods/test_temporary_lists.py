@@ -98,12 +98,16 @@ def test_it_moves_what_a_loop_moves_without_its_calls() -> None:
     [
         (RuntimeProfile(temporary_lists=3), r"temporary_lists must be 0 to 2 \(got 3\)"),
         (RuntimeProfile(temporary_lists=-1), r"must be 0 to 2 \(got -1\)"),
-        (RuntimeProfile(loops_over_tensors=True, temporary_lists=1), "it is a loop over tensors too"),
-        (RuntimeProfile(Runtime.COMPOSER, temporary_lists=1), "it is a loop over tensors too"),
+        (RuntimeProfile(loops_over_tensors=True, temporary_lists=1), "ours steps by a loop over tensors"),
+        (RuntimeProfile(Runtime.COMPOSER, temporary_lists=1), "composer steps by a loop over tensors. Leave it out"),
     ],
 )
 def test_what_makes_no_sense_is_refused(profile: RuntimeProfile, words: str) -> None:
     model = chain(2)
     with pytest.raises(PlanError, match=words):
         profile.check(plan(model, n_persist=2))
+    for optimizer in (Optimizer.SGD, Optimizer.ADAMW_8BIT, Optimizer.ADAFACTOR):
+        asked = plan(model, n_persist=2).model_copy(update={"optimizer": optimizer})
+        with pytest.raises(PlanError, match=f"but the plan steps by {optimizer}"):
+            RuntimeProfile(temporary_lists=1).check(asked)
     assert RuntimeProfile(temporary_lists=2).method(FULL_TRAINING).policies.keeping.temporary_lists == 2
