@@ -51,6 +51,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Final, Self
 
 from ...shared.methods.runtime_profile import OUR_RUNTIME, Runtime, RuntimeProfile
+from ...shared.optimizers.state import stepped_dtype
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.schedule import ChunkId, Content, Lane, OuterSection, Schedule, Section, Task, TaskKind
@@ -66,8 +67,8 @@ LOOPED_BYTES: Final = 80
 root 8, bias correction 8, epsilon 8, update 16 (``torch.optim.AdamW`` with ``foreach=False``)."""
 LOOPED_OPERATIONS: Final = 8
 """Of one tensor."""
-_LOOPED: Final = {Optimizer.ADAMW: 1.0, Optimizer.ADAM: 1.0, Optimizer.ADAMW_BF16: 0.5}
-"""Whose steps are loops there, and the part of a float32 scalar's bytes that one of theirs has; others step as here."""
+_LOOPED: Final = (Optimizer.ADAMW, Optimizer.ADAM, Optimizer.ADAMW_BF16)
+"""Whose steps are loops there; others step as here."""
 _MASTER_BYTES: Final = 4
 """Of a float32 parameter."""
 
@@ -366,7 +367,8 @@ class RuntimeCosts(CostModel):
     def _looping_s(self, task: Task, optimizer: Optimizer) -> float:
         """Seconds of an update whose every step is an operation of its own, on every tensor."""
         # What is moved besides the update, of a norm that is limited, stays as it is.
-        more_bytes = (LOOPED_BYTES - FUSED_BYTES) * _LOOPED[optimizer]
+        stepped = stepped_dtype(self.dtype, optimizer)
+        more_bytes = (LOOPED_BYTES - FUSED_BYTES) * stepped.item_bytes / DType.FLOAT32.item_bytes
         streamed_bytes = task.stepped_bytes + more_bytes * task.num_stepped
         streaming_s = streamed_bytes / self._streamed_bytes_per_s
         # Over lists a kernel takes many tensors.
