@@ -32,6 +32,7 @@ from ..engine.kept_schedule import memory_schedule
 from ..engine.simulator import simulate_plan
 from ..memory.host import planned_host_bytes
 from ..memory.reserved import expected_segments_bytes
+from ..memory.segments import segments_of
 from .problem import SearchProblem
 from .survival import SegmentRoom
 
@@ -245,10 +246,12 @@ class _Need:
         room: SegmentRoom | None,
         runtime: Runtime = Runtime.OURS,
     ) -> None:
-        self._name, self._how, self._plan, self._problem, self._runtime = name, how, plan, problem, runtime
+        self._name, self._how, self._plan, self._problem = name, how, plan, problem
+        self._runtime = RuntimeProfile(runtime)
+        self._method = self._runtime.method(problem.method)
         workload = problem.workload
         self._layout = layout_of(workload, plan.chunk_bytes)
-        self._schedule = memory_schedule(plan, workload, self._layout, policies=problem.method.policies)
+        self._schedule = memory_schedule(plan, workload, self._layout, policies=self._method.policies)
         order = HappensBefore(self._schedule, _ITERATIONS)
         self._peak_bytes = guaranteed_device_peak(self._schedule, order).size_bytes
         self._pinned_bytes = self._schedule.static_bytes(Memory.PINNED_HOST)
@@ -260,8 +263,9 @@ class _Need:
         ]
         self._segments_bytes: int | None = None
         if room is not None and not any(size > 0 for _, size in lacking):
-            self._segments_bytes = expected_segments_bytes(
-                self._schedule, workload, self._layout, room.device, order=order
+            self._segments_bytes = (
+                expected_segments_bytes(self._schedule, workload, self._layout, room.device, order=order)
+                + segments_of(self._runtime, plan, workload).gathering_bytes
             )
             lacking.append(("device memory for the allocator's segments", self._segments_bytes - room.limit_bytes))
         self.lacking = tuple(Lack(memory=memory, size_bytes=size) for memory, size in lacking if size > 0)
@@ -273,11 +277,11 @@ class _Need:
         _, timing = simulate_plan(
             plan,
             workload,
-            RuntimeCosts.like(problem.costs, RuntimeProfile(self._runtime), workload),
+            RuntimeCosts.like(problem.costs, self._runtime, workload),
             problem.contention,
             layout=self._layout,
             schedule=whole,
-            method=problem.method,
+            method=self._method,
         )
         return Baseline(
             name=self._name,

@@ -12,6 +12,8 @@ from protwin.shared.schema.workload import DType, Operation, OperationClass, Pha
 from protwin.shared.workloads.check import has_fused_dropout
 from protwin.shared.workloads.source import resolve_family
 from protwin.sim.costs.task_costs import CostModel
+from protwin.sim.searching.request import SearchRequest
+from protwin.sim.searching.search import search
 from tests.sim.hand_made import machine
 
 OPERATION: dict[str, Any] = {
@@ -70,3 +72,8 @@ def test_a_cpu_refuses_them() -> None:
     # Real tensors ran the kernels of the machine that they were on.
     CostModel.of(workload.model_copy(update={"traced_with": "real"}), machine(kind=DeviceKind.CPU))
     CostModel.of(shipped("llama-3.2-1b"), machine(kind=DeviceKind.CPU))
+
+
+def test_a_search_for_a_cpu_refuses_them_too() -> None:
+    with pytest.raises(WorkloadError, match="has dropout, which its workload holds as GPUs run it"):
+        search(SearchRequest(workload=shipped("gpt2"), hardware=machine(kind=DeviceKind.CPU)))
