@@ -141,18 +141,19 @@ def by_class(predicted: Predicted) -> Parts:
         if run.iteration_s is not None:
             classes.setdefault(run.run_class, []).append(predicted[run.id].iteration_s / run.iteration_s - 1)
     rows = [
-        (
-            name,
-            str(len(errors)),
-            f"{fmean(errors):+.1%}",
-            f"{fmean(map(abs, errors)):.1%}",
-            f"{max(errors, key=abs):+.1%}",
-            f"{sum(abs(error) <= WITHIN_FRAC for error in errors)}",
-        )
+        (*_errors_row(name, errors), f"{sum(abs(error) <= WITHIN_FRAC for error in errors)}")
         for name, errors in classes.items()
     ]
-    columns = ("class", ">runs", ">mean error", ">mean size", ">worst", f">within {WITHIN_FRAC:.0%}")
+    columns = (*_ERRORS_OF_CLASS, f">within {WITHIN_FRAC:.0%}")
     return (Table(title="Times of all published runs, by class", columns=columns, rows=rows),)
+
+
+_ERRORS_OF_CLASS: Final = ("class", ">runs", ">mean error", ">mean size", ">worst")
+
+
+def _errors_row(name: str, errors: Sequence[float]) -> tuple[str, ...]:
+    mean, size, worst = fmean(errors), fmean(map(abs, errors)), max(errors, key=abs)
+    return name, str(len(errors)), f"{mean:+.1%}", f"{size:.1%}", f"{worst:+.1%}"
 
 
 def memory_by_class(predicted: Predicted) -> Parts:
@@ -164,20 +165,11 @@ def memory_by_class(predicted: Predicted) -> Parts:
             error = memory_of_kind(predicted[run.id], kind) / measured_bytes - 1
             classes.setdefault(run.run_class, []).append(error)
     every = [error for errors in classes.values() for error in errors]
-    rows = [
-        (
-            name,
-            str(len(errors)),
-            f"{fmean(errors):+.1%}",
-            f"{fmean(map(abs, errors)):.1%}",
-            f"{max(errors, key=abs):+.1%}",
-        )
-        for name, errors in (*classes.items(), ("all", every))
-    ]
+    rows = [_errors_row(name, errors) for name, errors in (*classes.items(), ("all", every))]
     return (
         Table(
             title="Memory of all published runs, by class",
-            columns=("class", ">runs", ">mean error", ">mean size", ">worst"),
+            columns=_ERRORS_OF_CLASS,
             rows=rows,
             ruled=frozenset({len(rows) - 1}),
             styles={len(rows) - 1: "bold"},

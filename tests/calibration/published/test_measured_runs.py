@@ -1,4 +1,4 @@
-"""Published training runs: their data, their predictions in the sources' units, comparisons of plans, and memory."""
+"""Published training runs: their data, their predictions in the sources' units, and comparisons of plans."""
 
 from __future__ import annotations
 
@@ -31,20 +31,10 @@ from protwin.calibration.published.measured_runs import (
     SOURCES,
     Measured,
     MeasuredRun,
-    MemoryKind,
     configuration_of,
-)
-from protwin.calibration.published.memory_margin import (
-    MemoryOfRun,
-    memory_of_runs,
-    num_refused,
-    quantiles_of_ratio,
-    share_covered,
-    share_within_device,
 )
 from protwin.calibration.published.outcome import Outcome, calibrated_comparisons
 from protwin.calibration.published.run_predictions import (
-    PredictedRun,
     figures_of,
     hardware_of,
     plan_of,
@@ -52,7 +42,7 @@ from protwin.calibration.published.run_predictions import (
     profile_of,
     workload_of,
 )
-from protwin.calibration.published.run_tables import memory_by_class, of_intervals, own_figure, run_tables
+from protwin.calibration.published.run_tables import of_intervals, own_figure, run_tables
 from protwin.calibration.published.runs import DATA_PARALLEL, REPLICATED, Prediction, Quantity
 from protwin.shared.basics.interval import Interval
 from protwin.shared.basics.units import format_number, format_seconds
@@ -64,7 +54,7 @@ from protwin.shared.tables.record import iteration_table
 from protwin.shared.tables.table import Table
 from protwin.shared.tables.terminal import as_text
 from protwin.sim.engine.simulator import simulate
-from protwin.sim.searching.confidence import CALIBRATED, DATA_SHEETS, DEFAULT_MARGIN_FRAC
+from protwin.sim.searching.confidence import CALIBRATED, DATA_SHEETS
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 KEPT = Outcome.load(max(RESULTS.glob("published-*.json")))
@@ -333,51 +323,6 @@ def test_a_measured_plan_has_the_form_that_its_name_tells() -> None:
         assert (form.activations is Activations.KEPT) == (not swaps and not checkpoints)
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------
-
-
-def memory(measured: int, predicted: int, *, device: int = 100) -> MemoryOfRun:
-    return MemoryOfRun("made up", MemoryKind.RESERVED, measured, predicted, device, None)
-
-
-def test_margins_by_hand() -> None:
-    found = [memory(20, 20), memory(22, 20), memory(50, 40), memory(10, 20)]
-    assert [share_covered(found, margin) for margin in (0.0, 0.09, 0.1, 0.2)] == [0.5, 0.5, 0.75, 1.0]
-    assert [share_within_device(found, margin) for margin in (0.0, 0.02, 0.05, 0.1)] == [0.5, 0.75, 0.75, 1.0]
-    assert quantiles_of_ratio(found, (0.25, 0.5, 1.0)) == [0.5, 1.0, 1.25]
-
-
-def predicted_run(name: str, needed_bytes: int) -> PredictedRun:
-    return PredictedRun(
-        id=name,
-        iteration_s=1.0,
-        tokens_per_s_per_device=1.0,
-        samples_per_s=1.0,
-        mfu_frac=None,
-        guaranteed_peak_bytes=1,
-        reserved_bytes=needed_bytes - 10,
-        outside_bytes=10,
-        device_bytes=100,
-    )
-
-
-def test_what_leaves_less_than_the_margin_is_refused() -> None:
-    runs = MEASURED_RUNS[:3]
-    found = {run.id: predicted_run(run.id, size) for run, size in zip(runs, (90, 95, 101), strict=True)}
-    assert [num_refused(runs, found, margin) for margin in (0.0, 0.05, 0.06, 0.2)] == [1, 1, 2, 3]
-
-
-def test_memory_is_held_against_its_own_kind() -> None:
-    kinds = {one.run: one for one in memory_of_runs(KEPT.predicted)}
-    process, allocated, reserved = (
-        kinds[name] for name in ("qwen-7B-lora-512", "litgpt-llama2-7b-b2", "prime-rl-3210")
-    )
-    predicted = KEPT.predicted
-    assert process.predicted_bytes == predicted[process.run].reserved_bytes + predicted[process.run].outside_bytes
-    assert allocated.predicted_bytes == predicted[allocated.run].guaranteed_peak_bytes
-    assert reserved.predicted_bytes == predicted[reserved.run].reserved_bytes
-
-
 # -- what the search trusts ------------------------------------------------------------------------------------------
 
 
@@ -406,17 +351,6 @@ def test_uncertainties_cover_what_was_measured() -> None:
         compared = [pair for pair in calibrated if pair.crosses_links is crosses_links]
         assert len(compared) >= 20
         assert frac - 0.02 < Spread.of(compared).covering <= frac
-
-
-def test_the_margin_covers_what_was_measured() -> None:
-    """Of plain loops: a plan that is carried out here holds what they hold, and nothing of other systems."""
-    alike = [one for one in KEPT.memories() if one.is_of_plan]
-    assert len(alike) >= 11
-    assert share_covered(alike, DEFAULT_MARGIN_FRAC) >= 0.8
-    assert share_within_device(alike, DEFAULT_MARGIN_FRAC) == 1
-    predicted = KEPT.predicted
-    more = num_refused(MEASURED_RUNS, predicted, DEFAULT_MARGIN_FRAC) - num_refused(MEASURED_RUNS, predicted, 0.0)
-    assert more <= 0.05 * len(MEASURED_RUNS)
 
 
 # -- what is kept and printed ----------------------------------------------------------------------------------------
@@ -457,26 +391,6 @@ def test_every_class_is_summed_up_once() -> None:
     classes = {run.run_class for run in MEASURED_RUNS if run.iteration_s is not None}
     for name in classes:
         assert sum(line.strip().startswith(name + "  ") for line in block.splitlines()) == 1
-
-
-def test_errors_of_memory_are_summed_up_by_class() -> None:
-    """Of a prediction that is a tenth too much, and then a tenth too little, in turn."""
-    measured = [run for run in MEASURED_RUNS if run.measured.memory is not None]
-    predicted, errors = dict(KEPT.predicted), {}
-    for number, run in enumerate(measured):
-        assert run.measured.memory is not None
-        _, size_bytes = run.measured.memory
-        errors.setdefault(run.run_class, []).append(sign := (0.1, -0.1)[number % 2])
-        made = round(size_bytes * (1 + sign))
-        update = {"guaranteed_peak_bytes": made, "reserved_bytes": made, "outside_bytes": 0}
-        predicted[run.id] = KEPT.predicted[run.id].model_copy(update=update)
-    (table,) = memory_by_class(predicted)
-    assert isinstance(table, Table)
-    assert {row[0]: int(row[1]) for row in table.rows[:-1]} == {name: len(of) for name, of in errors.items()}
-    for row in table.rows[:-1]:
-        assert float(row[2].rstrip("%")) == pytest.approx(100 * sum(errors[row[0]]) / len(errors[row[0]]), abs=0.06)
-    assert all(row[3] == "10.0%" for row in table.rows)
-    assert int(table.rows[-1][1]) == len(measured)
 
 
 def test_runs_inside_their_intervals_are_counted_by_class() -> None:
