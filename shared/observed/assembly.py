@@ -164,6 +164,8 @@ def phase_of(observation: Observation, measured_s: float | None) -> Phase:
         gradient_bytes=max(0, observation.gradient_bytes),
         curve=observation.curve(),
         adding_curve=observation.adding_curve(),
+        changes=observation.changes(),
+        adding_changes=observation.adding_changes(),
         exchanges=tuple(observation.exchanges),
         num_graphs=observation.num_graphs,
         measured_s=measured_s,

@@ -144,6 +144,30 @@ class Observation:
             return ()
         return self._stretches(self.adding_levels, self.net_bytes - self.gradient_bytes)
 
+    def changes(self) -> tuple[int, ...]:
+        """``Phase.changes``; empty of loops over tiles, whose passes are not listed one by one."""
+        return self._changes(self.levels)
+
+    def adding_changes(self) -> tuple[int, ...]:
+        """``Phase.adding_changes``; empty if no gradient became final."""
+        return self._changes(self.adding_levels) if self.gradient_bytes > 0 else ()
+
+    def _changes(self, levels: Sequence[int]) -> tuple[int, ...]:
+        if self.repeated or len(self.calls) != len(levels):
+            return ()
+        found: list[int] = []
+        before_bytes = 0
+        for call, level_bytes in zip(self.calls, levels, strict=True):
+            made = [] if call.name.endswith("_") else [size for size in call.writes_bytes if size]
+            gone_bytes = sum(made) - (level_bytes - before_bytes)
+            before_bytes = level_bytes
+            if gone_bytes > 0:
+                found.append(-gone_bytes)
+            elif gone_bytes < 0:
+                made.append(-gone_bytes)
+            found += made
+        return tuple(found)
+
     def _stretches(self, levels: Sequence[int], net_bytes: int) -> tuple[tuple[float, int], ...]:
         if not levels:
             return ((1.0, net_bytes),) if net_bytes > 0 else ()

@@ -69,13 +69,13 @@ def _recomputation(
     num_again = len(recompute.calls) - num_before
     handed_bytes = [0] * num_before + sizes[:num_again]
     kept_bytes, used_bytes = sum(sizes), sum(handed_bytes)
+    keeping = replace(forward, levels=_with_kept(forward, is_kept), end_bytes=forward.end_bytes + kept_bytes)
     return SelectiveRecomputation(
         product_stride=product_stride,
         kept_bytes=kept_bytes,
         unused_bytes=kept_bytes - used_bytes,
-        forward_curve=replace(
-            forward, levels=_with_kept(forward, is_kept), end_bytes=forward.end_bytes + kept_bytes
-        ).curve(),
+        forward_curve=keeping.curve(),
+        forward_changes=keeping.changes(),
         recompute=_phase(_without_kept(recompute, [False] * num_before + is_kept[:num_again], handed_bytes)),
     )
 
@@ -120,6 +120,7 @@ def _phase(observation: Observation) -> Phase:
         net_bytes=observation.net_bytes,
         gradient_bytes=max(0, observation.gradient_bytes),
         curve=observation.curve(),
+        changes=observation.changes(),
         exchanges=tuple(observation.exchanges),
         num_graphs=observation.num_graphs,
     )

@@ -24,6 +24,7 @@ from ..kernels.allocator import CompiledAllocator, DeviceFullError
 from ..kernels.library import Allocated, is_available
 from .allocator import AllocatorFullError, CachingAllocator
 from .blocks import Block
+from .freed import freed_by
 from .requests import Made, Nest, Recorder, latest_first, nests
 from .requests_of_schedule import Act, AllocationProgram, StaticTensors, Step
 
@@ -297,6 +298,8 @@ class _Run:
         missing: list[tuple[list[Made], int]] = []
         for buffer in step.buffers:
             taken, left_bytes = self._take_tensors(self._program.sizes_bytes[buffer])
+            if left_bytes and not self._is_at_once:
+                left_bytes = self._hand_on(taken, left_bytes)
             self._held[iteration, buffer] = taken
             if left_bytes:
                 missing.append((taken, left_bytes))
@@ -305,6 +308,14 @@ class _Run:
         self._tensors, self._leaving = [], []
         for blocks, size_bytes in missing:
             blocks.append(self._allocator.malloc(size_bytes))
+
+    def _hand_on(self, taken: list[Made], left_bytes: int) -> int:
+        """What was there before and did not go, as a gradient to which every block adds, stays where it is."""
+        for place in reversed(range(len(self._leaving))):
+            if self._leaving[place].requested_bytes <= left_bytes:
+                taken.append(self._leaving.pop(place))
+                left_bytes -= taken[-1].requested_bytes
+        return left_bytes
 
     def _take_tensors(self, size_bytes: int) -> tuple[list[Made], int]:
         """The oldest tensors that fit into so many bytes, taken from the task, and the bytes that they leave."""
@@ -330,16 +341,19 @@ class _Run:
 
     def _fall(self, size_bytes: int) -> None:
         """Free tensors of so many bytes, those of the task itself and those that it is to free."""
-        for blocks in (self._tensors, self._leaving):
-            while size_bytes and blocks:
-                block = blocks.pop()
-                held_bytes = block.requested_bytes
-                self._allocator.free(block)
-                if held_bytes > size_bytes:
-                    blocks.append(self._allocator.malloc(held_bytes - size_bytes))
-                    return
-                size_bytes -= held_bytes
-        assert not size_bytes, "a level falls no further than to what the task frees"
+        there = [*self._leaving, *self._tensors]
+        freed = freed_by(tuple(block.requested_bytes for block in there), size_bytes)
+        for place in sorted(freed.places, reverse=True):
+            self._allocator.free(there[place])
+            size_bytes -= there[place].requested_bytes
+        gone = set(freed.places)
+        if freed.cut is not None:
+            block = there[freed.cut]
+            self._allocator.free(block)
+            there[freed.cut] = self._allocator.malloc(block.requested_bytes - size_bytes)
+        num_leaving = len(self._leaving)
+        self._leaving = [block for place, block in enumerate(there[:num_leaving]) if place not in gone]
+        self._tensors = [block for place, block in enumerate(there[num_leaving:], num_leaving) if place not in gone]
 
     def _free_all(self, blocks: Sequence[Made]) -> None:
         for block in blocks:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import accumulate
 from math import prod
 from typing import Final
 
@@ -96,9 +97,12 @@ def allocation_program(schedule: Schedule, order: HappensBefore | None = None) -
 
 
 def _levels(task: Task, least_bytes: int) -> Iterable[Step]:
-    """A task's curve; it cannot release more than it frees."""
+    """The levels within a task; it cannot release more than it frees."""
+    if task.phase is None:
+        return
     before_bytes = 0
-    for _, level_bytes in task.phase.curve if task.phase is not None else ():
+    levels = accumulate(task.phase.changes) if task.phase.changes else (level for _, level in task.phase.curve)
+    for level_bytes in levels:
         level = max(level_bytes, least_bytes)
         if level != before_bytes:
             yield Step(Act.LEVEL, level_bytes=level)
