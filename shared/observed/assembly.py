@@ -85,7 +85,7 @@ def assemble(
     """
     num_observed = 1 + max(model.stands_for)
     observed = unshared(shape.observed, shape.shared_inputs)
-    assembly = _Assembly(num_observed, observed, seconds or {})
+    assembly = _Assembly(num_observed, observed, seconds or {}, is_compiled=shape.compiled is not None)
     profiles, profile_of_observed = assembly.profiles()
     profile_of = [profile_of_observed[observed] for observed in model.stands_for]
     does: dict[str, Any] = {
@@ -180,7 +180,10 @@ class _Assembly:
         num_blocks: int,
         observed: Mapping[ActivationMode, Mapping[PhaseKey, Observation]],
         seconds: Seconds,
+        *,
+        is_compiled: bool = False,
     ) -> None:
+        self._is_compiled = is_compiled
         self._num_blocks = num_blocks
         self._observed = observed
         self._seconds = seconds
@@ -224,7 +227,8 @@ class _Assembly:
             checkpoint_backward=self.phase(again, TaskKind.BACKWARD, section),
             swappable_bytes=forward.swappable_bytes,
             selective=selective_recomputations(
-                *(checkpointed[kind, section] for kind in (TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD))
+                *(checkpointed[kind, section] for kind in (TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD)),
+                is_compiled=self._is_compiled,
             ),
         )
 

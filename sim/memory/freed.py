@@ -62,9 +62,7 @@ def _sums(places: dict[int, list[int]], size_bytes: int) -> Iterator[list[tuple[
     pairs: dict[int, list[tuple[int, int]]] = {}
     for one, other in combinations_with_replacement(sorted(places), 2):
         pairs.setdefault(one + other, []).append((one, other))
-    yield [
-        (*pair, size) for size in places for pair in pairs.get(size_bytes - size, ()) if size >= pair[1]
-    ]
+    yield [(*pair, size) for size in places for pair in pairs.get(size_bytes - size, ()) if size >= pair[1]]
     yield [
         (*pair, *more)
         for total, of_total in pairs.items()

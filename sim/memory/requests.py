@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from .rules import SMALL_BYTES, round_size
+from .within_task import TaskRequests
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +52,16 @@ class Recorder:
     def free(self, made: Made) -> None:
         """Note that it is freed."""
         self.requests.append(made.number - self.num_made)
+
+    def play(self, wanted: TaskRequests, held: Sequence[Made]) -> list[Made]:
+        """Note what a task asks for that is to free the tensors ``held``; all tensors by their numbers in the task."""
+        begin, num_before = len(self.requests), self.num_made
+        self.requests += wanted.requests
+        for place, num_made, number in wanted.freed:
+            self.requests[begin + place] = held[number].number - num_before - num_made
+        self.num_made += wanted.num_made
+        own = enumerate(wanted.sizes_bytes[len(held) :], num_before)
+        return [*held, *(Made(size_bytes, number) for number, size_bytes in own)]
 
     def take(self) -> list[int]:
         """The requests since the last call."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from itertools import accumulate
 from math import prod
 from typing import Final
@@ -35,7 +36,7 @@ class Act(IntEnum):
     LEVEL = 3
     """The level within it, above that at its start; bytes."""
     STEP = 4
-    """Device Adam; the first one makes the optimizer's state."""
+    """Within the task before its end: device Adam; the first one begins with the optimizer's state."""
     END = 5
     """A compute task; the buffers are those that it leaves, those made last first."""
 
@@ -60,6 +61,8 @@ class AllocationProgram:
     """Room for copies that the iteration before the first would have made."""
     sizes_bytes: tuple[int, ...]
     """Of every buffer of the schedule."""
+    contents: tuple[Content, ...]
+    """Of the same."""
 
 
 def allocation_program(schedule: Schedule, order: HappensBefore | None = None) -> AllocationProgram:
@@ -93,20 +96,29 @@ def allocation_program(schedule: Schedule, order: HappensBefore | None = None) -
         steps.append(Step(Act.END, tuple(b for b in reversed(task.allocates) if counted[b])))
         steps += made(events.room_at_end.get(task_id, ()))
     before = tuple(made(events.room_at_start))
-    return AllocationProgram(tuple(steps), before, tuple(b.size_bytes for b in schedule.buffers))
+    sizes_bytes, contents = (tuple(getattr(b, name) for b in schedule.buffers) for name in ("size_bytes", "content"))
+    return AllocationProgram(tuple(steps), before, sizes_bytes, contents)
 
 
 def _levels(task: Task, least_bytes: int) -> Iterable[Step]:
     """The levels within a task; it cannot release more than it frees."""
     if task.phase is None:
-        return
+        return ()
+    if task.phase.changes:
+        return _steps_of(tuple(accumulate(task.phase.changes)), least_bytes)
+    return _steps_of(tuple(level for _, level in task.phase.curve), least_bytes)
+
+
+@lru_cache(maxsize=1024)  # equal blocks have the same
+def _steps_of(levels: tuple[int, ...], least_bytes: int) -> tuple[Step, ...]:
+    found: list[Step] = []
     before_bytes = 0
-    levels = accumulate(task.phase.changes) if task.phase.changes else (level for _, level in task.phase.curve)
     for level_bytes in levels:
         level = max(level_bytes, least_bytes)
         if level != before_bytes:
-            yield Step(Act.LEVEL, level_bytes=level)
+            found.append(Step(Act.LEVEL, level_bytes=level))
         before_bytes = level
+    return tuple(found)
 
 
 def _parameters_first(schedule: Schedule, buffers: list[AllocationId]) -> tuple[AllocationId, ...]:

@@ -13,9 +13,10 @@ from ...shared.schema.schedule import Schedule
 from ...shared.schema.workload import Workload
 from .allocator import AllocatorFullError
 from .libraries import matrix_workspaces, outside_allocator_bytes
-from .request_replay import Inside, RequestLog, reserved_by
+from .request_replay import RequestLog, reserved_by
 from .requests_of_schedule import allocation_program, static_tensors
 from .rules import SEGMENT_ROUNDING_BYTES
+from .within_task import Inside
 
 _COARSE_ITERATIONS: Final = 2
 """The coarse reading takes nearly everything that it ever takes in the first iteration and the first with all state."""
@@ -66,8 +67,7 @@ def device_reserved(
     static = static_tensors(schedule, workload.parameters, layout)
     workspaces = matrix_workspaces(device)
     log, coarse_log = (
-        RequestLog(program, static, workspaces=workspaces, inside=inside)
-        for inside in (Inside.LATEST_FIRST, Inside.AT_ONCE)
+        RequestLog(program, static, workspaces=workspaces, inside=inside) for inside in (Inside.BY_SIZE, Inside.AT_ONCE)
     )
     limit_bytes, own_bytes = _limit_bytes(device, beside_bytes), segments.gathering_bytes
     left_bytes, are_expandable = limit_bytes - own_bytes, segments.are_expandable
@@ -123,7 +123,7 @@ def expected_segments_bytes(
         allocation_program(schedule, order),
         static_tensors(schedule, workload.parameters, layout),
         workspaces=matrix_workspaces(device),
-        inside=Inside.LATEST_FIRST,
+        inside=Inside.BY_SIZE,
     )
     return reserved_by(log, expandable_segments=expandable_segments).peak_reserved_bytes
 

@@ -92,7 +92,7 @@ def test_they_are_part_of_what_is_reserved_and_of_nothing_else() -> None:
 
 def test_expandable_segments_hold_what_is_said_to_fit_with_them() -> None:
     """Where cached segments do not fit, the same record says what expandable ones come to; with them it is expected."""
-    given, hardware = workload(2048), machine("h100-80gb-x8")
+    given, hardware = workload(1024), machine("h100-80gb-x8")
     plan = sharded(given)
     plain, expandable = simulate(plan, given, hardware), simulate(plan, given, hardware, runtime=EXPANDABLE)
     least, expected, most = reserved(expandable)
