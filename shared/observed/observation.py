@@ -7,7 +7,7 @@ levels for another shape.  Everything that is derived from them lies here, so th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -44,6 +44,8 @@ class OperatorCall:
 
 
 _CURVE_STRETCHES: Final = 24
+_LATEST: Final = 8
+"""Tensors among which gradients are that became final together: a weight's and a bias's, with what came between."""
 _FILLS: Final = frozenset(
     ("fill_", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros")
 )
@@ -148,6 +150,18 @@ class Observation:
         """``Phase.changes``; empty of loops over tiles, whose passes are not listed one by one."""
         return self._changes(self.levels)
 
+    def final_tensors(self) -> tuple[int, ...]:
+        """``Phase.final_tensors``: those that have the bytes of gradients that became final behind them."""
+        if self.gradient_bytes <= 0 or not self.changes():
+            return ()
+        found: set[int] = set()
+        made: list[int] = []
+        final_bytes = [level - adding for level, adding in zip(self.levels, self.adding_levels, strict=True)]
+        for call, now, later in zip(self.calls, final_bytes, [*final_bytes[1:], self.gradient_bytes], strict=True):
+            made += _made_by(call)
+            found.update(_latest_of(made, later - now, found))
+        return tuple(sorted(found))
+
     def adding_changes(self) -> tuple[int, ...]:
         """``Phase.adding_changes``; empty if no gradient became final."""
         return self._changes(self.adding_levels) if self.gradient_bytes > 0 else ()
@@ -158,7 +172,7 @@ class Observation:
         found: list[int] = []
         before_bytes = 0
         for call, level_bytes in zip(self.calls, levels, strict=True):
-            made = [] if call.name.endswith("_") else [size for size in call.writes_bytes if size]
+            made = _made_by(call)
             gone_bytes = sum(made) - (level_bytes - before_bytes)
             before_bytes = level_bytes
             if gone_bytes > 0:
@@ -187,6 +201,25 @@ class Observation:
             yield one.begin, one.end, one.count, one.net_bytes
             done = one.end
         yield done, len(self.operations), 1, 0
+
+
+def _made_by(call: OperatorCall) -> list[int]:
+    """Bytes of the tensors that a call makes; one in place makes none."""
+    return [] if call.name.endswith("_") else [size for size in call.writes_bytes if size]
+
+
+def _latest_of(made: Sequence[int], size_bytes: int, taken: Set[int]) -> list[int]:
+    """Of tensors the latest that have so many bytes: one alone, or the latest together; none if these have not."""
+    places = [place for place in reversed(range(len(made))) if place not in taken and made[place] <= size_bytes]
+    for place in places:
+        if made[place] == size_bytes:
+            return [place]
+    found: list[int] = []
+    for place in places[:_LATEST]:
+        if made[place] <= size_bytes:
+            found.append(place)
+            size_bytes -= made[place]
+    return [] if size_bytes else found
 
 
 class _Stretches:

@@ -37,7 +37,8 @@ def selective_recomputations(
 ) -> tuple[SelectiveRecomputation, ...]:
     """For every stride, of a block whose checkpointed forward, recomputation and backward were seen.
 
-    ``is_compiled``: the three are what compiled code does.  None where results of one cannot be handed to the other: the recomputation runs other operations, or in tiles.
+    ``is_compiled``: the three are what compiled code does.
+    None where results of one cannot be handed to the other: the recomputation runs other operations, or in tiles.
     """
     num_before = _num_before(forward, recompute)
     in_tiles = forward.passes or forward.repeated or recompute.passes or recompute.repeated

@@ -206,7 +206,8 @@ class _Task:
     """The steps of one compute task, from its begin to its end."""
 
     frees: tuple[AllocationId, ...]
-    levels: tuple[int, ...]
+    levels: tuple[tuple[int, bool], ...]
+    """Each with whether the tensor by which it rises stays."""
     steps_weights: bool
     leaves: tuple[AllocationId, ...]
     leaves_bytes: tuple[int, ...]
@@ -218,13 +219,13 @@ def _grouped(program: AllocationProgram) -> list[Step | _Task]:
     """The steps of the program, those of a task as one."""
     found: list[Step | _Task] = []
     begin = Step(Act.BEGIN)
-    levels: list[int] = []
+    levels: list[tuple[int, bool]] = []
     steps_weights = False
     for step in program.steps:
         if step.act is Act.BEGIN:
             begin, levels, steps_weights = step, [], False
         elif step.act is Act.LEVEL:
-            levels.append(step.level_bytes)
+            levels.append((step.level_bytes, step.is_final))
         elif step.act is Act.STEP:
             steps_weights = True
         elif step.act is Act.END:

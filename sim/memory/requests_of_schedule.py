@@ -48,6 +48,8 @@ class Step:
     act: Act
     buffers: tuple[AllocationId, ...] = ()
     level_bytes: int = 0
+    is_final: bool = False
+    """Whether the tensor by which the level rises is a gradient that stays."""
     iterations_later: int = 0
     """Of the copy, after the iteration in which this happens; negative if it belongs to an earlier one."""
 
@@ -105,19 +107,21 @@ def _levels(task: Task, least_bytes: int) -> Iterable[Step]:
     if task.phase is None:
         return ()
     if task.phase.changes:
-        return _steps_of(tuple(accumulate(task.phase.changes)), least_bytes)
-    return _steps_of(tuple(level for _, level in task.phase.curve), least_bytes)
+        return _steps_of(tuple(accumulate(task.phase.changes)), least_bytes, task.phase.final_tensors)
+    return _steps_of(tuple(level for _, level in task.phase.curve), least_bytes, ())
 
 
 @lru_cache(maxsize=1024)  # equal blocks have the same
-def _steps_of(levels: tuple[int, ...], least_bytes: int) -> tuple[Step, ...]:
+def _steps_of(levels: tuple[int, ...], least_bytes: int, final: tuple[int, ...]) -> tuple[Step, ...]:
     found: list[Step] = []
-    before_bytes = 0
+    before_bytes = stated_bytes = 0
+    num_rises = 0
     for level_bytes in levels:
         level = max(level_bytes, least_bytes)
         if level != before_bytes:
-            found.append(Step(Act.LEVEL, level_bytes=level))
-        before_bytes = level
+            found.append(Step(Act.LEVEL, level_bytes=level, is_final=level_bytes > stated_bytes and num_rises in final))
+        num_rises += level_bytes > stated_bytes
+        before_bytes, stated_bytes = level, level_bytes
     return tuple(found)
 
 

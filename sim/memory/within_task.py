@@ -5,7 +5,8 @@ The schedule says which buffers come and go with which task; a chunk, a block's 
 each, optimizer state is known parameter by parameter.  What a compute task makes while it runs is known as a level over
 time.  Where its phase lists changes, every rise is one tensor, and every fall is what went between two operations;
 otherwise a rise is all that came until a level of the phase's curve.  A fall frees tensors of its size
-([Note: Which tensors go] in ``sim/memory/freed.py``), those that the task made and those that it is to free.  At its
+([Note: Which tensors go] in ``sim/memory/freed.py``), those that the task made and those that it is to free, but no
+gradient that is final: the level, had it been added to another, tells when one is.  At its
 end, what is left of its own is what it leaves behind, the oldest first: saved activations are made by the way, not at
 the end.  A buffer that it is to free and to leave again, as a gradient that every block hands on, keeps the tensors
 that did not go.  The other reading of ``Inside`` tells how much depends on this one.
@@ -48,7 +49,7 @@ class TaskRequests:
 
 @lru_cache(maxsize=4096)  # equal blocks ask for the same
 def task_requests(
-    levels: tuple[int, ...],
+    levels: tuple[tuple[int, bool], ...],
     frees: tuple[int, ...],
     leaves: tuple[tuple[int, range], ...],
     inside: Inside,
@@ -56,7 +57,8 @@ def task_requests(
     """The requests of a task with these levels, relative to that at its start.  Bytes.
 
     Args:
-        levels: In order; the last one need not be that at the end.
+        levels: In order, each with whether the tensor by which it rises stays: a gradient.  The last one need not be
+            that at the end.
         frees: Sizes of the tensors that it is to free, in the order in which they came.
         leaves: Sizes of the buffers that it leaves behind, those made last first, each with the tensors of ``frees``
             that it may keep.
@@ -72,16 +74,18 @@ class _Task:
         self._leaving = list(range(len(frees)))
         """Numbers of those that it is to free, and of its own."""
         self._own: list[int] = []
+        self._final: set[int] = set()
+        """Of its own, gradients."""
         self._requests: list[int] = []
         self._freed: list[tuple[int, int, int]] = []
         self._num_before = len(frees)
         self._is_at_once = inside is Inside.AT_ONCE
 
-    def run(self, levels: tuple[int, ...], leaves: tuple[tuple[int, range], ...]) -> TaskRequests:
+    def run(self, levels: tuple[tuple[int, bool], ...], leaves: tuple[tuple[int, range], ...]) -> TaskRequests:
         changes = [0]
         before_bytes = 0
-        for level_bytes in levels:
-            self._change(level_bytes - before_bytes)
+        for level_bytes, is_final in levels:
+            self._change(level_bytes - before_bytes, is_final=is_final)
             before_bytes = level_bytes
             changes.append(len(self._requests))
         left = self._end(leaves)
@@ -111,17 +115,21 @@ class _Task:
             self._free(number)
         numbers.clear()
 
-    def _change(self, change_bytes: int) -> None:
+    def _change(self, change_bytes: int, *, is_final: bool) -> None:
         if self._is_at_once and self._own:
             change_bytes += self._sizes[self._own[0]]
             self._free_all(self._own)
         if change_bytes > 0:
             self._own.append(self._make(change_bytes))
+            if is_final:
+                self._final.add(self._own[-1])
         elif change_bytes < 0:
             self._fall(-change_bytes)
 
     def _fall(self, size_bytes: int) -> None:
-        there = self._leaving + self._own
+        there = [number for number in self._leaving + self._own if number not in self._final]
+        if sum(self._sizes[number] for number in there) < size_bytes:
+            there = self._leaving + self._own
         freed = freed_by(tuple(self._sizes[number] for number in there), size_bytes)
         gone = {there[place] for place in freed.places}
         for place in freed.places:
