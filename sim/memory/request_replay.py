@@ -315,7 +315,7 @@ class _Run:
         changes += [before + number for number in wanted.changes[:-1]]
         if task.steps_weights:
             changes.append(changes[-1])
-        tensors = allocator.play(wanted, tensors)
+        left = allocator.play(wanted, tensors)
         changes.append(len(allocator.requests))
-        for buffer, left in zip(task.leaves, wanted.left, strict=True):
-            self._held[iteration, buffer] = [tensors[number] for number in left]
+        for buffer, made in zip(task.leaves, left, strict=True):
+            self._held[iteration, buffer] = made

@@ -115,12 +115,12 @@ def _levels(task: Task, least_bytes: int) -> Iterable[Step]:
 def _steps_of(levels: tuple[int, ...], least_bytes: int, final: tuple[int, ...]) -> tuple[Step, ...]:
     found: list[Step] = []
     before_bytes = stated_bytes = 0
-    num_rises = 0
+    finals, num_rises = frozenset(final), 0
     for level_bytes in levels:
-        level = max(level_bytes, least_bytes)
+        level, is_rise = max(level_bytes, least_bytes), level_bytes > stated_bytes
         if level != before_bytes:
-            found.append(Step(Act.LEVEL, level_bytes=level, is_final=level_bytes > stated_bytes and num_rises in final))
-        num_rises += level_bytes > stated_bytes
+            found.append(Step(Act.LEVEL, level_bytes=level, is_final=is_rise and num_rises in finals))
+        num_rises += is_rise
         before_bytes, stated_bytes = level, level_bytes
     return tuple(found)
 

@@ -6,7 +6,8 @@ each, optimizer state is known parameter by parameter.  What a compute task make
 time.  Where its phase lists changes, every rise is one tensor, and every fall is what went between two operations;
 otherwise a rise is all that came until a level of the phase's curve.  A fall frees tensors of its size
 ([Note: Which tensors go] in ``sim/memory/freed.py``), those that the task made and those that it is to free, but no
-gradient that is final: the level, had it been added to another, tells when one is.  At its
+gradient that is final: the level, had it been added to another, tells when one is.  Nor does the tensor go that was
+made last, which the next operation reads, where others have the bytes.  At its
 end, what is left of its own is what it leaves behind, the oldest first: saved activations are made by the way, not at
 the end.  A buffer that it is to free and to leave again, as a gradient that every block hands on, keeps the tensors
 that did not go.  The other reading of ``Inside`` tells how much depends on this one.
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
-from .freed import freed_by
+from .freed import Freed, freed_by
 
 
 class Inside(StrEnum):
@@ -127,10 +128,7 @@ class _Task:
             self._fall(-change_bytes)
 
     def _fall(self, size_bytes: int) -> None:
-        there = [number for number in self._leaving + self._own if number not in self._final]
-        if sum(self._sizes[number] for number in there) < size_bytes:
-            there = self._leaving + self._own
-        freed = freed_by(tuple(self._sizes[number] for number in there), size_bytes)
+        there, freed = self._going(size_bytes)
         gone = {there[place] for place in freed.places}
         for place in freed.places:
             self._free(there[place])
@@ -143,6 +141,19 @@ class _Task:
                 numbers[:] = [rest if number == cut else number for number in numbers]
         for numbers in (self._leaving, self._own):
             numbers[:] = [number for number in numbers if number not in gone]
+
+    def _going(self, size_bytes: int) -> tuple[list[int], Freed]:
+        """What goes, of which tensors: of all but gradients and the latest if these have the bytes, else of more."""
+        every = self._leaving + self._own
+        found = every, Freed((), None)
+        for kept in (self._final.union(self._own[-1:]), self._final, ()):
+            there = [number for number in every if number not in kept]
+            sizes = tuple(self._sizes[number] for number in there)
+            if sum(sizes) >= size_bytes:
+                found = there, freed_by(sizes, size_bytes)
+                if found[1].cut is None:
+                    return found
+        return found
 
     def _end(self, leaves: tuple[tuple[int, range], ...]) -> tuple[tuple[int, ...], ...]:
         left: list[list[int]] = []
