@@ -165,7 +165,7 @@ def phase_of(observation: Observation, measured_s: float | None) -> Phase:
         curve=observation.curve(),
         adding_curve=observation.adding_curve(),
         changes=observation.changes(),
-        final_tensors=observation.final_tensors(),
+        staying_tensors=observation.staying_tensors(),
         adding_changes=observation.adding_changes(),
         exchanges=tuple(observation.exchanges),
         num_graphs=observation.num_graphs,

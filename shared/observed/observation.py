@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Final
 
 from ..schema.workload import SMALLEST_SWAPPED_BYTES, DType, Operation, OperationClass
@@ -44,6 +45,9 @@ class OperatorCall:
 
 
 _CURVE_STRETCHES: Final = 24
+_SAVED_RESULTS: Final = frozenset(("_log_softmax",))
+"""Operators whose derivative reads their result, whatever reads it besides (torch's ``derivatives.yaml``).  Others have
+it in common with them; this one's is the largest tensor of a language model, of the size of what it was made of."""
 _LATEST: Final = 8
 """Tensors among which gradients are that became final together: a weight's and a bias's, with what came between."""
 _FILLS: Final = frozenset(
@@ -150,16 +154,23 @@ class Observation:
         """``Phase.changes``; empty of loops over tiles, whose passes are not listed one by one."""
         return self._changes(self.levels)
 
-    def final_tensors(self) -> tuple[int, ...]:
-        """``Phase.final_tensors``: those that have the bytes of gradients that became final behind them."""
-        if self.gradient_bytes <= 0 or not self.changes():
+    def staying_tensors(self) -> tuple[int, ...]:
+        """``Phase.staying_tensors``.
+
+        Gradients are the latest tensors that have the bytes by which the gradients grew that are final.
+        """
+        if not self.changes():
             return ()
         found: set[int] = set()
         made: list[int] = []
         final_bytes = [level - adding for level, adding in zip(self.levels, self.adding_levels, strict=True)]
-        for call, now, later in zip(self.calls, final_bytes, [*final_bytes[1:], self.gradient_bytes], strict=True):
+        final_bytes.append(max(0, self.gradient_bytes))
+        for call, (now, later) in zip(self.calls, pairwise(final_bytes), strict=True):
+            if call.name in _SAVED_RESULTS:
+                found.add(len(made))
             made += _made_by(call)
-            found.update(_latest_of(made, later - now, found))
+            if later > now:
+                found.update(_latest_of(made, later - now, found))
         return tuple(sorted(found))
 
     def adding_changes(self) -> tuple[int, ...]:

@@ -40,8 +40,9 @@ class Phase(FrozenModel):
     changes: tuple[SignedBytes, ...] = ()
     """Within the phase, in order: the bytes of each tensor that an operation makes, and, negative, the bytes that went
     between two operations.  They give the levels of ``curve``, and lower ones.  Empty where tensors are not known."""
-    final_tensors: tuple[NonNegativeInt, ...] = ()
-    """Of the tensors made in ``changes``, counted from 0, those that are gradients and stay.  Ascending."""
+    staying_tensors: tuple[NonNegativeInt, ...] = ()
+    """Of the tensors made in ``changes``, counted from 0, those that are known to stay: gradients that are final, and
+    results that a derivative reads.  Ascending."""
     adding_changes: tuple[SignedBytes, ...] = ()
     """``changes`` where gradients are added to others, as ``adding_curve``."""
     exchanges: tuple[Bytes, ...] = ()
@@ -58,7 +59,7 @@ class Phase(FrozenModel):
     @model_serializer(mode="wrap")
     def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = handler(self)
-        for name in ("changes", "final_tensors", "adding_changes", "exchanges"):
+        for name in ("changes", "staying_tensors", "adding_changes", "exchanges"):
             if not getattr(self, name):
                 fields.pop(name, None)
         if self.num_graphs is None:
@@ -87,7 +88,7 @@ class Phase(FrozenModel):
             gradient_bytes=0,
             curve=self.adding_curve or self.curve,
             changes=self.adding_changes if self.adding_curve else self.changes,
-            final_tensors=() if self.adding_curve else self.final_tensors,
+            staying_tensors=() if self.adding_curve else self.staying_tensors,
             exchanges=self.exchanges,
             looked_up_bytes=self.looked_up_bytes,
             num_graphs=self.num_graphs,
@@ -121,7 +122,7 @@ class Phase(FrozenModel):
                 curve=tuple((end, level + held_bytes) for end, level in self.curve),
                 adding_curve=tuple((end, level + held_bytes) for end, level in self.adding_curve),
                 changes=_raised(self.changes, held_bytes),
-                final_tensors=tuple(n + bool(held_bytes) for n in self.final_tensors),
+                staying_tensors=tuple(n + bool(held_bytes) for n in self.staying_tensors),
                 adding_changes=_raised(self.adding_changes, held_bytes),
                 exchanges=self.exchanges,
                 looked_up_bytes=self.looked_up_bytes,

@@ -225,7 +225,7 @@ def _grouped(program: AllocationProgram) -> list[Step | _Task]:
         if step.act is Act.BEGIN:
             begin, levels, steps_weights = step, [], False
         elif step.act is Act.LEVEL:
-            levels.append((step.level_bytes, step.is_final))
+            levels.append((step.level_bytes, step.stays))
         elif step.act is Act.STEP:
             steps_weights = True
         elif step.act is Act.END:

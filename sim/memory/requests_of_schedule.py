@@ -48,8 +48,8 @@ class Step:
     act: Act
     buffers: tuple[AllocationId, ...] = ()
     level_bytes: int = 0
-    is_final: bool = False
-    """Whether the tensor by which the level rises is a gradient that stays."""
+    stays: bool = False
+    """Whether the tensor by which the level rises is known to stay (``Phase.staying_tensors``)."""
     iterations_later: int = 0
     """Of the copy, after the iteration in which this happens; negative if it belongs to an earlier one."""
 
@@ -107,7 +107,7 @@ def _levels(task: Task, least_bytes: int) -> Iterable[Step]:
     if task.phase is None:
         return ()
     if task.phase.changes:
-        return _steps_of(tuple(accumulate(task.phase.changes)), least_bytes, task.phase.final_tensors)
+        return _steps_of(tuple(accumulate(task.phase.changes)), least_bytes, task.phase.staying_tensors)
     return _steps_of(tuple(level for _, level in task.phase.curve), least_bytes, ())
 
 
@@ -119,7 +119,7 @@ def _steps_of(levels: tuple[int, ...], least_bytes: int, final: tuple[int, ...])
     for level_bytes in levels:
         level, is_rise = max(level_bytes, least_bytes), level_bytes > stated_bytes
         if level != before_bytes:
-            found.append(Step(Act.LEVEL, level_bytes=level, is_final=is_rise and num_rises in finals))
+            found.append(Step(Act.LEVEL, level_bytes=level, stays=is_rise and num_rises in finals))
         num_rises += is_rise
         before_bytes, stated_bytes = level, level_bytes
     return tuple(found)

@@ -2,15 +2,15 @@
 
 [Note: What a replay knows]
 The schedule says which buffers come and go with which task; a chunk, a block's output and the batch are one tensor
-each, optimizer state is known parameter by parameter.  What a compute task makes while it runs is known as a level over
-time.  Where its phase lists changes, every rise is one tensor, and every fall is what went between two operations;
-otherwise a rise is all that came until a level of the phase's curve.  A fall frees tensors of its size
-([Note: Which tensors go] in ``sim/memory/freed.py``), those that the task made and those that it is to free, but no
-gradient that is final: the level, had it been added to another, tells when one is.  Nor does the tensor go that was
-made last, which the next operation reads, where others have the bytes.  At its
-end, what is left of its own is what it leaves behind, the oldest first: saved activations are made by the way, not at
-the end.  A buffer that it is to free and to leave again, as a gradient that every block hands on, keeps the tensors
-that did not go.  The other reading of ``Inside`` tells how much depends on this one.
+each, optimizer state is known parameter by parameter.  What a compute task makes while it runs is known as a level
+over time.  Where its phase lists changes, every rise is one tensor, and every fall is what went between two
+operations; otherwise a rise is all that came until a level of the phase's curve.  A fall frees tensors of its size,
+those that the task made and those that it is to free ([Note: Which tensors go] in ``sim/memory/freed.py``).  Where
+others have the bytes, none goes that is known to stay, as a final gradient, and not the one that was made last, which
+the next operation reads.  At its end, what is left of its own is what it leaves behind, the oldest first: saved
+activations are made by the way, not at the end.  A buffer that it is to free and to leave again, as a gradient that
+every block hands on, keeps the tensors that did not go.  The other reading of ``Inside`` tells how much depends on
+this one.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def task_requests(
     """The requests of a task with these levels, relative to that at its start.  Bytes.
 
     Args:
-        levels: In order, each with whether the tensor by which it rises stays: a gradient.  The last one need not be
+        levels: In order, each with whether the tensor by which it rises is known to stay.  The last one need not be
             that at the end.
         frees: Sizes of the tensors that it is to free, in the order in which they came.
         leaves: Sizes of the buffers that it leaves behind, those made last first, each with the tensors of ``frees``
@@ -75,8 +75,8 @@ class _Task:
         self._leaving = list(range(len(frees)))
         """Numbers of those that it is to free, and of its own."""
         self._own: list[int] = []
-        self._final: set[int] = set()
-        """Of its own, gradients."""
+        self._staying: set[int] = set()
+        """Of its own."""
         self._requests: list[int] = []
         self._freed: list[tuple[int, int, int]] = []
         self._num_before = len(frees)
@@ -85,8 +85,8 @@ class _Task:
     def run(self, levels: tuple[tuple[int, bool], ...], leaves: tuple[tuple[int, range], ...]) -> TaskRequests:
         changes = [0]
         before_bytes = 0
-        for level_bytes, is_final in levels:
-            self._change(level_bytes - before_bytes, is_final=is_final)
+        for level_bytes, stays in levels:
+            self._change(level_bytes - before_bytes, stays=stays)
             before_bytes = level_bytes
             changes.append(len(self._requests))
         left = self._end(leaves)
@@ -116,14 +116,14 @@ class _Task:
             self._free(number)
         numbers.clear()
 
-    def _change(self, change_bytes: int, *, is_final: bool) -> None:
+    def _change(self, change_bytes: int, *, stays: bool) -> None:
         if self._is_at_once and self._own:
             change_bytes += self._sizes[self._own[0]]
             self._free_all(self._own)
         if change_bytes > 0:
             self._own.append(self._make(change_bytes))
-            if is_final:
-                self._final.add(self._own[-1])
+            if stays:
+                self._staying.add(self._own[-1])
         elif change_bytes < 0:
             self._fall(-change_bytes)
 
@@ -146,7 +146,7 @@ class _Task:
         """What goes, of which tensors: of all but gradients and the latest if these have the bytes, else of more."""
         every = self._leaving + self._own
         found = every, Freed((), None)
-        for kept in (self._final.union(self._own[-1:]), self._final, ()):
+        for kept in (self._staying.union(self._own[-1:]), self._staying, ()):
             there = [number for number in every if number not in kept]
             sizes = tuple(self._sizes[number] for number in there)
             if sum(sizes) >= size_bytes:
