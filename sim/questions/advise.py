@@ -87,6 +87,8 @@ class AdviceRequest:
     """What learns from the model, block by block; None: the model itself is trained."""
     goal: Goal = Goal.FASTEST
     """Or LONGEST_SEQUENCE, which has no ``sequence_length``."""
+    packed_lengths: str | None = None
+    """Samples in each row, end to end; None: each row is one."""
     tiles: AskedTiles = field(default_factory=AskedTiles)
     """Numbers of tiles that plans may have."""
     product_stride: tuple[int, ...] | None = (0,)
@@ -126,6 +128,7 @@ class AdviceRequest:
                 options=self.options,
                 device=device,
                 student=self.student,
+                packed_lengths=self.packed_lengths,
                 mlp_tiles=mlp_tiles,
                 loss_tiles=loss_tiles,
             )
@@ -138,6 +141,7 @@ class AdviceRequest:
                 dtype=self.dtype,
                 options=self.options,
                 device=device,
+                packed_lengths=self.packed_lengths,
                 mlp_tiles=mlp_tiles,
                 loss_tiles=loss_tiles,
             )
