@@ -50,7 +50,7 @@ from ..model.parameters import SeenUses, TracedUses, compute_dtype, describe_par
 from ..model.snapshot import left_as_found
 from ..model.strides import unkept_strides
 from ..osft.subspaces import described_subspaces
-from ..quantized.states import described, with_states
+from ..quantized.states import described, products_of, with_states
 from ..routing.forced_choices import ForcedChoices
 from ..routing.tried import with_other_values
 from ..routing.value_dependence import ValueWatch, joined
@@ -139,7 +139,8 @@ def trace(
                 found = with_tilings(found, in_tiles, names_of(named, mlps))
             return with_loss_tilings(found, {n: asked.traced(names, next(report), loss_tiles=n) for n in loss_counts})
 
-        return with_sharings(traced_among(1), {number: traced_among(number) for number in shared_counts})
+        alone = traced_among(1).model_copy(update={"packed_products": products_of(model)})
+        return with_sharings(alone, {number: traced_among(number) for number in shared_counts})
 
     try:
         return traced(blocks)

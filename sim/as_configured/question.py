@@ -128,8 +128,11 @@ def settle(reading: Reading, said: Said, machine: Hardware | None, *, file: str)
 
 
 def as_here(settled: Settled) -> Settled:
-    """The run with its operations one by one, as every plan here has them."""
-    return replace(settled, options=settled.options.model_copy(update={"compiled": None, "float8": None}))
+    """The run with its operations one by one, and products that keep no input, as every plan here has them."""
+    changed: dict[str, Any] = {"compiled": None, "float8": None}
+    if settled.options.quantized is not None:
+        changed["quantized"] = settled.options.quantized.model_copy(update={"products": None})
+    return replace(settled, options=settled.options.model_copy(update=changed))
 
 
 def is_reachable(model: str) -> bool:
