@@ -28,7 +28,7 @@ def check_model(model: nn.Module, workload: Workload, *, traced_hash: str | None
     compiled = compiled_part(model)
     if compiled is not None:
         raise PlanError(compiled)
-    if (words := lowering_words(workload.compiled, workload.float8, workload.products_words)) is not None:
+    if (words := lowering_words(workload.compiled, workload.float8, workload.packed_products)) is not None:
         raise PlanError(
             f"the workload of {workload.model_name} is for predictions of what others run ({words}), and its plans are "
             f"not carried out here. Trace the model without --compile, --float8 and --bitsandbytes."

@@ -152,10 +152,9 @@ class TrainingOptions(FrozenModel):
         return self.compiled is not None or self.float8 is not None
 
     @property
-    def products_words(self) -> str | None:
-        """Whose products with packed weights are asked for, in words; None: those of this package's runtime."""
-        products = None if self.quantized is None else self.quantized.products
-        return None if products is None else products.words
+    def packed_products(self) -> PackedProducts | None:
+        """Whose products with packed weights are asked for; None: those of this package's runtime."""
+        return None if self.quantized is None else self.quantized.products
 
     @property
     def other_loss(self) -> LossHead | None:

@@ -263,11 +263,6 @@ class Workload(Document):
             if isinstance(section, int) and section >= len(self.blocks):
                 raise ValueError(f"parameter {name} is used by block {section} of {len(self.blocks)}")
 
-    @property
-    def products_words(self) -> str | None:
-        """Whose products with packed weights they are, in words; None: those of protwin's runtime."""
-        return None if self.packed_products is None else self.packed_products.words
-
     @cached_property
     def identity(self) -> str:
         """Hash of what a plan depends on: model, batch shapes, parameters and who uses them, loss; not of timings."""

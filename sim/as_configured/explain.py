@@ -107,7 +107,7 @@ def _lowered(
     settled: Settled, plain: tuple[Workload, Settled], asked: Asked, warn: Callable[[str], None]
 ) -> tuple[Workload, Settled]:
     """The workload of the run as it is compiled, and multiplies; ``plain`` where that is not known, which it says."""
-    products = settled.options.products_words
+    products = settled.options.packed_products
     if not settled.options.is_lowered and products is None:
         return plain
     try:
@@ -116,8 +116,8 @@ def _lowered(
     except WorkloadError as error:
         here, same = plain
         why = f"nothing is compiled or in float8 in the answer, which takes more time for it: {error}"
-        if not settled.options.is_lowered:
-            why = f"{products} keep inputs of maps, which are not in the answer: {error}"
+        if products is not None and not settled.options.is_lowered:
+            why = f"{products.words} keep inputs of maps, which are not in the answer: {error}"
         return here, replace(same, differences=(*same.differences, why))
     return found, same
 

@@ -237,7 +237,7 @@ def sweep_command(
         points=tuple(points),
         crossovers=crossovers(points),
         list_price=listed[0] if listed else None,
-        emulated=lowering_notes(compiled, float8, choice.options.products_words),
+        emulated=lowering_notes(compiled, float8, choice.options.packed_products),
         is_complete=is_complete,
     )
     save(found, output)
