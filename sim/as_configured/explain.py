@@ -86,7 +86,7 @@ def explain(
     return Explanation(
         file=asked.file,
         reading=reading,
-        settled=settled.notes,
+        settled=(*settled.notes, *configured.notes),
         differences=(
             _what_is_predicted(reading.tool, configured.runtime),
             *settled.differences,
