@@ -58,6 +58,7 @@ from ...shared.cli.options import (
 from ...shared.cli.output import save, tell
 from ...shared.cli.report_options import ReportPath, write_report
 from ...shared.cli.trained_as import images_of, loss_tiles_of, options_of, osft_of, quantized_of
+from ...shared.phases.tiling import LossHead
 from ...shared.schema.advice import Advice
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
@@ -80,6 +81,7 @@ from .options import (
     StudentPath,
     check_budget,
     price_files,
+    warn_of_loss,
 )
 from .space_options import (
     AllowedLossTiles,
@@ -265,6 +267,8 @@ def advise_command(
         check_shares(global_batch, number)
     cache = None if no_cache else cache_folder()
     num_parts = check_request(request, cache, method if osft is None else None)
+    if loss is LossHead.NARROW:
+        warn_of_loss(request.smallest_workload(cache))
     boxes = list(machines.values())
     asked = machines_with(boxes, numbers) if numbers else whole_machines(boxes, num_parts)
     if hardware:

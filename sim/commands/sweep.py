@@ -77,6 +77,7 @@ from .options import (
     price_files,
     ranks_to_search,
     unused_devices,
+    warn_of_loss,
 )
 from .space_options import (
     AllowedLossTiles,
@@ -260,6 +261,7 @@ def sweep_command(
                 ),
             ),
         )
+        warn_of_loss(asked.request.smallest_workload())
         points, is_complete = sweep_points(
             asked,
             [(batch_size, length) for length, batch_size in product(sequence_lengths, batch_sizes)],
