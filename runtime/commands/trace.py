@@ -52,6 +52,7 @@ from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import TrainingMethod
 from ...shared.schema.training_options import TrainingOptions
 from ...shared.schema.workload import Workload
+from ...shared.workloads.check import narrow_words
 from ...shared.workloads.dtypes import choose_dtype
 
 __all__ = ["trace"]
@@ -222,8 +223,9 @@ def trace_command(
 
     workload = chosen.note_in(workload)
     words = attention_words(workload.quadratic, workload.model_name, workload.num_tokens // workload.num_samples)
-    if words is not None:
-        warn(words)
+    for said in (words, narrow_words(workload)):
+        if said is not None:
+            warn(said)
     give(workload, output, as_json=as_json, tables=lambda: workload_tables(workload))
 
 

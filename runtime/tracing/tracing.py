@@ -39,7 +39,7 @@ from ..adapters.refusals import refused_adapter
 from ..data.packed_batches import is_told_ends, packing_of_batch, samples_apart
 from ..devices.device import device_description
 from ..hooks.row_reads import agreed
-from ..model.batches import Batch, Loss, batch_shapes, batch_tensors, count_samples_and_tokens
+from ..model.batches import Batch, BatchRefusedError, Loss, batch_shapes, batch_tensors, count_samples_and_tokens
 from ..model.blocks import NamedBlock, find_blocks
 from ..model.compiled import compiled_part
 from ..model.identity import model_hash, software_versions
@@ -148,8 +148,8 @@ def trace(
             raise
         try:
             order = blocks_as_run(model, batch, loss, find_blocks(model))
-        except RuntimeError:
-            raise refused from None  # the model cannot be copied: the iteration left tensors of its own on it
+        except (RuntimeError, BatchRefusedError):
+            raise refused from None  # it cannot be copied, with tensors that the iteration left, or asks for values
         if order is None:
             raise
     return traced(order)

@@ -96,6 +96,7 @@ from .options import (
     unused_devices,
     warn_of_attention,
     warn_of_dtype,
+    warn_of_loss,
     warn_of_memory,
     with_run,
 )
@@ -360,6 +361,7 @@ def search_command(
     result, document = found.result, found.result if global_batch is None else found
     warn_of_dtype(result.prediction, machine)
     warn_of_attention(_workload_of(request, found, choice))
+    warn_of_loss(_workload_of(request, found, choice))
     warn_of_memory(result.prediction, rank_host_bytes(machine, result.plan.num_ranks))
     save(result.noted_plan, output)
     write_report(report, lambda: _report(document, _workload_of(request, found, choice)))

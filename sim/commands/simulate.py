@@ -60,7 +60,7 @@ from ...shared.methods.known import method_named
 from ...shared.methods.runtime_profile import Runtime
 from ...shared.pipelines.pipeline import Pipeline, load_plan_or_pipeline
 from ...shared.schema.calibration import Calibration
-from ...shared.schema.hardware import Hardware
+from ...shared.schema.hardware import DeviceKind, Hardware
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
 from ...shared.schema.schedule import Schedule
@@ -101,6 +101,7 @@ from .options import (
     unused_devices,
     warn_of_attention,
     warn_of_dtype,
+    warn_of_loss,
     warn_of_memory,
     with_ranks,
 )
@@ -279,6 +280,13 @@ def simulate_command(
     record = record.model_copy(update={"remedies": told})
     _warn(record, machine, budget_bytes)
     warn_of_attention(workload)
+    warn_of_loss(workload)
+    if foreach and machine.device.kind is DeviceKind.CPU:
+        warn(
+            "--foreach is asked about on a CPU, where PyTorch takes lists of tensors if it is told foreach=True alone, "
+            "and its operations on lists go tensor by tensor: the step is predicted as a loop's, beside a list of "
+            "temporaries."
+        )
     if profile.num_loss_metrics:
         warn(
             f"metrics hold up to {format_bytes(loss_metric_bytes(workload))} behind each backward (all logits, their "

@@ -52,6 +52,7 @@ def deepspeed_run(rng: random.Random) -> AskedRun:
             fields["runtime"] = Runtime.DEEPSPEED_OFFLOAD
         fields["live_parameters"] = rng.choice([10**9, rng.randint(0, 10**10)])
         fields["prefetched_parameters"] = rng.choice([5 * 10**7, rng.randint(0, 10**9)])
+        fields["prefetch_follows_model"] = True if fields["prefetched_parameters"] == 5 * 10**7 else None
         fields["shard_ranks"] = rng.choice([None, 2, 8])
     if split is not Split.NOTHING:
         fields |= rng.choice([{"bucket_scalars": rng.randint(1, 10**9)}, {"bucket_follows_model": True}, {}])
@@ -79,6 +80,8 @@ def deepspeed(run: AskedRun, rng: random.Random) -> dict[str, Any]:
             assert value is not None
             if value != usual or rng.random() < 0.5:
                 zero[key] = float(value) if rng.random() < 0.5 else value
+        if run.prefetch_follows_model:
+            zero["stage3_prefetch_bucket_size"] = "auto"
         if run.shard_ranks is not None:
             zero["mics_shard_size"] = run.shard_ranks
     if run.bucket_follows_model:
