@@ -43,6 +43,7 @@ from ...shared.cli.options import (
     PriceEntries,
     QuantizationBlock,
     QuantizedTo,
+    QuantizeHead,
     SequenceLength,
     Tokens,
     UnfreezeRankRatio,
@@ -58,6 +59,7 @@ from ...shared.cli.options import (
 from ...shared.cli.output import save, tell
 from ...shared.cli.report_options import ReportPath, write_report
 from ...shared.cli.trained_as import images_of, loss_tiles_of, options_of, osft_of, quantized_of
+from ...shared.phases.tiling import LossHead
 from ...shared.schema.advice import Advice
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
@@ -72,14 +74,17 @@ from ..space.step_spec import MOST_RANKS, check_shares
 from .model_choice import student_of
 from .options import (
     MOST_SAMPLES,
+    BitsandbytesRelease,
     CompiledParts,
     Float8Scaling,
     Margin,
     MaxGradientNorm,
     MethodName,
+    PackedFrom,
     StudentPath,
     check_budget,
     price_files,
+    warn_of_loss,
 )
 from .space_options import (
     AllowedLossTiles,
@@ -171,6 +176,7 @@ def advise_command(
     quantized_to: QuantizedTo = None,
     double_quantize: DoubleQuantize = False,
     quantization_blocksize: QuantizationBlock = None,
+    quantize_head: QuantizeHead = False,
     unfreeze_rank_ratio: UnfreezeRankRatio = None,
     osft_targets: OsftTargets = None,
     frozen: FrozenParts = None,
@@ -180,6 +186,8 @@ def advise_command(
     loss: LossName = None,
     compiled: CompiledParts = None,
     float8: Float8Scaling = None,
+    release: BitsandbytesRelease = None,
+    packed_from: PackedFrom = None,
     changes: HardwareChanges = None,
     device_budget_bytes: DeviceBudget = None,
     margin: Margin = None,
@@ -225,7 +233,14 @@ def advise_command(
     for box in machines.values() if hardware else ():
         check_budget(device_budget_bytes, box)
     osft = osft_of(method, unfreeze_rank_ratio, osft_targets)
-    quantized = quantized_of(quantized_to, double=double_quantize, blocksize=quantization_blocksize)
+    quantized = quantized_of(
+        quantized_to,
+        double=double_quantize,
+        blocksize=quantization_blocksize,
+        head=quantize_head,
+        release=release,
+        packed_from=packed_from,
+    )
     request = AdviceRequest(
         model,
         sequence_length,
@@ -265,6 +280,8 @@ def advise_command(
         check_shares(global_batch, number)
     cache = None if no_cache else cache_folder()
     num_parts = check_request(request, cache, method if osft is None else None)
+    if loss is LossHead.NARROW:
+        warn_of_loss(request.smallest_workload(cache))
     boxes = list(machines.values())
     asked = machines_with(boxes, numbers) if numbers else whole_machines(boxes, num_parts)
     if hardware:

@@ -40,6 +40,7 @@ from ...shared.cli.options import (
     PriceEntries,
     QuantizationBlock,
     QuantizedTo,
+    QuantizeHead,
     UnfreezeRankRatio,
     UseDora,
     command_app,
@@ -65,18 +66,21 @@ from ..space.step_spec import SEVERAL
 from .advise import NumProcesses
 from .model_choice import ModelChoice
 from .options import (
+    BitsandbytesRelease,
     CompiledParts,
     Float8Scaling,
     Margin,
     MaxGradientNorm,
     MicroBatches,
     NumRanks,
+    PackedFrom,
     StudentPath,
     check_budget,
     machine_of,
     price_files,
     ranks_to_search,
     unused_devices,
+    warn_of_loss,
 )
 from .space_options import (
     AllowedLossTiles,
@@ -144,6 +148,7 @@ def sweep_command(
     quantized_to: QuantizedTo = None,
     double_quantize: DoubleQuantize = False,
     quantization_blocksize: QuantizationBlock = None,
+    quantize_head: QuantizeHead = False,
     unfreeze_rank_ratio: UnfreezeRankRatio = None,
     osft_targets: OsftTargets = None,
     frozen: FrozenParts = None,
@@ -153,6 +158,8 @@ def sweep_command(
     loss: LossName = None,
     compiled: CompiledParts = None,
     float8: Float8Scaling = None,
+    release: BitsandbytesRelease = None,
+    packed_from: PackedFrom = None,
     changes: HardwareChanges = None,
     device_budget_bytes: DeviceBudget = None,
     margin: Margin = None,
@@ -207,10 +214,17 @@ def sweep_command(
         dtype=dtype,
         lora_rank=lora_rank,
         lora_targets=lora_targets,
+        quantized=quantized_of(
+            quantized_to,
+            double=double_quantize,
+            blocksize=quantization_blocksize,
+            head=quantize_head,
+            release=release,
+            packed_from=packed_from,
+        ),
         lora_dropout=lora_dropout,
         lora_dtype=lora_dtype,
         use_dora=use_dora,
-        quantized=quantized_of(quantized_to, double=double_quantize, blocksize=quantization_blocksize),
         unfreeze_rank_ratio=unfreeze_rank_ratio,
         osft_targets=osft_targets,
         frozen=frozen,
@@ -260,6 +274,7 @@ def sweep_command(
                 ),
             ),
         )
+        warn_of_loss(asked.request.smallest_workload())
         points, is_complete = sweep_points(
             asked,
             [(batch_size, length) for length, batch_size in product(sequence_lengths, batch_sizes)],
@@ -278,7 +293,7 @@ def sweep_command(
         points=tuple(points),
         crossovers=crossovers(points),
         list_price=listed[0] if listed else None,
-        emulated=lowering_notes(compiled, float8),
+        emulated=lowering_notes(compiled, float8, choice.options.packed_products),
         is_complete=is_complete,
     )
     save(found, output)
