@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final, Protocol
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from ..basics.documents import FrozenModel
-
-if TYPE_CHECKING:
-    from .quantization import PackedProducts
 
 MAX_BYTES: Final = 2**60
 _FLOPS_PER_BYTE: Final = 10
@@ -111,9 +108,15 @@ class Compiled(StrEnum):
     """The whole model, its loss included."""
 
 
-def lowering_words(
-    compiled: Compiled | None, float8: Float8 | None, products: PackedProducts | None = None
-) -> str | None:
+class InWords(Protocol):
+    """What says itself how it is computed (``PackedProducts``)."""
+
+    @property
+    def words(self) -> str:
+        """The words."""
+
+
+def lowering_words(compiled: Compiled | None, float8: Float8 | None, products: InWords | None = None) -> str | None:
     """What is computed otherwise than this package's runtime does, in words; None where nothing is.
 
     ``products``: those with packed weights.
@@ -125,7 +128,7 @@ def lowering_words(
 
 
 def lowering_notes(
-    compiled: Compiled | None, float8: Float8 | None, products: PackedProducts | None = None
+    compiled: Compiled | None, float8: Float8 | None, products: InWords | None = None
 ) -> tuple[str, ...]:
     """The same as a record or an answer has it, with what becomes of such plans here; none where nothing is."""
     words = lowering_words(compiled, float8, products)
