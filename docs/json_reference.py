@@ -36,6 +36,7 @@ _UNITS: Final = {
     "_frac": "fraction (1 is the whole)",
     "_s_per_byte": "seconds per byte",
     "_s": "seconds",
+    "_hz": "hertz",
     "_id": "identity",
     "_hash": "hash",
 }

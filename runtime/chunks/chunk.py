@@ -147,7 +147,7 @@ class DeviceChunk:
         if device.ledger is not None:
             # Evaluation gathers on the compute thread, whose operations the ledger watches: the home is the host's.
             device.ledger.ignore([self._flat, *([] if self._home is None else [self._home])])
-        is_staged = not self.is_persistent and chunk.is_trainable
+        is_staged = not self.is_persistent and bool(self.trainable)
         summed_bytes = sum(aligned(s.num_elements * self._summed(s).item_bytes) for s in self._specs if s.trainable)
         has_own = is_staged and (disk is None or disk.gradients is None)
         passing = disk.gradients if is_staged and disk is not None else None

@@ -16,7 +16,7 @@ from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
 from ...shared.schema.workload import Workload, check_plan
-from ...shared.workloads.check import has_fused_dropout
+from ...shared.workloads.check import has_fused_dropout, narrow_words
 from ...shared.workloads.dtypes import TRAINABLE
 from ...shared.workloads.source import resolve_workload
 from ..checkpoints.published import check_free, save_published
@@ -193,6 +193,8 @@ class RunRequest:
                 f"element. The CPU, which is the device here, keeps more, so that the peak may exceed what is "
                 f"guaranteed. Leave --workload out, and the model is traced for the CPU."
             )
+        if (words := narrow_words(workload)) is not None and self.rank.speaks:
+            warn(words)
         for option, asked, planned in (
             ("--batch-size", self.shape.batch_size, workload.num_samples),
             ("--sequence-length", self.shape.sequence_length, workload.num_tokens // workload.num_samples),

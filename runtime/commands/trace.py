@@ -31,6 +31,7 @@ from ...shared.cli.options import (
     PackedLengths,
     QuantizationBlock,
     QuantizedTo,
+    QuantizeHead,
     Seed,
     SequenceLength,
     StatedBatchSize,
@@ -51,6 +52,7 @@ from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import TrainingMethod
 from ...shared.schema.training_options import TrainingOptions
 from ...shared.schema.workload import Workload
+from ...shared.workloads.check import narrow_words
 from ...shared.workloads.dtypes import choose_dtype
 
 __all__ = ["trace"]
@@ -126,6 +128,7 @@ def trace_command(
     quantized_to: QuantizedTo = None,
     double_quantize: DoubleQuantize = False,
     quantization_blocksize: QuantizationBlock = None,
+    quantize_head: QuantizeHead = False,
     method: MethodName = None,
     unfreeze_rank_ratio: UnfreezeRankRatio = None,
     osft_targets: OsftTargets = None,
@@ -159,7 +162,7 @@ def trace_command(
     if method is TrainingMethod.BYPASS:
         raise ProtwinError(f"--method {method} trains a student, which a search traces with its teacher. Leave it out.")
     osft = osft_of(method, unfreeze_rank_ratio, osft_targets)
-    quantized = quantized_of(quantized_to, double=double_quantize, blocksize=quantization_blocksize)
+    quantized = quantized_of(quantized_to, double=double_quantize, blocksize=quantization_blocksize, head=quantize_head)
     pictures = images_of(image_size, images)
     options = options_of(
         lora_rank,
@@ -220,8 +223,9 @@ def trace_command(
 
     workload = chosen.note_in(workload)
     words = attention_words(workload.quadratic, workload.model_name, workload.num_tokens // workload.num_samples)
-    if words is not None:
-        warn(words)
+    for said in (words, narrow_words(workload)):
+        if said is not None:
+            warn(said)
     give(workload, output, as_json=as_json, tables=lambda: workload_tables(workload))
 
 

@@ -14,6 +14,8 @@ import torch
 
 from ...shared.observed.observed_inputs import PhaseKey
 
+_READERS: Final = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
+"""Functions that hand the values of a CPU tensor to the program, and run no operator for it."""
 _MASKED: Final = frozenset({"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"})
 _MASKS: Final = (torch.bool, torch.uint8)
 
@@ -35,6 +37,11 @@ class ValueWatch:
             self.sized_by_values.add(int(place[1]))
             self.blocks.add(int(place[1]))
         elif reads_values(operator):
+            self.blocks.add(int(place[1]))
+
+    def note_function(self, place: PhaseKey | None, function: Any) -> None:
+        """A function of torch's was called at ``place``, which may read values behind the back of all operators."""
+        if place is not None and isinstance(place[1], int) and getattr(function, "__name__", "") in _READERS:
             self.blocks.add(int(place[1]))
 
 

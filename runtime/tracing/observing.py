@@ -194,6 +194,7 @@ class SectionObserver:
         if announced is None:
             return
         self.row_reads.note(announced, function, args, kwargs)
+        self.values.note_function(announced, function)
         kind, section = announced
         # Classes of tensors are not asked: a look is no use.
         with torch._C.DisableTorchFunctionSubclass():

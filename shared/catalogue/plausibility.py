@@ -38,6 +38,7 @@ _RANGES: Final[Mapping[str, _Range]] = {
     "vector_flop_per_s": _RATE,
     "matrix_flop_per_s": _RATE,
     "launch_overhead_s": _SECONDS,
+    "clock_hz": _Range(1e6, 1e12, " Hz", "1.41e9 for 1,410 MHz"),
     "latency_s": _SECONDS,
     "optimizer_s_per_scalar": _Range(1e-15, 1e-3, " s", "2e-11 for 20 ps"),
     "num_cores": _Range(1, 2**16, "", "64"),

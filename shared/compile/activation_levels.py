@@ -25,11 +25,11 @@ from typing import Final, Self
 
 import numpy as np
 
+from ..drafts.program import BoolArray, IntArray
 from ..layout.looked_up import room_of_rows
 from ..layout.uses import numbered_uses
 from ..phases.shared_inputs import SharedInput
 from ..schema.workload import Phase, Workload
-from .program import BoolArray, IntArray
 
 NO_TASK_BYTES: Final = -(2**62)
 """The level at a position without a task: below everything that can be added to it."""

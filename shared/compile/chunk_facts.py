@@ -9,6 +9,7 @@ from typing import Final, Self
 
 import numpy as np
 
+from ..drafts.program import NOT_THERE, BoolArray, IntArray, Work
 from ..layout.adam_memory import alone_peak_bytes, together_gradient_bytes, widened_bytes, widened_part_bytes
 from ..layout.layout import Chunk, Layout
 from ..layout.owners import Ownership
@@ -19,7 +20,6 @@ from ..schema.optimizer import HostGradients, Optimizer
 from ..schema.plan import ParallelMode, num_replicas, num_shards, widens_on_host
 from ..schema.schedule import RankAxis
 from ..schema.workload import Parameter
-from .program import NOT_THERE, BoolArray, IntArray, Work
 
 _FEW_USES: Final = 64
 _FEW_STAYS: Final = 256

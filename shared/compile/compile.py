@@ -105,6 +105,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from ..drafts.program import Draft
 from ..layout.keeping import AS_PLANNED, Keeping
 from ..layout.layout import Layout, check_layout, layout_of
 from ..layout.looked_up import as_planned
@@ -116,7 +117,6 @@ from ..schema.workload import Workload, check_plan
 from .family import Family, family_of
 from .homes import add_buckets, add_homes
 from .pairs import Pairs
-from .program import Draft
 from .projections import ProjectedResidency, ProjectedSections, ProjectedStaging, ProjectedUpdates
 from .residency import Residency
 from .sections import FullTraining, Sections

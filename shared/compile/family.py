@@ -9,13 +9,13 @@ from typing import TypeVar
 
 import numpy as np
 
+from ..drafts.program import BoolArray, IntArray, Work
 from ..layout.layout import Layout
 from ..layout.residencies import GATHERED, STEPPED_BY_HOST, ChunkResidency, residencies
 from ..layout.travelling_inputs import input_bytes
 from ..schema.plan import ActivationMode, Plan, ProjectionPlace
 from ..schema.workload import Workload
 from .chunk_facts import ChunkFacts, StepKnobs
-from .program import BoolArray, IntArray, Work
 
 Kept = TypeVar("Kept")
 

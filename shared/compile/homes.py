@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..drafts.program import NOT_THERE, BoolArray, BufferGroup, Draft, IntArray, Operand
 from ..layout.keeping import AS_PLANNED, BucketStay, Keeping, list_bytes, moment_bytes, num_with_masters
 from ..layout.shards import stepped_parts
 from ..optimizers.state import Stepped
@@ -18,7 +19,6 @@ from ..schema.optimizer import Optimizer
 from ..schema.schedule import Content, Memory
 from .chunk_facts import integers
 from .family import Family
-from .program import NOT_THERE, BoolArray, BufferGroup, Draft, IntArray, Operand
 
 _PER_CHUNK = 8
 _BEHIND_ALL = 2**40

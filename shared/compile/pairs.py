@@ -36,12 +36,12 @@ from functools import cached_property
 
 import numpy as np
 
+from ..drafts.program import BufferGroup, IntArray, Operand, Part, PhaseWork, TaskGroup, Work, spread
 from ..layout.positions import Positions
 from ..layout.uses import numbered_uses
 from ..phases.distillation import Distillation
 from ..schema.schedule import Content, Memory, TaskKind
 from ..schema.workload import Phase, Workload
-from .program import BufferGroup, IntArray, Operand, Part, PhaseWork, TaskGroup, Work, spread
 from .sections import Sections
 
 _PROLOGUE, _PROFILES = range(2)

@@ -28,27 +28,18 @@ from functools import cached_property
 
 import numpy as np
 
+from ..drafts.program import NOT_THERE, BufferGroup, Draft, IntArray, Integers, Operand, Part, TaskGroup, Work
 from ..layout.owners import Ownership, SentMatrix
 from ..layout.projections import ProjectionWork
 from ..schema.schedule import OF_OWNERS, Content, Memory, TaskKind
 from ..schema.workload import Phase
 from .family import Family
+from .gradients import DEVICE_PROJECTIONS, DISK_READS, HOST_PROJECTIONS, PARAMETER_PROJECTIONS, TASKS_PER_CHUNK
 from .homes import Homes, staged_sizes
-from .program import NOT_THERE, BufferGroup, Draft, IntArray, Integers, Operand, Part, TaskGroup, Work
 from .residency import Residency
 from .sections import FullTraining, Sections
 from .staging import Staging
-from .updates import (
-    DEVICE_PROJECTIONS,
-    DISK_READS,
-    FROM_OWNERS,
-    HOST_PROJECTIONS,
-    PARAMETER_PROJECTIONS,
-    PROJECTION,
-    TASKS_PER_CHUNK,
-    TO_OWNERS,
-    Updates,
-)
+from .updates import FROM_OWNERS, PROJECTION, TO_OWNERS, Updates
 
 _LAST = slice(-1, None)
 """The last micro-batch."""
@@ -265,9 +256,9 @@ class ProjectedUpdates(Updates):
         if len(self._owned):
             self.stepped_by[self._owned] = self.parameters_back
 
-    def _add_gradients(self) -> None:
+    def _add_gradients(self, device_adam: IntArray) -> None:
         """Add what owners have while they project, and what passes between them and all ranks."""
-        super()._add_gradients()
+        super()._add_gradients(device_adam)
         if not len(self._owned):
             return
         of = self._ownership

@@ -9,11 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from ..schema.schedule import Content, Memory, TaskKind
-from .chunk_facts import Stays
-from .family import Family
-from .homes import Homes
-from .program import (
+from ..drafts.program import (
     NOT_THERE,
     BoolArray,
     BufferGroup,
@@ -26,6 +22,10 @@ from .program import (
     Work,
     spread,
 )
+from ..schema.schedule import Content, Memory, TaskKind
+from .chunk_facts import Stays
+from .family import Family
+from .homes import Homes
 from .sections import Sections
 
 READS, COPIES, EXCHANGES, _PER_STAY = range(4)

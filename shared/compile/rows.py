@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..drafts.program import NOT_THERE, BufferGroup, Draft, IntArray, Operand, Part, TaskGroup, Work, spread
 from ..schema.schedule import Content, Memory, TaskKind
 from .chunk_facts import ChunkFacts
 from .family import Family
 from .homes import Homes
-from .program import NOT_THERE, BufferGroup, Draft, IntArray, Operand, Part, TaskGroup, Work, spread
 from .sections import Sections
 
 _PROLOGUE = 0

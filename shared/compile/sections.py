@@ -18,12 +18,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from ..layout.positions import Positions
-from ..schema.schedule import Content, Memory, RankAxis, TaskKind
-from ..schema.workload import BlockProfile, Phase, Workload
-from .activation_levels import ActivationAccount, ActivationLevels, activation_levels
-from .family import Family
-from .program import (
+from ..drafts.program import (
     NOT_THERE,
     BoolArray,
     BufferGroup,
@@ -36,6 +31,11 @@ from .program import (
     Work,
     spread,
 )
+from ..layout.positions import Positions
+from ..schema.schedule import Content, Memory, RankAxis, TaskKind
+from ..schema.workload import BlockProfile, Phase, Workload
+from .activation_levels import ActivationAccount, ActivationLevels, activation_levels
+from .family import Family
 
 _PROLOGUE_FORWARD, _EPILOGUE_FORWARD, _EPILOGUE_BACKWARD, _PROLOGUE_BACKWARD, _PROFILES = range(5)
 """Rows of the work of compute tasks."""

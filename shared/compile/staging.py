@@ -9,13 +9,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..drafts.program import NOT_THERE, BufferGroup, Draft, IntArray, Operand, Part, TaskGroup, Work
 from ..schema.schedule import TaskKind
 from .family import Family
+from .gradients import DISK_READS, DISK_WRITES, TASKS_PER_CHUNK
 from .homes import Homes, staged_sizes
-from .program import NOT_THERE, BufferGroup, Draft, IntArray, Operand, Part, TaskGroup, Work
 from .residency import READS, Residency
 from .sections import Sections
-from .updates import DISK_READS, DISK_WRITES, TASKS_PER_CHUNK, Updates
+from .updates import Updates
 
 
 class Staging:

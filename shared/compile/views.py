@@ -8,10 +8,21 @@ from typing import Any, Final
 
 import numpy as np
 
+from ..drafts.lanes import heirs, is_there, lanes_of_tasks, task_order
+from ..drafts.program import (
+    NOT_THERE,
+    BoolArray,
+    BufferGroup,
+    Draft,
+    IntArray,
+    Uses,
+    Wait,
+    Work,
+    sections_by_number,
+    spread,
+)
 from ..schema.schedule import Allocation, RankAxis, Section, Task, TaskKind
 from .family import Family
-from .lanes import heirs, is_there, lanes_of_tasks, task_order
-from .program import NOT_THERE, BoolArray, BufferGroup, Draft, IntArray, Uses, Wait, Work, sections_by_number, spread
 
 _BEFORE_TASKS: Final = -(2**62)
 """What is there for good comes before what tasks make."""

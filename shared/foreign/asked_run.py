@@ -144,6 +144,8 @@ class AskedRun(FrozenModel):
     """Parameters that are gathered at a time, at most; None: those of two blocks."""
     prefetched_parameters: NonNegativeInt | None = None
     """Parameters that are gathered ahead; None: those of one block."""
+    prefetch_follows_model: bool = False
+    """Whether these are nine tenths of the square of the model's hidden size, as transformers writes for ``"auto"``."""
     num_ranks: PositiveInt | None = None
     runtime: Runtime | None = None
     """Who has what ranks have in parts; None where nothing is known of what that copies."""
@@ -152,7 +154,7 @@ class AskedRun(FrozenModel):
     bucket_scalars: NonNegativeInt | None = None
     """Scalars of the flat buffer that gradients are reduced in; 0: none; None: as many as the runtime takes."""
     bucket_follows_model: bool = False
-    """Whether these are the square of the model's hidden size, which transformers writes for ``"auto"``."""
+    """Whether these are the square of the model's hidden size, as transformers writes for ``"auto"``."""
     has_two_buckets: bool = False
     """Whether there is a second one, to be filled while the first is reduced."""
 

@@ -1,6 +1,9 @@
 """A DeepSpeed configuration, as JSON or within another file, read without DeepSpeed.
 
-``"auto"`` is what the caller of DeepSpeed fills in, as transformers does from its TrainingArguments: not said here.
+``"auto"`` is what the caller of DeepSpeed fills in, as transformers does from its TrainingArguments: not said here, but
+for what these have unless they are told otherwise, and for what follows from the model.
+Source: ``integrations/deepspeed.py`` of transformers 5 (``fill_match``, ``trainer_config_finalize``); Accelerate fills
+in the same sizes (``_prepare_deepspeed``).
 """
 
 from __future__ import annotations
@@ -34,6 +37,10 @@ _REDUCED: Final = {
     "float16": DType.FLOAT16,
 }
 _ZERO: Final = "zero_optimization"
+_FOLLOWS: Final = "by transformers with the square of the model's hidden size"
+_FOLLOWS_AHEAD: Final = "by transformers with nine tenths of the square of the model's hidden size"
+_USUAL_NORM: Final = 1.0
+"""``max_grad_norm`` of TrainingArguments."""
 MAX_LIVE_PARAMETERS: Final = 10**9
 PREFETCHED_PARAMETERS: Final = 5 * 10**7
 """What ZeRO-3 has where a file does not say (DeepSpeed, zero/config.py)."""
@@ -67,7 +74,13 @@ def read_deepspeed(content: Mapping[str, Any], *, prefix: str = "", by_transform
 
 
 def _norm(walk: Walk, *, by_transformers: bool) -> float | None:
-    walk.means("gradient_clipping", "limit of the norm of all gradients together; 0 for none")
+    walk.means(
+        "gradient_clipping",
+        "limit of the norm of all gradients together; 0 for none",
+        filled_in="from max_grad_norm of transformers" + ("" if by_transformers else ": 1 unless told otherwise"),
+    )
+    if walk.value("gradient_clipping") == AUTO:
+        return None if by_transformers else _USUAL_NORM
     is_silent = not walk.has("gradient_clipping")
     return None if is_silent and by_transformers else walk.real("gradient_clipping", 0.0)
 
@@ -133,13 +146,16 @@ def _zero(walk: Walk) -> dict[str, Any]:
     if stage == 3:
         if optimizer_on is Place.HOST and parameters_on is Place.DEVICE:
             found["runtime"] = Runtime.DEEPSPEED_OFFLOAD
-        for key, name, usual, about in (
-            ("stage3_max_live_parameters", "live_parameters", MAX_LIVE_PARAMETERS, "parameters gathered at a time"),
-            ("stage3_prefetch_bucket_size", "prefetched_parameters", PREFETCHED_PARAMETERS, "parameters fetched ahead"),
+        live, ahead = f"{_ZERO}.stage3_max_live_parameters", f"{_ZERO}.stage3_prefetch_bucket_size"
+        for key, name, usual, about, filled_in in (
+            (live, "live_parameters", MAX_LIVE_PARAMETERS, "parameters gathered at a time", "by DeepSpeed itself: 1e9"),
+            (ahead, "prefetched_parameters", PREFETCHED_PARAMETERS, "parameters fetched ahead", _FOLLOWS_AHEAD),
         ):
-            value = walk.number(f"{_ZERO}.{key}", least=0)
+            value = walk.number(key, least=0)
             found[name] = usual if value is None else value
-            walk.means(f"{_ZERO}.{key}", f"{about}, at most")
+            walk.means(key, f"{about}, at most", filled_in=filled_in)
+        if walk.value(ahead) == AUTO:
+            found["prefetch_follows_model"] = True
     return found
 
 
@@ -156,7 +172,7 @@ def _buckets(walk: Walk, stage: int, optimizer_on: Place) -> dict[str, Any]:
             return {"bucket_scalars": 0} if stage else {}
     if not stage:
         return {}
-    walk.means(size, "scalars of the flat buffer that gradients are reduced in")
+    walk.means(size, "scalars of the flat buffer that gradients are reduced in", filled_in=_FOLLOWS)
     found: dict[str, Any] = {} if scalars is None else {"bucket_scalars": scalars}
     if walk.value(size) == AUTO:
         found["bucket_follows_model"] = True

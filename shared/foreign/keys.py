@@ -20,6 +20,7 @@ from ..schema.hardware import AttentionKernel
 from .asked_run import AskedRun, KeyNote, KeyValue, Reading, Tool
 
 AUTO: Final = "auto"
+_BY_ITS_CALLER: Final = "by whoever calls DeepSpeed"
 _OFF: Final = (None, False, 0, "", "no", "none", "None", "false", "disabled")
 _LONGEST_VALUE: Final = 120
 
@@ -154,11 +155,16 @@ class Walk:
             return default
         return found
 
-    def means(self, key: str, about: str, *, usually: Any = None) -> None:
-        """Note what a key means that the file has, or the value that the tool has where the file is silent, if any."""
+    def means(
+        self, key: str, about: str, *, usually: Any = None, filled_in: str = "by whoever calls DeepSpeed"
+    ) -> None:
+        """Note what a key means that the file has, or the value that the tool has where the file is silent, if any.
+
+        ``filled_in``: what is known of who replaces ``auto`` in a file of DeepSpeed, and with what.
+        """
         found = self.value(key)
         if found == AUTO and self.table.tool is Tool.DEEPSPEED:
-            about = "filled in by whoever calls DeepSpeed"
+            about = f"filled in {filled_in}"
         if found is not None:
             self.understood.append(KeyNote(key=self.prefix + key, value=shown(found), about=about))
         elif usually is not None and self.value(key, usually) is usually:

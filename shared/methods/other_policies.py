@@ -11,10 +11,10 @@ import numpy as np
 from ..basics.errors import PlanError
 from ..compile.family import Family
 from ..compile.homes import Homes, visiting_bytes, widened_scalars
-from ..compile.program import Draft, IntArray
 from ..compile.residency import Residency
 from ..compile.sections import Sections
 from ..compile.updates import Updates
+from ..drafts.program import Draft, IntArray
 from ..schema.schedule import TaskKind
 from ..schema.workload import Phase
 from ..verify.claim import Claim, reject

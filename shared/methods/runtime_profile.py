@@ -119,6 +119,12 @@ class RuntimeProfile:
         return ", ".join(words) or None
 
     @property
+    def words(self) -> str | None:
+        """``other``, and what the process asks of its allocator; None where there is nothing."""
+        asked = "expandable segments" if self.expandable_segments else None
+        return ", ".join(filter(None, (self.other, asked))) or None
+
+    @property
     def _asks_for_buckets(self) -> bool:
         """Whether buckets are others than the runtime's own."""
         return self.bucket_scalars is not None or self.has_two_buckets

@@ -105,6 +105,9 @@ class Device(FrozenModel):
     num_multiprocessors: PositiveInt | None = None
     """Processors that a kernel's blocks are dealt out to (NVIDIA: SMs, AMD: CUs); None: matrix products take no notice
     of how evenly their tiles fill them."""
+    clock_hz: PositiveFloat | None = None
+    """Clocks per second at which it reaches ``vector_flop_per_s``; None: what follows from the units that boards have
+    (``sim/costs/efficiency.py``).  A file has the field where it is set."""
     efficiency: dict[OperationClass, Annotated[float, Field(gt=0, le=1)]] = {}
     """Share of the roofline that operations of a class reach; ``sim/costs/task_costs.py`` has the defaults and their
     sources."""
@@ -126,7 +129,7 @@ class Device(FrozenModel):
     @model_serializer(mode="wrap")
     def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = handler(self)
-        for name in ("attention_kernel", "sustained_frac", "power_limit_w"):
+        for name in ("attention_kernel", "clock_hz", "sustained_frac", "power_limit_w"):
             if getattr(self, name) is None:
                 fields.pop(name, None)
         return fields

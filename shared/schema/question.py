@@ -60,6 +60,10 @@ class Question(FrozenModel):
     """How whole logits become a loss; None: eager, or nobody says."""
     sequence_ranks: PositiveInt = 1
     """Of these, neighbours that share each sequence."""
+    runtime: str = "ours"
+    """Who carries the plan out, as ``protwin simulate --as`` names it."""
+    runtime_words: str | None = None
+    """What is copied, waits, is kept or computed otherwise than here, in words; None: nothing."""
     hardware_name: str = ""
     """The machine; empty where it is not known."""
     overrides: tuple[str, ...] = ()

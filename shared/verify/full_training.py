@@ -6,6 +6,7 @@ from typing import Final
 
 from ..schema.schedule import TaskKind
 from .claim import Claim
+from .collectives import check_all_reduces, check_axes, check_reduce_scatters, check_reduction_order, reductions
 from .data_flow import check_data_flow
 from .disk import check_disk_reads, check_disk_writes, check_shared_places, check_turns
 from .residency import (
@@ -25,17 +26,12 @@ from .rules import Rule, Rules, Stage, compare_meetings
 from .sections import check_exchange_order, check_exchanges, check_program
 from .updates import (
     check_accumulations,
-    check_all_reduces,
-    check_axes,
     check_cpu_adam,
     check_device_adam,
     check_gradient_offloads,
     check_gradient_window,
     check_norm,
     check_norm_order,
-    check_reduce_scatters,
-    check_reduction_order,
-    reductions,
 )
 
 

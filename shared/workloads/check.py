@@ -7,7 +7,8 @@ from typing import Final
 
 from ..basics.errors import WorkloadError
 from ..basics.units import format_bytes
-from ..phases.operations import lowering_words
+from ..phases.operations import OperationClass, lowering_words
+from ..phases.tiling import LossHead
 from ..schema.hardware import DeviceKind, Hardware
 from ..schema.plan import TrainingMethod
 from ..schema.training_options import TrainingOptions
@@ -79,6 +80,22 @@ def check_kernels(workload: Workload, hardware: Hardware) -> None:
             f"{hardware.name} torch saves more. Name the model instead of its workload, or trace it there (protwin "
             f"trace --real, protwin calibrate)."
         )
+
+
+def narrow_words(workload: Workload) -> str | None:
+    """What is to be said of a narrow loss that is an eager one's equal: its logits are float32 at once; else None."""
+    if workload.loss_head is not LossHead.NARROW:
+        return None
+    is_narrow = any(
+        operation.operation_class is OperationClass.MATMUL and operation.dtype in (DType.BFLOAT16, DType.FLOAT16)
+        for operation in workload.epilogue_forward.operations
+    )
+    if is_narrow:
+        return None
+    return (
+        f"--loss narrow leaves logits in 16 bits, but {workload.model_name} computes them in float32 here: nothing is "
+        f"spared, and the answer is that of --loss eager. A type of 16 bits (--dtype bfloat16) has them."
+    )
 
 
 def check_lowering(workload: Workload, hardware: Hardware) -> None:

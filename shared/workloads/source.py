@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ..basics.documents import read_mapping
 from ..basics.errors import FileError, WorkloadError
@@ -25,11 +26,9 @@ from ..schema.training_options import FULL_TRAINING, TrainingOptions
 from ..schema.workload import DType, DTypeOrigin, Workload
 from ..students.student import Student
 from .cache import TraceRequest, cache_key, load_cached, store_cached
-from .check import check_saved, check_tiles, has_fused_dropout
+from .check import check_saved, check_tiles
 from .dtypes import choose_dtype
-
-if TYPE_CHECKING:
-    from ..families.family import Change, WorkloadFamily
+from .untraced import shipped_workload
 
 Warn = Callable[[str], None]
 _USUAL_LENGTH: Final = 2048
@@ -115,65 +114,117 @@ def resolve_workload(
     Raises ProtwinError if the model is unknown, its file is damaged, or the shape is missing (configurations) or
     another one (saved workloads).
     """
+    asked = _Asked(
+        model,
+        batch_size,
+        sequence_length,
+        dtype,
+        options,
+        device,
+        device_kind,
+        student=student,
+        code=code,
+        packed_lengths=packed_lengths,
+        mlp_tiles=mlp_tiles,
+        loss_tiles=loss_tiles,
+        sequence_ranks=sequence_ranks,
+    )
     saved = _saved_workload(model)
     if saved is not None:
-        check_saved(saved, model, options, student)
-        if packed_lengths is not None:
-            raise WorkloadError(
-                f"{model} is a workload, whose samples lie in rows as they were traced. Leave --packed-lengths out, or "
-                f"name the model that it was traced from."
-            )
-        check_tiles(saved, model, mlp_tiles, loss_tiles, sequence_ranks)
-        _check_shape(saved, model, batch_size=batch_size, sequence_length=sequence_length, dtype=dtype)
-        return saved
-    if student is not None and (
-        options.other_loss is not None or not options.model_copy(update={"autocast": None}).is_full
-    ):
-        raise WorkloadError(
-            "a student's file says what of it is learnt, block by block. Leave out --lora-rank, --lora-targets, "
-            "--unfreeze-rank-ratio, --freeze and --loss, or --student."
-        )
-    if options.is_lowered and (student is not None or _beside_one(sequence_ranks)):
-        how = "learns from another model" if student is not None else "shares its sequences among ranks"
-        raise WorkloadError(
-            f"--compile and --float8 say how a model's own training is computed, but this one {how}. Leave them out."
-        )
-    if options.other_loss is not None:
-        checked_loss_head(options.other_loss, sequence_ranks)
-    mlp_counts, loss_counts = _beside_one(mlp_tiles), _beside_one(loss_tiles)
-    if student is not None and (mlp_counts or loss_counts):
-        raise WorkloadError(
-            f"mlp_tiles {list(mlp_counts)} and loss_tiles {list(loss_counts)} are asked for, but blocks that learn "
-            f"from a teacher's have no tiles. Leave them out, or --student."
-        )
+        return _as_asked(saved, asked)
+    _check_goes_together(asked)
     if dtype is not None:
         choose_dtype(None, dtype, device)  # refused before any file is read
     described = load_model_configuration(model)
     chosen = choose_dtype(published_dtype(described.config), dtype, device)
+    is_published = dtype is None and chosen.origin is DTypeOrigin.PUBLISHED
+    request = _request(asked, described, None if is_published else chosen.dtype)
+    found = shipped_workload(described, request) if known_model(model) is not None else None
+    return chosen.note_in(found if found is not None else _traced(request, cache, warn))
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What decides a workload, as ``resolve_workload`` is asked for it."""
+
+    model: str
+    batch_size: int | None
+    sequence_length: int | None
+    dtype: str | None
+    options: TrainingOptions
+    device: Device | None
+    device_kind: DeviceKind = DeviceKind.CUDA
+    _: KW_ONLY
+    student: Student | None = None
+    code: OwnCode | None = None
+    packed_lengths: str | None = None
+    mlp_tiles: Sequence[int] = ()
+    loss_tiles: Sequence[int] = ()
+    sequence_ranks: Sequence[int] = ()
+
+
+def _as_asked(saved: Workload, asked: _Asked) -> Workload:
+    """``saved``.  Raises WorkloadError if something else is asked for than the workload that was saved."""
+    check_saved(saved, asked.model, asked.options, asked.student)
+    if asked.packed_lengths is not None:
+        raise WorkloadError(
+            f"{asked.model} is a workload, whose samples lie in rows as they were traced. Leave --packed-lengths out, "
+            f"or name the model that it was traced from."
+        )
+    check_tiles(saved, asked.model, asked.mlp_tiles, asked.loss_tiles, asked.sequence_ranks)
+    _check_shape(
+        saved, asked.model, batch_size=asked.batch_size, sequence_length=asked.sequence_length, dtype=asked.dtype
+    )
+    return saved
+
+
+def _check_goes_together(asked: _Asked) -> None:
+    """Raise WorkloadError if options are asked for that no workload of a model has together."""
+    options, is_learnt = asked.options, asked.student is not None
+    if is_learnt and (options.other_loss is not None or not options.model_copy(update={"autocast": None}).is_full):
+        raise WorkloadError(
+            "a student's file says what of it is learnt, block by block. Leave out --lora-rank, --lora-targets, "
+            "--unfreeze-rank-ratio, --freeze and --loss, or --student."
+        )
+    if options.is_lowered and (is_learnt or _beside_one(asked.sequence_ranks)):
+        how = "learns from another model" if is_learnt else "shares its sequences among ranks"
+        raise WorkloadError(
+            f"--compile and --float8 say how a model's own training is computed, but this one {how}. Leave them out."
+        )
+    if options.other_loss is not None:
+        checked_loss_head(options.other_loss, asked.sequence_ranks)
+    mlp_counts, loss_counts = _beside_one(asked.mlp_tiles), _beside_one(asked.loss_tiles)
+    if is_learnt and (mlp_counts or loss_counts):
+        raise WorkloadError(
+            f"mlp_tiles {list(mlp_counts)} and loss_tiles {list(loss_counts)} are asked for, but blocks that learn "
+            f"from a teacher's have no tiles. Leave them out, or --student."
+        )
+
+
+def _request(asked: _Asked, described: ModelConfiguration, dtype: DType | None) -> TraceRequest:
+    """What to trace, or to find among what was traced.  Raises WorkloadError if the batch has no shape."""
+    batch_size, sequence_length = asked.batch_size, asked.sequence_length
     if batch_size is None or (sequence_length is None and _has_sequence(described)):
         raise WorkloadError(
-            f"{model} is a configuration, which fixes no batch. Say its shape, for example "
+            f"{asked.model} is a configuration, which fixes no batch. Say its shape, for example "
             f"--batch-size {batch_size or 1} --sequence-length {sequence_length or 2048} (in Python batch_size "
             f"and sequence_length)."
         )
-    packing = _packing(described, packed_lengths, sequence_length, student)
-    request = TraceRequest(
+    return TraceRequest(
         described.config,
         described.name,
         batch_size,
         sequence_length,
-        None if dtype is None and chosen.origin is DTypeOrigin.PUBLISHED else chosen.dtype,
-        options,
-        device_kind if device is None else device.kind,
-        student,
-        code,
-        packing,
-        mlp_counts,
-        loss_counts,
-        _beside_one(sequence_ranks),
+        dtype,
+        asked.options,
+        asked.device_kind if asked.device is None else asked.device.kind,
+        asked.student,
+        asked.code,
+        _packing(described, asked.packed_lengths, sequence_length, asked.student),
+        _beside_one(asked.mlp_tiles),
+        _beside_one(asked.loss_tiles),
+        _beside_one(asked.sequence_ranks),
     )
-    found = _shipped(described, request) if known_model(model) is not None else None
-    return chosen.note_in(found if found is not None else _traced(request, cache, warn))
 
 
 def _packing(
@@ -214,38 +265,22 @@ def untraced_workload(
         return None
     described = load_model_configuration(model)
     chosen = choose_dtype(published_dtype(described.config), dtype, device)
-    kind = DeviceKind.CUDA if device is None else device.kind
-    packing = _packing(described, packed_lengths, sequence_length, student)
-    request = TraceRequest(
-        described.config,
-        described.name,
+    asked = _Asked(
+        model,
         batch_size,
         sequence_length,
-        chosen.dtype,
+        dtype,
         options,
-        kind,
-        student,
-        packing=packing,
-        mlp_tiles=_beside_one(mlp_tiles),
-        loss_tiles=_beside_one(loss_tiles),
-        sequence_ranks=_beside_one(sequence_ranks),
+        device,
+        student=student,
+        packed_lengths=packed_lengths,
+        mlp_tiles=mlp_tiles,
+        loss_tiles=loss_tiles,
+        sequence_ranks=sequence_ranks,
     )
-    found = _shipped(described, request)
+    request = _request(asked, described, chosen.dtype)
+    found = shipped_workload(described, request)
     return None if found is None else chosen.note_in(found)
-
-
-def resolve_family(model: str, *, dtype: str | None = None) -> WorkloadFamily | None:
-    """The shipped family of full training of the catalogue's model ``model``, for any shape; None if there is none.
-
-    It is in ``dtype``, or as the model was published.  Raises WorkloadError if ``dtype`` cannot be trained.
-    """
-    from ..families.shipped import shipped_family
-
-    asked = choose_dtype(None, dtype, None).dtype if dtype is not None else None
-    known = known_model(model)
-    if known is None:
-        return None
-    return shipped_family(known, asked or load_model_configuration(known).dtype or DType.FLOAT32)
 
 
 def is_saved_workload(model: str) -> bool:
@@ -284,131 +319,6 @@ def _traced(request: TraceRequest, cache: Path | None, warn: Warn) -> Workload:
         except FileError as error:
             warn(f"the traced workload is not kept: {error}")
     return found
-
-
-def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload | None:
-    """The answer of the family that comes with the package; None if it has none, so that the model is traced.
-
-    It has none of tiles or shared sequences in float16, with factors, with adapters or in packed rows that are shared,
-    of tiles or packed rows with factors, of adapters beside other maps than those known (``adapted.py``), of frozen
-    parts or autocast, of shapes beyond those proven, of some named maps in factors (``factorised.py``), of dropout on a
-    CPU, where that runs otherwise, and of students that differ from their teacher.
-    """
-    from ..families.family import OutsideFamilyError
-    from ..families.fused_losses import making_loss
-    from ..families.lowerings import lowering
-
-    if request.student is not None:
-        from .catalogue_pairs import distillation_of_shipped, needs_no_trace
-
-        if not needs_no_trace(request.student, request.configuration, name=request.name):
-            return None
-    if _is_beyond_families(request):
-        return None
-    osft, other_loss = request.options.osft, request.options.other_loss
-    family, change = _family_and_change(described, request)
-    change = change if other_loss is None else making_loss(change, other_loss)
-    change = lowering(change, request.options)
-    is_tiled, is_shared = bool(request.mlp_tiles or request.loss_tiles), bool(request.sequence_ranks)
-    if family is None:
-        return None
-    try:
-        if is_tiled:
-            tiled = _in_tiles(family, described.name, request, change)
-            if tiled is None:
-                return None
-            found = tiled
-        elif osft is None:
-            found = family.at(
-                batch_size=request.batch_size,
-                sequence_length=request.sequence_length,
-                packing=request.packing,
-                change=change,
-            )
-        else:
-            from .factorised import factorised_workload
-
-            factorised = factorised_workload(
-                family, osft, batch_size=request.batch_size, sequence_length=request.sequence_length
-            )
-            if factorised is None:
-                return None
-            found = factorised
-        if is_shared:
-            shared = _shared(found, family, described.name, request)
-            if shared is None:
-                return None
-            found = shared
-        if request.device_kind is DeviceKind.CPU and has_fused_dropout(found):
-            return None
-        if request.student is None:
-            return found
-        return distillation_of_shipped(found, request.student, request.configuration, name=request.name)
-    except OutsideFamilyError:
-        return None
-
-
-def _family_and_change(
-    described: ModelConfiguration, request: TraceRequest
-) -> tuple[WorkloadFamily | None, Change | None]:
-    """The shipped family, with adapters if so, and what packed weights change of what it sees; no family if unknown."""
-    family, lora = resolve_family(described.name, dtype=request.dtype), request.options.lora
-    if family is None or lora is None:
-        return family, None
-    from .adapted import adapted_family
-
-    adapted = adapted_family(family, lora, request.configuration, request.options.quantized)
-    return (None, None) if adapted is None else (adapted.family, adapted.change)
-
-
-def _is_beyond_families(request: TraceRequest) -> bool:
-    """Whether what is asked for goes together in no family."""
-    osft, lora, quantized = request.options.osft, request.options.lora, request.options.quantized
-    is_other = request.options.other_loss is not None or request.options.is_lowered
-    rest = request.options.model_copy(update={"osft": None, "lora": None, "quantized": None})
-    is_tiled, is_packed = bool(request.mlp_tiles or request.loss_tiles), request.packing is not None
-    is_shared, is_learnt = bool(request.sequence_ranks), request.student is not None
-    return (
-        not rest.is_full
-        or (osft is not None and (lora is not None or is_tiled or is_packed or is_shared or is_other))
-        or (lora is not None and (is_tiled or is_shared or is_learnt))
-        or (quantized is not None and lora is None)
-        or (is_shared and (is_packed or is_learnt))
-    )
-
-
-def _in_tiles(family: WorkloadFamily, name: str, request: TraceRequest, change: Change | None) -> Workload | None:
-    from ..families.shipped import shipped_tilings
-
-    tilings = shipped_tilings(name, family.compute_dtype)
-    if tilings is None or not tilings.knows(mlp_tiles=request.mlp_tiles, loss_tiles=request.loss_tiles):
-        return None
-    return tilings.workload(
-        family,
-        mlp_tiles=request.mlp_tiles,
-        loss_tiles=request.loss_tiles,
-        batch_size=request.batch_size,
-        sequence_length=request.sequence_length,
-        packing=request.packing,
-        change=change,
-    )
-
-
-def _shared(whole: Workload, family: WorkloadFamily, name: str, request: TraceRequest) -> Workload | None:
-    from ..families.shipped import shipped_sharings, shipped_tilings
-
-    sharings = shipped_sharings(name, family.compute_dtype)
-    if sharings is None:
-        return None
-    is_tiled = bool(request.mlp_tiles or request.loss_tiles)
-    return sharings.workload(
-        whole,
-        family,
-        shipped_tilings(name, family.compute_dtype) if is_tiled else None,
-        sequence_ranks=request.sequence_ranks,
-        mlp_tiles=request.mlp_tiles,
-        loss_tiles=request.loss_tiles,
-    )
 
 
 def usual_shape(model: str) -> tuple[int, int | None]:

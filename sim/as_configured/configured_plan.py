@@ -18,7 +18,7 @@ step them, and nothing overlaps with a step; of others that is told apart.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ...shared.basics.errors import PlanError
@@ -55,12 +55,16 @@ class ConfiguredPlan:
     """Whose copies around collectives the prediction has."""
     other_plans: tuple[tuple[str, Plan], ...] = ()
     """Ends of what the run may be, with words, where a plan has no choice as fine."""
+    notes: tuple[str, ...] = ()
+    """What was taken in the place of what the file leaves to others."""
 
 
 def configured_plan(settled: Settled, workload: Workload, tool: Tool) -> ConfiguredPlan:
     """The plan of the run.  Raises PlanError, which names the setting, if there is none."""
-    run = settled.run
+    notes: list[str] = []
     differences: list[str] = []
+    settled = _filled_in(settled, notes, differences)
+    run = settled.run
     layout = layout_of(workload, _largest_block_bytes(workload))
     knobs = _residency(settled, workload, layout, tool, differences)
     moves = run.parameters_on is not Place.DEVICE or run.optimizer_on is not Place.DEVICE
@@ -86,11 +90,38 @@ def configured_plan(settled: Settled, workload: Workload, tool: Tool) -> Configu
         fields["host_gradients"] = HostGradients.FLOAT32
     plan = Plan.model_validate(fields)
     other_plans = tuple((words, plan.model_copy(update={"n_checkpoint": number})) for words, number in others)
-    runtime = _runtime(settled, differences)
-    return ConfiguredPlan(plan, tuple(differences), runtime, other_plans)
+    return ConfiguredPlan(plan, tuple(differences), _runtime(settled), other_plans, tuple(notes))
 
 
-def _runtime(settled: Settled, differences: list[str]) -> RuntimeProfile:
+def _filled_in(settled: Settled, notes: list[str], differences: list[str]) -> Settled:
+    """``settled`` with the numbers that transformers fills in from the model's hidden size."""
+    run = settled.run
+    has_buckets = run.bucket_follows_model and _runtime(settled).runtime in _OF_ONE_RANK
+    is_ahead = run.prefetch_follows_model and (settled.num_ranks > 1 or run.parameters_on is not Place.DEVICE)
+    if not has_buckets and not is_ahead:
+        return settled
+    keys = ["reduce_bucket_size"] * has_buckets + ["stage3_prefetch_bucket_size"] * is_ahead
+    size = None if is_saved_workload(settled.model) else hidden_size(load_model_configuration(settled.model).config)
+    if size is None:
+        usual = {"reduce_bucket_size": "5e8", "stage3_prefetch_bucket_size": "5e7"}
+        told = " and ".join(f"{key} {usual[key]}" for key in keys)
+        differences.append(
+            f"sizes that are filled in from the model's hidden size, which its configuration does not say, are here "
+            f"DeepSpeed's own: {told}."
+        )
+        return settled
+    found = {"reduce_bucket_size": size**2, "stage3_prefetch_bucket_size": int(0.9 * size * size)}
+    told = " and ".join(f"{key} {found[key]:,}" for key in keys)
+    notes.append(f'{told} for "auto": of the hidden size {size:,}, as transformers fills them in.')
+    changes: dict[str, int] = {}
+    if has_buckets:
+        changes["bucket_scalars"] = found["reduce_bucket_size"]
+    if is_ahead:
+        changes["prefetched_parameters"] = found["stage3_prefetch_bucket_size"]
+    return replace(settled, run=run.model_copy(update=changes))
+
+
+def _runtime(settled: Settled) -> RuntimeProfile:
     """Who carries the plan out, as far as it is known what that copies."""
     run, is_whole = settled.run, settled.run.recomputes_whole
     if settled.num_ranks > 1 and run.split in (None, Split.NOTHING):
@@ -103,22 +134,9 @@ def _runtime(settled: Settled, differences: list[str]) -> RuntimeProfile:
         run.runtime,
         run.reduce_dtype,
         recomputes_whole=is_whole,
-        bucket_scalars=_bucket_scalars(settled, differences),
+        bucket_scalars=run.bucket_scalars,
         has_two_buckets=run.has_two_buckets,
     )
-
-
-def _bucket_scalars(settled: Settled, differences: list[str]) -> int | None:
-    """Of a bucket of gradients; None: as many as the runtime takes."""
-    if not settled.run.bucket_follows_model:
-        return settled.run.bucket_scalars
-    size = None if is_saved_workload(settled.model) else hidden_size(load_model_configuration(settled.model).config)
-    if size is None:
-        differences.append(
-            "reduce_bucket_size is filled in from the model's hidden size, which its configuration does not say; here "
-            "it is DeepSpeed's own, 5e8."
-        )
-    return None if size is None else size**2
 
 
 def _largest_block_bytes(workload: Workload) -> int:

@@ -23,12 +23,12 @@ from ...shared.workloads.check import check_lowering
 from ..engine.simulator import simulate
 from ..memory.host import default_host_budget_bytes
 from ..memory.libraries import rank_device_bytes
+from ..questions.in_tiles import AskedTiles
 from ..searching.request import SearchRequest, Step
 from ..searching.search import search_batches
-from ..space.space import SearchSpace
 from .configured_plan import configured_plan
 from .explanation import Explanation, OtherReading
-from .question import Said, Settled, as_here, settle, workload_of
+from .question import Said, Settled, as_here, settle, workload_in_tiles, workload_of
 
 _RUNTIMES = {
     Tool.DEEPSPEED: "DeepSpeed's runtime",
@@ -81,12 +81,12 @@ def explain(
         for words, plan in configured.other_plans
         for other in [_predicted(plan, workload, machine, asked, configured.runtime)]
     ]
-    found, why = _searched(settled, here, record, asked, on_progress) if asked.searches else (None, None)
+    found, why = _searched(settled, record, asked, warn, on_progress) if asked.searches else (None, None)
     lacking = _lacking(record, settled.machine, asked)
     return Explanation(
         file=asked.file,
         reading=reading,
-        settled=settled.notes,
+        settled=(*settled.notes, *configured.notes),
         differences=(
             _what_is_predicted(reading.tool, configured.runtime),
             *settled.differences,
@@ -107,7 +107,8 @@ def _lowered(
     settled: Settled, plain: tuple[Workload, Settled], asked: Asked, warn: Callable[[str], None]
 ) -> tuple[Workload, Settled]:
     """The workload of the run as it is compiled, and multiplies; ``plain`` where that is not known, which it says."""
-    if not settled.options.is_lowered:
+    products = settled.options.packed_products
+    if not settled.options.is_lowered and products is None:
         return plain
     try:
         found, same = workload_of(settled, cache=asked.cache, warn=warn)
@@ -115,6 +116,8 @@ def _lowered(
     except WorkloadError as error:
         here, same = plain
         why = f"nothing is compiled or in float8 in the answer, which takes more time for it: {error}"
+        if products is not None and not settled.options.is_lowered:
+            why = f"{products.words} keep inputs of maps, which are not in the answer: {error}"
         return here, replace(same, differences=(*same.differences, why))
     return found, same
 
@@ -145,24 +148,20 @@ def _predicted(plan: Plan, workload: Workload, machine: Hardware, asked: Asked, 
 
 
 def _searched(
-    settled: Settled, workload: Workload, configured: Record, asked: Asked, on_progress: OnProgress
+    settled: Settled, configured: Record, asked: Asked, warn: Callable[[str], None], on_progress: OnProgress
 ) -> tuple[SearchResult | None, str | None]:
-    """The recommended plan within the same budgets, or why none fits."""
-    knobs: dict[str, tuple[int, ...] | None] = {
-        name: (number,)
-        for name, number in (("mlp_tiles", settled.mlp_tiles), ("loss_tiles", settled.loss_tiles))
-        if number > 1
-    }
-    if settled.options.loss_head is not None:
-        knobs["loss_tiles"] = (1,)
+    """The recommended plan within the same budgets, or why none fits: the answer to ``command_line``."""
+    settled = as_here(settled)
+    tiles = _tiles(settled)
+    space = tiles.space
     if settled.run.checkpointing is Checkpointing.SELECTIVE:
-        knobs["product_stride"] = None
+        space = space.model_copy(update={"product_stride": None})
     request = SearchRequest(
-        workload=workload,
+        workload=workload_in_tiles(settled, tiles, cache=asked.cache, warn=warn),
         hardware=settled.machine,
         calibration=asked.calibration,
         device_budget_bytes=asked.device_budget_bytes,
-        space=SearchSpace.model_validate(knobs),
+        space=space,
         step=Step(
             micro_batches=settled.micro_batches,
             max_gradient_norm=settled.run.max_gradient_norm or None,
@@ -174,13 +173,29 @@ def _searched(
     try:
         found = search_batches(request, on_progress=on_progress).result
     except InfeasibleError as error:
-        return None, str(error)
+
+        def at_size(size: int) -> Workload:
+            return workload_in_tiles(replace(settled, batch_size=size), tiles.needed, cache=asked.cache, warn=warn)
+
+        tiled = tiles.search_in_tiles(request, at_size)
+        if tiled is None:
+            return None, str(error)
+        try:
+            found = search_batches(tiled, on_progress=on_progress).result
+        except InfeasibleError as still:
+            return None, str(still)
     # A search knows plans alone, and not who carries them out.
     beside = [
         one.model_copy(update={"iteration_s": configured.iteration_s}) if one.name == _OWN else one
         for one in found.baselines
     ]
     return found.model_copy(update={"baselines": tuple(beside)}), None
+
+
+def _tiles(settled: Settled) -> AskedTiles:
+    """Numbers of tiles that a plan may have: those of the file, where it has some, and whatever is sensible else."""
+    loss = [settled.loss_tiles] if settled.loss_tiles > 1 or settled.options.loss_head is not None else None
+    return AskedTiles.named([settled.mlp_tiles] if settled.mlp_tiles > 1 else None, loss)
 
 
 def _lacking(record: Record, machine: Hardware, asked: Asked) -> tuple[Lack, ...]:

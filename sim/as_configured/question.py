@@ -20,6 +20,7 @@ from ...shared.schema.training_options import LoraOptions, QuantizationOptions, 
 from ...shared.schema.workload import DType, Workload
 from ...shared.workloads.dtypes import choose_dtype, computes_in
 from ...shared.workloads.source import is_saved_workload, resolve_workload, untraced_workload, usual_shape
+from ..questions.in_tiles import AskedTiles, Tiles
 
 _DTYPES: Final = {
     Precision.FLOAT32: DType.FLOAT32,
@@ -93,6 +94,13 @@ def settle(reading: Reading, said: Said, machine: Hardware | None, *, file: str)
             f"dropout {run.lora.dropout:g} before the adapters saves masks and copies of what they read; it is left "
             f"out, since tracing it needs torch, which is not installed."
         )
+    quantized = run.quantized
+    if quantized is not None and quantized.products is not None and not _has_torch():
+        quantized = quantized.model_copy(update={"products": None})
+        differences.append(
+            "inputs that maps of 8 bits keep until backward are left out, since tracing them needs torch, which is not "
+            "installed."
+        )
     is_packed = run.is_packed and said.packed_lengths is None
     if is_packed:
         differences.append(
@@ -117,7 +125,7 @@ def settle(reading: Reading, said: Said, machine: Hardware | None, *, file: str)
         differences=tuple(differences),
         options=TrainingOptions(
             lora=lora,
-            quantized=run.quantized,
+            quantized=quantized,
             loss_head=LossHead.FUSED if run.loss_head is LossHead.FUSED else None,
             compiled=run.compiled,
             float8=run.float8,
@@ -128,8 +136,11 @@ def settle(reading: Reading, said: Said, machine: Hardware | None, *, file: str)
 
 
 def as_here(settled: Settled) -> Settled:
-    """The run with its operations one by one, as every plan here has them."""
-    return replace(settled, options=settled.options.model_copy(update={"compiled": None, "float8": None}))
+    """The run with its operations one by one, and products that keep no input, as every plan here has them."""
+    changed: dict[str, Any] = {"compiled": None, "float8": None}
+    if settled.options.quantized is not None:
+        changed["quantized"] = settled.options.quantized.model_copy(update={"products": None})
+    return replace(settled, options=settled.options.model_copy(update=changed))
 
 
 def is_reachable(model: str) -> bool:
@@ -143,7 +154,28 @@ def workload_of(settled: Settled, *, cache: Path | None, warn: Callable[[str], N
     Raises ProtwinError if the model has none of this shape.
     """
     settled = _untiled(settled)
-    found = resolve_workload(
+    return _resolved(settled, (settled.mlp_tiles,), (settled.loss_tiles,), cache=cache, warn=warn), settled
+
+
+def workload_in_tiles(
+    settled: Settled, tiles: AskedTiles, *, cache: Path | None, warn: Callable[[str], None]
+) -> Workload:
+    """The workload of one micro-batch with all tiles that plans may have, as a search that is asked for it has it.
+
+    Raises ProtwinError if the model has none of this shape.
+    """
+    return tiles.workload(
+        settled.batch_size,
+        settled.sequence_length,
+        lambda mlp, loss: _resolved(settled, mlp, loss, cache=cache, warn=warn),
+        lambda mlp, loss: _untraced(settled, mlp, loss),
+    )
+
+
+def _resolved(
+    settled: Settled, mlp_tiles: Tiles, loss_tiles: Tiles, *, cache: Path | None, warn: Callable[[str], None]
+) -> Workload:
+    return resolve_workload(
         settled.model,
         batch_size=settled.batch_size,
         sequence_length=settled.sequence_length,
@@ -153,28 +185,27 @@ def workload_of(settled: Settled, *, cache: Path | None, warn: Callable[[str], N
         options=settled.options,
         device=settled.machine.device,
         packed_lengths=settled.packed_lengths,
-        mlp_tiles=(settled.mlp_tiles,),
-        loss_tiles=(settled.loss_tiles,),
+        mlp_tiles=mlp_tiles,
+        loss_tiles=loss_tiles,
     )
-    return found, settled
 
 
 def _untiled(settled: Settled) -> Settled:
     """The run as it is, or as near to it as is known without torch where that is missing."""
     is_special = settled.mlp_tiles > 1 or settled.loss_tiles > 1 or settled.options.is_fused
-    if not is_special or _has_torch() or _untraced(settled) is not None:
+    if not is_special or _has_torch() or _own(settled) is not None:
         return settled
     fused = settled.options.model_copy(update={"loss_head": LossHead.FUSED})
     whole = replace(settled, mlp_tiles=1, loss_tiles=1, options=fused)
     has_logits = settled.loss_tiles == 1 and not settled.options.is_fused
-    if has_logits or _untraced(whole) is None:
+    if has_logits or _own(whole) is None:
         whole = replace(whole, options=settled.options.model_copy(update={"loss_head": None}))
     how = "the loss is fused" if whole.options.is_fused else "the loss is eager, with all logits"
     why = f"blocks run whole in the answer, and {how}: a trace in tiles needs torch, which is not installed."
     return replace(whole, differences=(*settled.differences, why))
 
 
-def _untraced(settled: Settled) -> Workload | None:
+def _untraced(settled: Settled, mlp_tiles: Tiles, loss_tiles: Tiles) -> Workload | None:
     return untraced_workload(
         settled.model,
         settled.batch_size,
@@ -183,9 +214,14 @@ def _untraced(settled: Settled) -> Workload | None:
         options=settled.options,
         device=settled.machine.device,
         packed_lengths=settled.packed_lengths,
-        mlp_tiles=(settled.mlp_tiles,),
-        loss_tiles=(settled.loss_tiles,),
+        mlp_tiles=mlp_tiles,
+        loss_tiles=loss_tiles,
     )
+
+
+def _own(settled: Settled) -> Workload | None:
+    """In the tiles that the run has; None if that takes a trace."""
+    return _untraced(settled, (settled.mlp_tiles,), (settled.loss_tiles,))
 
 
 def _has_torch() -> bool:

@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from ...shared.compile.program import Work
+from ...shared.drafts.program import Work
 from ...shared.layout.residencies import GATHERED, STEPPED_BY_HOST, ChunkResidency
 from ...shared.schema.plan import ProjectionPlace
 from ...shared.schema.schedule import TaskKind

@@ -24,7 +24,7 @@ from typing import Final
 
 import numpy as np
 
-from ...shared.compile.lanes import NOTHING
+from ...shared.drafts.lanes import NOTHING
 from ..space.lane_programs import LanePrograms
 from ..space.prices import FloatArray
 from ..space.space import BoolArray, IntArray

@@ -26,20 +26,28 @@ from ...shared.cli.options import (
     FrozenParts,
     HardwareChanges,
     HostGradientsName,
+    ImageCount,
+    ImageSize,
     JsonFlag,
+    LoraDropout,
+    LoraDtype,
     LoraRank,
     LoraTargets,
     LossName,
     ModelName,
+    NoCacheFlag,
     OptimizerName,
     OsftTargets,
     OutputPath,
+    PackedLengths,
     PriceEntries,
     QuantizationBlock,
     QuantizedTo,
+    QuantizeHead,
     SequenceLength,
     Tokens,
     UnfreezeRankRatio,
+    UseDora,
     cache_folder,
     changes_of,
     command_app,
@@ -50,7 +58,8 @@ from ...shared.cli.options import (
 )
 from ...shared.cli.output import save, tell
 from ...shared.cli.report_options import ReportPath, write_report
-from ...shared.cli.trained_as import loss_tiles_of, options_of, osft_of, quantized_of
+from ...shared.cli.trained_as import images_of, loss_tiles_of, options_of, osft_of, quantized_of
+from ...shared.phases.tiling import LossHead
 from ...shared.schema.advice import Advice
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
@@ -65,14 +74,17 @@ from ..space.step_spec import MOST_RANKS, check_shares
 from .model_choice import student_of
 from .options import (
     MOST_SAMPLES,
+    BitsandbytesRelease,
     CompiledParts,
     Float8Scaling,
     Margin,
     MaxGradientNorm,
     MethodName,
+    PackedFrom,
     StudentPath,
     check_budget,
     price_files,
+    warn_of_loss,
 )
 from .space_options import (
     AllowedLossTiles,
@@ -152,21 +164,30 @@ def advise_command(
     method: MethodName = None,
     student: StudentPath = None,
     sequence_length: SequenceLength = None,
+    packed_lengths: PackedLengths = None,
     dtype: DTypeName = None,
     hardware: Machines = None,
     ranks: AllowedRanks = None,
     lora_rank: LoraRank = None,
     lora_targets: LoraTargets = None,
+    lora_dropout: LoraDropout = None,
+    lora_dtype: LoraDtype = None,
+    use_dora: UseDora = False,
     quantized_to: QuantizedTo = None,
     double_quantize: DoubleQuantize = False,
     quantization_blocksize: QuantizationBlock = None,
+    quantize_head: QuantizeHead = False,
     unfreeze_rank_ratio: UnfreezeRankRatio = None,
     osft_targets: OsftTargets = None,
     frozen: FrozenParts = None,
+    image_size: ImageSize = None,
+    images: ImageCount = None,
     autocast: AutocastName = None,
     loss: LossName = None,
     compiled: CompiledParts = None,
     float8: Float8Scaling = None,
+    release: BitsandbytesRelease = None,
+    packed_from: PackedFrom = None,
     changes: HardwareChanges = None,
     device_budget_bytes: DeviceBudget = None,
     margin: Margin = None,
@@ -184,6 +205,7 @@ def advise_command(
     output: OutputPath = None,
     report: ReportPath = None,
     as_json: JsonFlag = False,
+    no_cache: NoCacheFlag = False,
 ) -> None:
     """Rank machines by the time of the best plan for a model on each, and by what a token costs.
 
@@ -203,21 +225,45 @@ def advise_command(
         raise PlanError(
             f"--longest chooses the length, but --sequence-length {sequence_length} fixes it. Leave one out."
         )
+    if longest and packed_lengths is not None:
+        raise PlanError(
+            f"--longest chooses the length, but --packed-lengths {packed_lengths} fills rows of one. Leave one out."
+        )
     machines, listed = _machines(hardware or (*machine_names(), *cluster_names()), changes_of(changes), prices)
     for box in machines.values() if hardware else ():
         check_budget(device_budget_bytes, box)
     osft = osft_of(method, unfreeze_rank_ratio, osft_targets)
-    quantized = quantized_of(quantized_to, double=double_quantize, blocksize=quantization_blocksize)
+    quantized = quantized_of(
+        quantized_to,
+        double=double_quantize,
+        blocksize=quantization_blocksize,
+        head=quantize_head,
+        release=release,
+        packed_from=packed_from,
+    )
     request = AdviceRequest(
         model,
         sequence_length,
         dtype,
         global_batch,
         max_gradient_norm,
-        _fingerprint(model),
+        _fingerprint(model, packed_lengths),
         options=options_of(
-            lora_rank, lora_targets, frozen, autocast, osft, quantized, loss=loss, compiled=compiled, float8=float8
+            lora_rank,
+            lora_targets,
+            frozen,
+            autocast,
+            osft,
+            quantized,
+            lora_dropout=lora_dropout,
+            lora_dtype=lora_dtype,
+            use_dora=use_dora,
+            images=images_of(image_size, images),
+            loss=loss,
+            compiled=compiled,
+            float8=float8,
         ),
+        packed_lengths=packed_lengths,
         device_budget_bytes=device_budget_bytes,
         margin_frac=DEFAULT_MARGIN_FRAC if margin is None else margin / 100,
         calibrations=_calibrations(calibrations or (), machines),
@@ -232,7 +278,10 @@ def advise_command(
     numbers = sorted(set(ranks or ()))
     for number in numbers:
         check_shares(global_batch, number)
-    num_parts = check_request(request, cache_folder(), method if osft is None else None)
+    cache = None if no_cache else cache_folder()
+    num_parts = check_request(request, cache, method if osft is None else None)
+    if loss is LossHead.NARROW:
+        warn_of_loss(request.smallest_workload(cache))
     boxes = list(machines.values())
     asked = machines_with(boxes, numbers) if numbers else whole_machines(boxes, num_parts)
     if hardware:
@@ -241,7 +290,7 @@ def advise_command(
         found = advise_machines(
             request,
             asked,
-            search_one=partial(search_machine, cache=cache_folder()),
+            search_one=partial(search_machine, cache=cache),
             num_processes=processes or len(os.sched_getaffinity(0)),
             state=state,
             ranks=numbers,
@@ -303,8 +352,8 @@ def _report(advice: Advice) -> Report:
     return advice_report(advice)
 
 
-def _fingerprint(model: str) -> str:
-    """Hash of the model's file, if it is one, and of this package's version and the sources that answers come from."""
+def _fingerprint(model: str, packed_lengths: str | None) -> str:
+    """Hash of the files of the model and of lengths, of this package's version and of the sources of its answers."""
     digest = hashlib.sha256()
     try:
         digest.update(version("protwin").encode())
@@ -314,6 +363,7 @@ def _fingerprint(model: str) -> str:
     for folder in (sim, sim.parent / "shared"):
         for source in sorted(folder.rglob("*.py")):
             digest.update(source.read_bytes())
-    if os.path.isfile(model):
-        digest.update(Path(model).read_bytes())
+    for named in (model, packed_lengths or ""):
+        if os.path.isfile(named):
+            digest.update(Path(named).read_bytes())
     return digest.hexdigest()[:32]

@@ -23,6 +23,7 @@ from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.record import Record
 from ...shared.schema.search_result import BatchSearchResult, Goal, Risk
 from ...shared.schema.workload import Compiled, DType, Float8, Workload
+from ...shared.workloads.check import narrow_words
 from ...shared.workloads.dtypes import TRAINABLE
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..space.step_spec import MOST_MICRO_BATCHES, MOST_RANKS, check_ranks
@@ -132,6 +133,26 @@ Float8Scaling = Annotated[
 ]
 
 
+BitsandbytesRelease = Annotated[
+    str | None,
+    typer.Option(
+        "--bitsandbytes",
+        metavar="VERSION",
+        help="Predict the plan with the products of this release of bitsandbytes (0.41.1): 4-bit maps keep their input "
+        "until backward before 0.43.2, 8-bit maps always.  Protwin's runtime carries out no such plan.",
+    ),
+]
+PackedFrom = Annotated[
+    str | None,
+    typer.Option(
+        "--packed-from",
+        metavar="NAME",
+        help="With --bitsandbytes: the element type that 4-bit weights had when they were packed, which they are "
+        "unpacked to, and cast from, where maps compute in another one.",
+    ),
+]
+
+
 class ReducedAs(StrEnum):
     """Element types that gradients are reduced in."""
 
@@ -186,7 +207,8 @@ Foreach = Annotated[
     typer.Option(
         "--foreach",
         help="AdamW goes over lists of tensors, as PyTorch's does on a GPU unless it is told fused=True: a step moves "
-        "three times as much, and makes as many more numbers as it steps.",
+        "three times as much, and makes as many more numbers as it steps. On a CPU, where it has to be asked for, a "
+        "list is gone over tensor by tensor.",
     ),
 ]
 ExpandableSegments = Annotated[
@@ -408,6 +430,12 @@ def warn_of_attention(workload: Workload) -> None:
     """Warn of attention that takes memory with the square of the sequence."""
     words = attention_words(workload.quadratic, workload.model_name, workload.num_tokens // workload.num_samples)
     if words is not None:
+        warn(words)
+
+
+def warn_of_loss(workload: Workload) -> None:
+    """Warn of a loss that is asked to be narrow where no logits are."""
+    if (words := narrow_words(workload)) is not None:
         warn(words)
 
 

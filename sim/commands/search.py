@@ -39,6 +39,7 @@ from ...shared.cli.options import (
     PriceEntries,
     QuantizationBlock,
     QuantizedTo,
+    QuantizeHead,
     SequenceLength,
     Tokens,
     UnfreezeRankRatio,
@@ -70,6 +71,7 @@ from ..space.step_spec import SEVERAL
 from .model_choice import ModelChoice
 from .options import (
     BaselinePlans,
+    BitsandbytesRelease,
     CompiledParts,
     Float8Scaling,
     GlobalBatchSize,
@@ -79,6 +81,7 @@ from .options import (
     MethodName,
     MicroBatches,
     NumRanks,
+    PackedFrom,
     RiskName,
     StudentPath,
     WhatIfCommand,
@@ -93,6 +96,7 @@ from .options import (
     unused_devices,
     warn_of_attention,
     warn_of_dtype,
+    warn_of_loss,
     warn_of_memory,
     with_run,
 )
@@ -162,6 +166,7 @@ def search_command(
     quantized_to: QuantizedTo = None,
     double_quantize: DoubleQuantize = False,
     quantization_blocksize: QuantizationBlock = None,
+    quantize_head: QuantizeHead = False,
     unfreeze_rank_ratio: UnfreezeRankRatio = None,
     osft_targets: OsftTargets = None,
     frozen: FrozenParts = None,
@@ -171,6 +176,8 @@ def search_command(
     loss: LossName = None,
     compiled: CompiledParts = None,
     float8: Float8Scaling = None,
+    release: BitsandbytesRelease = None,
+    packed_from: PackedFrom = None,
     changes: HardwareChanges = None,
     device_budget_bytes: DeviceBudget = None,
     calibration: CalibrationPath = None,
@@ -281,7 +288,14 @@ def search_command(
         lora_dropout=lora_dropout,
         lora_dtype=lora_dtype,
         use_dora=use_dora,
-        quantized=quantized_of(quantized_to, double=double_quantize, blocksize=quantization_blocksize),
+        quantized=quantized_of(
+            quantized_to,
+            double=double_quantize,
+            blocksize=quantization_blocksize,
+            head=quantize_head,
+            release=release,
+            packed_from=packed_from,
+        ),
         unfreeze_rank_ratio=unfreeze_rank_ratio,
         osft_targets=osft_targets,
         frozen=frozen,
@@ -347,6 +361,7 @@ def search_command(
     result, document = found.result, found.result if global_batch is None else found
     warn_of_dtype(result.prediction, machine)
     warn_of_attention(_workload_of(request, found, choice))
+    warn_of_loss(_workload_of(request, found, choice))
     warn_of_memory(result.prediction, rank_host_bytes(machine, result.plan.num_ranks))
     save(result.noted_plan, output)
     write_report(report, lambda: _report(document, _workload_of(request, found, choice)))

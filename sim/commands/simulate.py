@@ -40,6 +40,7 @@ from ...shared.cli.options import (
     PriceEntries,
     QuantizationBlock,
     QuantizedTo,
+    QuantizeHead,
     SequenceLength,
     TimelinePath,
     Tokens,
@@ -59,7 +60,7 @@ from ...shared.methods.known import method_named
 from ...shared.methods.runtime_profile import Runtime
 from ...shared.pipelines.pipeline import Pipeline, load_plan_or_pipeline
 from ...shared.schema.calibration import Calibration
-from ...shared.schema.hardware import Hardware
+from ...shared.schema.hardware import DeviceKind, Hardware
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
 from ...shared.schema.schedule import Schedule
@@ -75,6 +76,7 @@ from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from .model_choice import ModelChoice
 from .options import (
     AsRuntime,
+    BitsandbytesRelease,
     BucketScalars,
     CompiledParts,
     ExpandableSegments,
@@ -84,6 +86,7 @@ from .options import (
     LossMetrics,
     MethodName,
     NumRanks,
+    PackedFrom,
     Parallel,
     ReduceDType,
     Reentrant,
@@ -98,6 +101,7 @@ from .options import (
     unused_devices,
     warn_of_attention,
     warn_of_dtype,
+    warn_of_loss,
     warn_of_memory,
     with_ranks,
 )
@@ -138,6 +142,7 @@ def simulate_command(
     quantized_to: QuantizedTo = None,
     double_quantize: DoubleQuantize = False,
     quantization_blocksize: QuantizationBlock = None,
+    quantize_head: QuantizeHead = False,
     unfreeze_rank_ratio: UnfreezeRankRatio = None,
     osft_targets: OsftTargets = None,
     frozen: FrozenParts = None,
@@ -156,6 +161,8 @@ def simulate_command(
     reduce_dtype: ReduceDType = None,
     compiled: CompiledParts = None,
     float8: Float8Scaling = None,
+    release: BitsandbytesRelease = None,
+    packed_from: PackedFrom = None,
     reentrant: Reentrant = False,
     loss_metrics: LossMetrics = None,
     bucket_scalars: BucketScalars = None,
@@ -217,7 +224,14 @@ def simulate_command(
         lora_dropout=lora_dropout,
         lora_dtype=lora_dtype,
         use_dora=use_dora,
-        quantized=quantized_of(quantized_to, double=double_quantize, blocksize=quantization_blocksize),
+        quantized=quantized_of(
+            quantized_to,
+            double=double_quantize,
+            blocksize=quantization_blocksize,
+            head=quantize_head,
+            release=release,
+            packed_from=packed_from,
+        ),
         unfreeze_rank_ratio=unfreeze_rank_ratio,
         osft_targets=osft_targets,
         frozen=frozen,
@@ -266,6 +280,13 @@ def simulate_command(
     record = record.model_copy(update={"remedies": told})
     _warn(record, machine, budget_bytes)
     warn_of_attention(workload)
+    warn_of_loss(workload)
+    if foreach and machine.device.kind is DeviceKind.CPU:
+        warn(
+            "--foreach is asked about on a CPU, where PyTorch takes lists of tensors if it is told foreach=True alone, "
+            "and its operations on lists go tensor by tensor: the step is predicted as a loop's, beside a list of "
+            "temporaries."
+        )
     if profile.num_loss_metrics:
         warn(
             f"metrics hold up to {format_bytes(loss_metric_bytes(workload))} behind each backward (all logits, their "

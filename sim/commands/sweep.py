@@ -22,17 +22,27 @@ from ...shared.cli.options import (
     HardwareChanges,
     HardwareName,
     HostGradientsName,
+    ImageCount,
+    ImageSize,
     JsonFlag,
+    LoraDropout,
+    LoraDtype,
     LoraRank,
     LoraTargets,
     LossName,
+    MethodName,
     ModelName,
     NoCacheFlag,
     OptimizerName,
+    OsftTargets,
     OutputPath,
+    PackedLengths,
     PriceEntries,
     QuantizationBlock,
     QuantizedTo,
+    QuantizeHead,
+    UnfreezeRankRatio,
+    UseDora,
     command_app,
     examples,
     keep_apart,
@@ -41,7 +51,7 @@ from ...shared.cli.options import (
 from ...shared.cli.output import save, tell
 from ...shared.cli.ranges import Numbers, numbers_option
 from ...shared.cli.report_options import ReportPath, write_report
-from ...shared.cli.trained_as import loss_tiles_of, quantized_of
+from ...shared.cli.trained_as import images_of, loss_tiles_of, quantized_of
 from ...shared.phases.operations import lowering_notes
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.optimizer import HostGradients, Optimizer
@@ -56,22 +66,30 @@ from ..space.step_spec import SEVERAL
 from .advise import NumProcesses
 from .model_choice import ModelChoice
 from .options import (
+    BitsandbytesRelease,
     CompiledParts,
     Float8Scaling,
     Margin,
     MaxGradientNorm,
     MicroBatches,
     NumRanks,
+    PackedFrom,
+    StudentPath,
     check_budget,
     machine_of,
     price_files,
     ranks_to_search,
     unused_devices,
+    warn_of_loss,
 )
 from .space_options import (
+    AllowedLossTiles,
+    AllowedMlpTiles,
     AllowedModes,
     AllowedProductStrides,
+    AllowedSequenceRanks,
     AllowedShardRanks,
+    groups_that_share,
     product_strides,
     shard_groups_to_search,
     whole_if_lowered,
@@ -118,22 +136,37 @@ def sweep_command(
     hardware: HardwareName,
     sequences: SequenceLengths,
     batches: BatchSizes = None,
+    method: MethodName = None,
+    student: StudentPath = None,
+    packed_lengths: PackedLengths = None,
     dtype: DTypeName = None,
     lora_rank: LoraRank = None,
     lora_targets: LoraTargets = None,
+    lora_dropout: LoraDropout = None,
+    lora_dtype: LoraDtype = None,
+    use_dora: UseDora = False,
     quantized_to: QuantizedTo = None,
     double_quantize: DoubleQuantize = False,
     quantization_blocksize: QuantizationBlock = None,
+    quantize_head: QuantizeHead = False,
+    unfreeze_rank_ratio: UnfreezeRankRatio = None,
+    osft_targets: OsftTargets = None,
     frozen: FrozenParts = None,
+    image_size: ImageSize = None,
+    images: ImageCount = None,
     autocast: AutocastName = None,
     loss: LossName = None,
     compiled: CompiledParts = None,
     float8: Float8Scaling = None,
+    release: BitsandbytesRelease = None,
+    packed_from: PackedFrom = None,
     changes: HardwareChanges = None,
     device_budget_bytes: DeviceBudget = None,
     margin: Margin = None,
     calibration: CalibrationPath = None,
     product_stride: AllowedProductStrides = None,
+    mlp_tiles: AllowedMlpTiles = None,
+    loss_tiles: AllowedLossTiles = None,
     micro_batches: MicroBatches = None,
     max_gradient_norm: MaxGradientNorm = None,
     optimizer: OptimizerName = None,
@@ -141,6 +174,7 @@ def sweep_command(
     num_ranks: NumRanks = None,
     parallel: AllowedModes = None,
     shard_ranks: AllowedShardRanks = None,
+    sequence_ranks: AllowedSequenceRanks = None,
     prices: PriceEntries = None,
     processes: NumProcesses = None,
     output: OutputPath = None,
@@ -156,7 +190,13 @@ def sweep_command(
     """
     keep_apart(
         {"--output": output, "--report": report},
-        {"--model": model, "--hardware": hardware, "--calibration": calibration, **price_files(prices)},
+        {
+            "--model": model,
+            "--student": student,
+            "--hardware": hardware,
+            "--calibration": calibration,
+            **price_files(prices),
+        },
         as_json=as_json,
     )
     sequence_lengths, batch_sizes = sequences.values, (1,) if batches is None else batches.values
@@ -166,6 +206,7 @@ def sweep_command(
     num_ranks = ranks_to_search(machine, num_ranks, parallel or ())
     if (unused := unused_devices(machine, num_ranks)) is not None:
         warn(unused)
+    groups_that_share(sequence_ranks, num_ranks)
     choice = ModelChoice(
         name=model,
         batch_size=batch_sizes[0],
@@ -173,16 +214,38 @@ def sweep_command(
         dtype=dtype,
         lora_rank=lora_rank,
         lora_targets=lora_targets,
-        quantized=quantized_of(quantized_to, double=double_quantize, blocksize=quantization_blocksize),
+        quantized=quantized_of(
+            quantized_to,
+            double=double_quantize,
+            blocksize=quantization_blocksize,
+            head=quantize_head,
+            release=release,
+            packed_from=packed_from,
+        ),
+        lora_dropout=lora_dropout,
+        lora_dtype=lora_dtype,
+        use_dora=use_dora,
+        unfreeze_rank_ratio=unfreeze_rank_ratio,
+        osft_targets=osft_targets,
         frozen=frozen,
+        images=images_of(image_size, images),
         autocast=autocast,
         loss=loss,
         compiled=compiled,
         float8=float8,
         device=machine.device,
         has_cache=not no_cache,
-        tiles=AskedTiles.named(whole_if_lowered(None, compiled, float8), loss_tiles_of(loss, None)),
+        method=method,
+        student_path=student,
+        packed_lengths=packed_lengths,
+        sequence_ranks=tuple(sequence_ranks or ()),
+        tiles=AskedTiles.named(whole_if_lowered(mlp_tiles, compiled, float8), loss_tiles_of(loss, loss_tiles)),
     )
+    if num_ranks > 1 and choice.student is not None:
+        raise PlanError(
+            f"{num_ranks} ranks that learn from {model} are stages and replicas, which a sweep does not search. Leave "
+            f"--ranks and --parallel out, or ask protwin search about one shape."
+        )
     with progress_bar("searching points") as on_progress:
         asked = SweepRequest(
             workload_at=choice.at,
@@ -194,7 +257,12 @@ def sweep_command(
                 calibration=Calibration.load(calibration) if calibration is not None else None,
                 device_budget_bytes=device_budget_bytes,
                 margin_frac=DEFAULT_MARGIN_FRAC if margin is None else margin / 100,
-                space=choice.tiles.space.model_copy(update={"product_stride": product_strides(product_stride)}),
+                space=choice.tiles.space.model_copy(
+                    update={
+                        "product_stride": product_strides(product_stride),
+                        "sequence_ranks": tuple(sequence_ranks) if sequence_ranks else None,
+                    }
+                ),
                 step=Step(
                     micro_batches=micro_batches or 1,
                     max_gradient_norm=max_gradient_norm,
@@ -206,6 +274,7 @@ def sweep_command(
                 ),
             ),
         )
+        warn_of_loss(asked.request.smallest_workload())
         points, is_complete = sweep_points(
             asked,
             [(batch_size, length) for length, batch_size in product(sequence_lengths, batch_sizes)],
@@ -224,7 +293,7 @@ def sweep_command(
         points=tuple(points),
         crossovers=crossovers(points),
         list_price=listed[0] if listed else None,
-        emulated=lowering_notes(compiled, float8),
+        emulated=lowering_notes(compiled, float8, choice.options.packed_products),
         is_complete=is_complete,
     )
     save(found, output)

@@ -155,11 +155,27 @@ def _float32_frac(device: Device) -> float:
 def has_half_the_lanes(device: Device) -> bool:
     """Whether a multiprocessor has 64 float32 units in place of 128: NVIDIA's Volta, Turing and GA100.
 
-    With 128 they would clock no faster than ``HALVED_CLOCK_HZ / 2``.
+    With 128 they would clock no faster than ``HALVED_CLOCK_HZ / 2``, where no clock is stated.
     """
     if device.num_multiprocessors is None:
         return False
-    return device.vector_flop_per_s / (2 * LANES * device.num_multiprocessors) <= HALVED_CLOCK_HZ / 2
+    if device.clock_hz is not None:
+        return _clock_of_lanes(device) <= 0.51 * device.clock_hz  # data sheets round both
+    return _clock_of_lanes(device) <= HALVED_CLOCK_HZ / 2
+
+
+def clock_hz(device: Device) -> float:
+    """Clocks per second at which a device reaches its peak outside the matrix units; it must state multiprocessors."""
+    if device.clock_hz is not None:
+        return device.clock_hz
+    clock = _clock_of_lanes(device)
+    return max(clock, min(2 * clock, HALVED_CLOCK_HZ))
+
+
+def _clock_of_lanes(device: Device) -> float:
+    """Clocks per second that its vector units would need with 128 in each multiprocessor."""
+    assert device.num_multiprocessors is not None
+    return device.vector_flop_per_s / (2 * LANES * device.num_multiprocessors)
 
 
 def power_slowdown(device: Device, products_frac: float) -> float:

@@ -26,8 +26,7 @@ from typing import Final
 from ...shared.schema.hardware import Device
 from ...shared.schema.workload import DType, Operation, OperationClass
 from .attention import attention_s
-from .efficiency import KERNEL_FIXED_S, UNALIGNED_FLOP_PER_CLOCK, efficiency_frac, sustained_flop_per_s
-from .streams import clock_hz
+from .efficiency import KERNEL_FIXED_S, UNALIGNED_FLOP_PER_CLOCK, clock_hz, efficiency_frac, sustained_flop_per_s
 
 _TILES: Final = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (64, 32), (32, 64), (32, 32))
 """Rows and columns of output tiles, as the guide lists them (section 2.3), and the smaller ones of CUTLASS."""

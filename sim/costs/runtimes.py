@@ -371,8 +371,10 @@ class RuntimeCosts(CostModel):
         more_bytes = (LOOPED_BYTES - FUSED_BYTES) * stepped.item_bytes / DType.FLOAT32.item_bytes
         streamed_bytes = task.stepped_bytes + more_bytes * task.num_stepped
         streaming_s = streamed_bytes / self._streamed_bytes_per_s
-        # Over lists a kernel takes many tensors.
-        num_loops = 0 if self.profile.temporary_lists else self.num_trained
+        # Over lists a kernel of a GPU takes many tensors; a CPU has none for lists and goes tensor by tensor
+        # (foreach_tensor_*_slow in aten/src/ATen/native/ForeachOpsKernels.cpp).
+        takes_lists = self.profile.temporary_lists > 0 and self.hardware.device.kind is DeviceKind.CUDA
+        num_loops = 0 if takes_lists else self.num_trained
         return max(streaming_s, LOOPED_OPERATIONS * num_loops * self._dispatch_s)
 
     def _joining_s(self, copies: _Copies, made_bytes: int, reduced_bytes: float) -> float:

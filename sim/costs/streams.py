@@ -36,7 +36,7 @@ from typing import Final
 from ...shared.basics.errors import WorkloadError
 from ...shared.schema.hardware import Device, DeviceKind
 from ...shared.schema.workload import DType, Operation, OperationClass, Workload
-from .efficiency import HALVED_CLOCK_HZ, LANES
+from .efficiency import clock_hz
 
 ELEMENTS_PER_CLOCK: Final = 1.2
 """Of one multiprocessor, in kernels that are not vectorized; see [Note: Vectorized kernels]."""
@@ -158,13 +158,6 @@ def goes_by_elements(operation: Operation) -> bool:
     is_broadcast = 2 * tensor_bytes + _SCALAR_BYTES < operation.bytes_moved < 2.9 * tensor_bytes
     is_widened = operation.dtype in _HALF and operation.bytes_moved < 2 * tensor_bytes
     return operation.name in _BROADCASTING and (is_broadcast or is_widened)
-
-
-def clock_hz(device: Device) -> float:
-    """Clocks per second at which a device reaches its peak outside the matrix units; it must state multiprocessors."""
-    assert device.num_multiprocessors is not None
-    clock = device.vector_flop_per_s / (2 * LANES * device.num_multiprocessors)
-    return max(clock, min(2 * clock, HALVED_CLOCK_HZ))
 
 
 def loss_metric(workload: Workload) -> tuple[Operation, ...]:

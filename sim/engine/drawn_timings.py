@@ -57,7 +57,7 @@ class DrawnTimings:
 
     @cached_property
     def _waits(self) -> dict[tuple[int, int], NDArray[np.int64]]:
-        """By lane and another one that it waits for; [Note: Waits of lanes] in ``shared/compile/lanes.py``."""
+        """By lane and another one that it waits for; [Note: Waits of lanes] in ``shared/drafts/lanes.py``."""
         numbers = {tuple(Lane).index(lane): number for number, lane in enumerate(self._lanes)}
         found: dict[tuple[int, int], NDArray[np.int64]] = {}
         programs = programs_of(self.schedule, self.durations_s.tolist())

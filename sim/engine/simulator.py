@@ -125,6 +125,7 @@ def simulate_drawn(
         price_usd_per_hour=rent_of_stage(hardware, plan.num_ranks, num_stages),
     )
     record = predicted_record(plan, workload, rank, calibration, schedule, timing, layout=layout, method=method)
+    record = record.asking(runtime=str(runtime.runtime), runtime_words=runtime.words)
     if runtime.other is not None:
         record = record.model_copy(update={"emulated": (runtime.other, *record.emulated)})
     durations_s, errors = costs.durations_s(schedule), ErrorModel.of(workload, hardware, calibration)

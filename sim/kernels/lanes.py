@@ -1,7 +1,7 @@
 """The compiled functions on numpy arrays.  Types, shapes and layouts are checked here; C reads what it is given.
 
 Lanes are numbered as in ``Lane``, compute first; waits are those of [Note: Waits of lanes] in
-``shared/compile/lanes.py``.
+``shared/drafts/lanes.py``.
 """
 
 from __future__ import annotations

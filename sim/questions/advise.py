@@ -87,6 +87,8 @@ class AdviceRequest:
     """What learns from the model, block by block; None: the model itself is trained."""
     goal: Goal = Goal.FASTEST
     """Or LONGEST_SEQUENCE, which has no ``sequence_length``."""
+    packed_lengths: str | None = None
+    """Samples in each row, end to end; None: each row is one."""
     tiles: AskedTiles = field(default_factory=AskedTiles)
     """Numbers of tiles that plans may have."""
     product_stride: tuple[int, ...] | None = (0,)
@@ -126,6 +128,7 @@ class AdviceRequest:
                 options=self.options,
                 device=device,
                 student=self.student,
+                packed_lengths=self.packed_lengths,
                 mlp_tiles=mlp_tiles,
                 loss_tiles=loss_tiles,
             )
@@ -138,6 +141,7 @@ class AdviceRequest:
                 dtype=self.dtype,
                 options=self.options,
                 device=device,
+                packed_lengths=self.packed_lengths,
                 mlp_tiles=mlp_tiles,
                 loss_tiles=loss_tiles,
             )
@@ -145,6 +149,18 @@ class AdviceRequest:
         if self.student is not None or is_saved_workload(self.model):
             return resolved(self.tiles.mlp or (), self.tiles.loss or ())
         return self.tiles.workload(size, self.sequence_length, resolved, untraced)
+
+    @property
+    def least_samples(self) -> int:
+        """Samples of the smallest micro-batch.  Raises WorkloadError if a saved one's do not divide the batch."""
+        sizes = saved_sizes(self.model, self.global_batch)
+        return sizes[0] if sizes else 1
+
+    def smallest_workload(self, cache: Path | None) -> Workload:
+        """That of the smallest micro-batch, of the shortest sequences where the longest ones are asked for."""
+        is_longest = self.goal is Goal.LONGEST_SEQUENCE
+        asked = replace(self, sequence_length=SEQUENCE_STEP) if is_longest else self
+        return asked.workload_at(self.least_samples, cache)
 
 
 @dataclass(frozen=True)
@@ -346,16 +362,13 @@ def check_request(request: AdviceRequest, cache: Path | None, method: TrainingMe
             )
         if usual_shape(request.model)[1] is None:
             raise PlanError(f"{request.model} is trained on samples without tokens, of which none is the longest.")
-        request = replace(request, sequence_length=SEQUENCE_STEP)
-    sizes = saved_sizes(request.model, request.global_batch)
-    least = sizes[0] if sizes else 1
-    workload = check_method(request.workload_at(least, cache), request.model, method)
+    workload = check_method(request.smallest_workload(cache), request.model, method)
     check_optimizer(request.optimizer, workload.parameters)
     check_host_gradients(request.host_gradients, workload.parameters)
     tile_counts(request.space, workload)
     if request.num_tokens is not None and sequence_length_of(workload) is None:
         raise PlanError(f"{request.model} is trained on samples without tokens. Leave out the number of tokens.")
-    return request.global_batch // least
+    return request.global_batch // request.least_samples
 
 
 def search_machine(request: AdviceRequest, offer: Offer, *, cache: Path | None = None) -> MachineAdvice:

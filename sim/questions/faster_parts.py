@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...shared.schema.hardware import Hardware, Link
+from ..costs.efficiency import clock_hz
 from ..costs.fabrics import with_collectives_scaled
 
 
@@ -20,12 +21,14 @@ def faster_host(box: Hardware) -> Hardware:
 
 
 def faster_device(box: Hardware) -> Hardware:
-    """A device with twice the arithmetic and memory bandwidth."""
+    """A device with twice the arithmetic and memory bandwidth: units of the same kind, at twice the clock."""
     device = box.device
+    clock = None if device.num_multiprocessors is None else 2 * clock_hz(device)
     faster_device = device.model_copy(
         update={
             "peak_flop_per_s": {dtype: 2 * peak for dtype, peak in device.peak_flop_per_s.items()},
             "vector_flop_per_s": 2 * device.vector_flop_per_s,
+            "clock_hz": clock,
             "optimizer_s_per_scalar": {name: own_s / 2 for name, own_s in device.optimizer_s_per_scalar.items()},
             "memory_bandwidth_bytes_per_s": 2 * device.memory_bandwidth_bytes_per_s,
         }

@@ -67,7 +67,7 @@ class SweepRequest:
         """Tokens of a step of all ranks."""
         batch_size, length = shape
         step = self.request.step
-        return batch_size * length * step.micro_batches * step.num_ranks
+        return batch_size * length * step.micro_batches * (step.num_ranks // self.request.sequence_unit)
 
 
 def sweep(
@@ -147,7 +147,8 @@ def _searched(asked: SweepRequest, request: SearchRequest, shape: Shape) -> tupl
 def _unlimited(request: SearchRequest, chunk_bytes: int | None) -> SearchResult:
     """The best plan on a device, and a host, of unlimited memory; see [Note: Unlimited memory]."""
     tiles = {"mlp_tiles": request.space.mlp_tiles or (1,), "loss_tiles": request.space.loss_tiles or (1,)}
-    allowed: dict[str, tuple[int, ...]] = {"n_checkpoint": (0,), "n_swap": (0,), **tiles}
+    allowed: dict[str, tuple[int, ...] | None] = {"n_checkpoint": (0,), "n_swap": (0,), **tiles}
+    allowed["sequence_ranks"] = request.space.sequence_ranks
     if chunk_bytes is not None:
         allowed["chunk_bytes"] = (chunk_bytes,)
     return search_batches(

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from ...shared.compile.chunk_facts import ChunkFacts, StepKnobs
-from ...shared.compile.program import NOT_THERE, Work
+from ...shared.drafts.program import NOT_THERE, Work
 from ...shared.layout.layout import Layout
 from ...shared.layout.residencies import STEPPED_BY_HOST, ChunkResidency
 from ...shared.schema.plan import ProjectionPlace

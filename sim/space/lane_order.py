@@ -13,7 +13,7 @@ from typing import Self
 
 import numpy as np
 
-from ...shared.compile.lanes import NOTHING
+from ...shared.drafts.lanes import NOTHING
 from ..kernels import lanes as kernels
 from .space import IntArray
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...shared.compile.lanes import NOTHING
+from ...shared.drafts.lanes import NOTHING
 from .prices import FloatArray
 from .space import IntArray
 

@@ -16,8 +16,8 @@ from ...shared.compile.activation_levels import ActivationLevels
 from ...shared.compile.compile import FULL_TRAINING, Policies, drafted
 from ...shared.compile.family import Family
 from ...shared.compile.homes import static_bytes
-from ...shared.compile.lanes import DeviceBuffers, FamilyLanes, sequences_of_tasks, task_order
-from ...shared.compile.program import Draft, Part
+from ...shared.drafts.lanes import DeviceBuffers, FamilyLanes, sequences_of_tasks, task_order
+from ...shared.drafts.program import Draft, Part
 from ...shared.layout.positions import Positions
 from ...shared.schema.schedule import Lane, Memory, TaskKind, lanes_of
 from .chunk_table import ChunkTable

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 import numpy as np
 import numpy.typing as npt
 
-from ...shared.compile.program import PhaseWork, Work
+from ...shared.drafts.program import PhaseWork, Work
 from ...shared.schema.schedule import Task, TaskId, TaskKind
 from ..costs.task_costs import CostModel
 

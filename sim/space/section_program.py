@@ -14,8 +14,8 @@ from ...shared.compile.activation_levels import NO_TASK_BYTES, ActivationLevels
 from ...shared.compile.chunk_facts import ChunkFacts, StepKnobs
 from ...shared.compile.compile import Policies
 from ...shared.compile.family import Family
-from ...shared.compile.program import NOT_THERE, Draft, Part, TaskGroup, Work
 from ...shared.compile.sections import Sections
+from ...shared.drafts.program import NOT_THERE, Draft, Part, TaskGroup, Work
 from ...shared.layout.layout import Layout
 from ...shared.schema.schedule import TaskKind
 from ...shared.schema.workload import Workload

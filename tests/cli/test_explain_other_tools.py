@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -74,19 +75,6 @@ def test_json_has_everything_without_torch(work: Path, environment: dict[str, st
     assert told.speedup is not None
 
 
-@pytest.mark.slow
-def test_the_command_that_is_printed_searches_the_same_plan(work: Path, protwin_here: Protwin) -> None:
-    (work / "ds.json").write_text(json.dumps(ZERO_3))
-    told = Explanation.from_mapping(
-        json.loads(protwin_here("explain-config", "ds.json", *SAID, "--json").stdout), origin=""
-    )
-    assert told.found is not None
-    searched = protwin_here(*told.command.split()[1:], "--json")
-    assert searched.returncode == 0, searched.stderr
-    found = SearchResult.from_mapping(json.loads(searched.stdout), origin="standard output")
-    assert found.plan == told.found.plan
-
-
 TITAN = """
 [job]
 description = "a run"
@@ -114,6 +102,48 @@ datasets:
   - path: rows
     type: alpaca
 """
+
+
+LONG: dict[str, Any] = {"bf16": {"enabled": True}, "gradient_clipping": "auto", "zero_optimization": {"stage": 2}}
+LONG_ROWS = ("--batch-size=1", "--sequence-length=16384")
+LORA: dict[str, Any] = {
+    "peft": {"r": 8},
+    "per_device_train_batch_size": 2,
+    "optim": "adamw_torch",
+    "gradient_checkpointing": True,
+    "max_grad_norm": 0.5,
+}
+
+
+ASKED = [
+    ("ds.json", LONG, ("--model=qwen2.5-0.5b", "--hardware=rtx-4090", *LONG_ROWS)),
+    ("ds.json", LONG, ("--model=llama-3-8b", "--hardware=rtx-3090", "--device-budget=1GiB", *LONG_ROWS)),
+    ("ds.json", ZERO_3, SAID),
+    ("ds.json", ZERO_3, (*SAID[:-1], "--sequence-length=32768", "--packed-lengths=uniform:100:9000")),
+    ("a.toml", TITAN, ("--hardware=a100-80gb-x8",)),
+    ("a.yml", QLORA, ("--hardware=rtx-4090", "--set=host.memory_bytes=32GiB")),
+    ("a.json", LORA, (*SAID[:2], "--ranks=1", "--sequence-length=512", "--lora-rank=8", "--optimizer=lion")),
+]
+
+
+@some_quick(("name", "content", "said"), ASKED, quick=ASKED[:1])
+def test_the_command_that_is_printed_asks_the_same_question(
+    name: str, content: str | dict[str, Any], said: tuple[str, ...], work: Path, protwin_here: Protwin
+) -> None:
+    (work / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    done = protwin_here("explain-config", name, *said, "--json")
+    assert done.returncode == 0, done.stderr
+    told = Explanation.from_mapping(json.loads(done.stdout), origin="")
+    searched = protwin_here(*shlex.split(told.command)[1:], "--json")
+    if told.found is None:
+        assert told.infeasible is not None
+        assert (searched.returncode, told.infeasible in searched.stderr) == (2, True), searched.stderr
+        return
+    assert searched.returncode == 0, searched.stderr
+    found = SearchResult.from_mapping(json.loads(searched.stdout), origin="standard output")
+    for field in ("plan", "plan_kind", "certificate", "device_budget_bytes", "host_budget_bytes"):
+        assert getattr(found, field) == getattr(told.found, field), field
+    assert found.prediction.iteration_s == told.found.prediction.iteration_s
 
 
 @pytest.mark.slow

@@ -12,7 +12,10 @@ from protwin.shared.cli.trained_as import USUAL_CHUNKS, check_loss_of_plan, loss
 from protwin.shared.phases.tiling import LossHead
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.record import Record
+from protwin.shared.schema.training_options import TrainingOptions
 from protwin.shared.schema.workload import Workload
+from protwin.shared.workloads.check import narrow_words
+from protwin.shared.workloads.source import load_workload
 from tests.cli.conftest import Protwin
 from tests.cli.refusals import refusal
 from tests.cli.saved import decoder
@@ -108,3 +111,23 @@ def test_a_plan_is_searched_and_carried_out_with_it(protwin_here: Protwin, work:
     assert Workload.load(work / "workload.json").loss_head is LossHead.FUSED
     other = ("search", "--model=workload.json", *machine, "--loss=eager")
     assert "traced with loss fused" in refusal(protwin_here, work, other)
+
+
+def of_gpt2(dtype: str, loss: LossHead | None) -> Workload:
+    return load_workload("gpt2", batch_size=1, sequence_length=64, dtype=dtype, options=TrainingOptions(loss_head=loss))
+
+
+def test_a_narrow_loss_of_float32_is_an_eager_one() -> None:
+    narrow, eager = (of_gpt2("float32", loss) for loss in (LossHead.NARROW, LossHead.EAGER))
+    assert narrow.epilogue_forward == eager.epilogue_forward
+    assert narrow.epilogue_backward == eager.epilogue_backward
+    assert "nothing is spared" in (narrow_words(narrow) or "")
+    for dtype, loss in (("float32", LossHead.EAGER), ("float32", LossHead.FUSED), ("bfloat16", LossHead.NARROW)):
+        assert narrow_words(of_gpt2(dtype, loss)) is None
+
+
+def test_commands_say_so_once(protwin_here: Protwin, work: Path) -> None:
+    asked = ("--model=gpt2", "--hardware=rtx-4090", "--sequence-length=64", "--dtype=float32", "--loss=narrow")
+    for command in (("search", "--batch-size=1"), ("advise", "--global-batch=1", "--processes=1")):
+        done = protwin_here(*command, *asked)
+        assert (done.returncode, done.stderr.count("nothing is spared")) == (0, 1), done.stderr

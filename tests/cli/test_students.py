@@ -112,3 +112,20 @@ def test_advice_refuses_what_a_search_refuses(
     refused = protwin_here("advise", *arguments, "--hardware", "rtx-3090", "--global-batch", "2", *shape)
     assert refused.returncode == 2
     assert message in refused.stderr.replace("\n", " ")
+
+
+@pytest.mark.slow
+def test_a_sweep_asks_about_a_student_as_a_search_does(protwin_here: Protwin, files: Path) -> None:
+    asked = ("--model", "config.json", "--student", "student.toml", *FLOAT32, "--sequence-length", "12")
+    result = protwin_here("sweep", *asked, "--hardware", "rtx-3090", "--batch-size", "2", "--processes", "1", "--json")
+    assert result.returncode == 0, result.stderr
+    (point,) = json.loads(result.stdout)["points"]
+    searched = protwin_here("search", *asked, "--hardware", "rtx-3090", "--batch-size", "2", "--json")
+    assert point["found"]["plan"] == json.loads(searched.stdout)["plan"]
+
+
+def test_a_sweep_over_stages_is_refused(protwin_here: Protwin, files: Path) -> None:
+    asked = ("--model", "config.json", "--student", "student.toml", *FLOAT32, "--sequence-length", "12")
+    refused = protwin_here("sweep", *asked, "--hardware", "rtx-3090-x4", "--ranks", "2")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "stages and replicas, which a sweep does not search" in " ".join(refused.stderr.split())

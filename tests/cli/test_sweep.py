@@ -89,3 +89,29 @@ def test_bad_input_is_one_message_and_exit_code_2(
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
     assert {path: path.read_bytes() for path in work.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(
+            "--model qwen2.5-0.5b --hardware a100-80gb-sxm4-x8 --ranks 4 --sequence-ranks 2 --loss-tiles 4",
+            marks=pytest.mark.slow,
+        ),
+        "--model gpt2 --hardware rtx-4090 --unfreeze-rank-ratio 0.25 --packed-lengths uniform:16:256",
+    ],
+)
+def test_points_of_other_trainings_are_answered_as_a_search_answers_them(protwin_here: Protwin, options: str) -> None:
+    asked = (*options.split(), "--sequence-length", "1024")
+    result = protwin_here("sweep", *asked, "--processes", "1", "--json")
+    assert result.returncode == 0, result.stderr
+    (point,) = Sweep.from_mapping(json.loads(result.stdout), origin="standard output").points
+    assert point.found is not None
+    searched = protwin_here("search", *asked, "--batch-size", "1", "--json")
+    assert searched.returncode == 0, searched.stderr
+    answer = json.loads(searched.stdout)
+    assert point.found.plan.model_dump(mode="json") == answer["plan"]
+    assert (point.num_tokens, point.found.tokens_per_s) == (
+        answer["prediction"]["num_tokens"],
+        pytest.approx(answer["prediction"]["num_tokens"] / answer["prediction"]["iteration_s"]),
+    )

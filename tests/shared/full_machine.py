@@ -47,6 +47,7 @@ def full_hardware() -> Hardware:
             power_limit_w=250.0,
             num_multiprocessors=7,
             attention_kernel=AttentionKernel.TRITON,
+            clock_hz=1.41e9,
             sustained_frac=0.7,
             efficiency={OperationClass.MATMUL: 0.7, OperationClass.EMBEDDING: 1.0},
             optimizer_s_per_scalar={Optimizer.ADAMW_8BIT: 3e-12},

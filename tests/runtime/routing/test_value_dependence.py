@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from protwin.runtime import trace
 from protwin.runtime.routing.forced_choices import ForcedChoices, Routing, chosen_experts
 from protwin.runtime.routing.other_batches import other_batches
 from protwin.runtime.routing.value_dependence import ValueWatch, has_size_of_values, reads_values
@@ -48,6 +51,33 @@ def test_values_that_the_program_reads_are_noticed_within_blocks_alone() -> None
     watch = ValueWatch()
     watch.note(None, ATEN.nonzero.default, (SCORES,))
     assert not watch.blocks
+
+
+class Split(nn.Module):
+    """Rows by expert, whose numbers the program has from a whole tensor."""
+
+    def __init__(self, read: Callable[[torch.Tensor], Iterable[int]]) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 2)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.read = read
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(n, 8) in and out."""
+        scores = self.gate(x)
+        chosen = scores.topk(1).indices[:, 0]
+        sizes = [int(size) for size in self.read(torch.zeros(len(x), 2).scatter(1, chosen[:, None], 1).sum(0))]
+        rows = x[chosen.argsort()].split(sizes)
+        return x + torch.cat([expert(own).tanh().exp() for expert, own in zip(self.experts, rows, strict=True)])
+
+
+@pytest.mark.parametrize("read", [torch.Tensor.tolist, torch.Tensor.numpy])
+def test_values_are_noticed_that_are_read_without_an_operator(read: Callable[[torch.Tensor], Iterable[int]]) -> None:
+    """A list or an array of a CPU tensor's values is made without one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(Split(read)))
+    workload = trace(model, torch.randn(16, 8), loss=lambda output, _: output.square().mean(), blocks=["1"], repeats=0)
+    assert all(profile.seen is not None and profile.seen.is_forced for profile in workload.profiles)
 
 
 @pytest.mark.parametrize("routing", list(Routing))

@@ -42,6 +42,7 @@ VALUES = {
     "num_memory_channels": ("4", 4),
     "num_multiprocessors": ("100", 100),
     "attention_kernel": ("flash-1", "flash-1"),
+    "clock_hz": ("1.4e9", 1.4e9),
     "sustained_frac": ("0.7", 0.7),
     "power_limit_w": ("200", 200.0),
     "name": ("another", "another"),

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from protwin.shared.compile.compile import compile_schedule, drafted
 from protwin.shared.compile.family import Family, family_of
-from protwin.shared.compile.lanes import NOTHING, DeviceBuffers, FamilyLanes, is_there, task_order
-from protwin.shared.compile.program import Draft
 from protwin.shared.compile.views import tasks_and_buffers
+from protwin.shared.drafts.lanes import NOTHING, DeviceBuffers, FamilyLanes, is_there, task_order
+from protwin.shared.drafts.program import Draft
 from protwin.shared.schema.schedule import Content, Lane, Memory, lanes_of
 from tests.proof_size import examples
 from tests.strategies.plans import PlannedWorkload, parallel_workloads, planned_workloads

@@ -20,7 +20,8 @@ from protwin.shared.schema.plan import ActivationMode
 from protwin.shared.schema.schedule import OuterSection, TaskKind
 from protwin.shared.schema.training_options import LoraOptions, OsftOptions, QuantizationOptions, TrainingOptions
 from protwin.shared.schema.workload import Workload
-from protwin.shared.workloads.source import load_workload, resolve_family, resolve_workload, untraced_workload
+from protwin.shared.workloads.source import load_workload, resolve_workload, untraced_workload
+from protwin.shared.workloads.untraced import resolve_family
 
 FUSED = TrainingOptions(loss_head=LossHead.FUSED)
 NARROW = TrainingOptions(loss_head=LossHead.NARROW)

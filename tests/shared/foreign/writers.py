@@ -8,7 +8,7 @@ from typing import Any
 
 from protwin.shared.foreign.asked_run import AskedRun, Checkpointing, Place, Precision, Split
 from protwin.shared.methods.runtime_profile import Runtime
-from protwin.shared.phases.quantization import Quantization, QuantizedType
+from protwin.shared.phases.quantization import LATEST_RELEASE, PackedProducts, Quantization, QuantizedType
 from protwin.shared.phases.tiling import LossHead
 from protwin.shared.schema.hardware import AttentionKernel
 from protwin.shared.schema.optimizer import Optimizer
@@ -52,6 +52,7 @@ def deepspeed_run(rng: random.Random) -> AskedRun:
             fields["runtime"] = Runtime.DEEPSPEED_OFFLOAD
         fields["live_parameters"] = rng.choice([10**9, rng.randint(0, 10**10)])
         fields["prefetched_parameters"] = rng.choice([5 * 10**7, rng.randint(0, 10**9)])
+        fields["prefetch_follows_model"] = True if fields["prefetched_parameters"] == 5 * 10**7 else None
         fields["shard_ranks"] = rng.choice([None, 2, 8])
     if split is not Split.NOTHING:
         fields |= rng.choice([{"bucket_scalars": rng.randint(1, 10**9)}, {"bucket_follows_model": True}, {}])
@@ -79,6 +80,8 @@ def deepspeed(run: AskedRun, rng: random.Random) -> dict[str, Any]:
             assert value is not None
             if value != usual or rng.random() < 0.5:
                 zero[key] = float(value) if rng.random() < 0.5 else value
+        if run.prefetch_follows_model:
+            zero["stage3_prefetch_bucket_size"] = "auto"
         if run.shard_ranks is not None:
             zero["mics_shard_size"] = run.shard_ranks
     if run.bucket_follows_model:
@@ -282,12 +285,15 @@ def axolotl_run(rng: random.Random) -> AskedRun:
             dropout=rng.choice([0.0, 0.05]),
             use_dora=rng.random() < 0.2,
         )
-        packed = rng.choice([None, Quantization(type=QuantizedType.INT8), NF4, GPTQ])
-        fields["quantized"] = None if packed is None else QuantizationOptions(how=packed)
+        packed = rng.choice([None, INT8, NF4, GPTQ])
+        fields["quantized"] = None if packed is None else QuantizationOptions(how=packed, products=KEEPING.get(packed))
     return known(fields)
 
 
 NF4 = Quantization(type=QuantizedType.NF4, double=True)
+INT8 = Quantization(type=QuantizedType.INT8)
+KEEPING = {INT8: PackedProducts(release=LATEST_RELEASE)}
+"""Maps of eight bits keep their inputs with every release of bitsandbytes."""
 GPTQ = Quantization(type=QuantizedType.GPTQ, blocksize=128)
 
 

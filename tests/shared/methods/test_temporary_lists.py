@@ -16,6 +16,7 @@ from protwin.shared.layout.keeping import Keeping
 from protwin.shared.layout.layout import layout_of
 from protwin.shared.methods.full_training import FULL_TRAINING
 from protwin.shared.methods.runtime_profile import Runtime, RuntimeProfile
+from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.schedule import TaskKind
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
@@ -91,6 +92,23 @@ def test_it_moves_what_a_loop_moves_without_its_calls() -> None:
     assert over_lists.guaranteed_peak_device_bytes == pytest.approx(20 * scalars, rel=0.01)
     looped = simulate(asked, model, hardware, runtime=RuntimeProfile(loops_over_tensors=True))
     assert over_lists.optimizer_s < looped.optimizer_s
+
+
+def test_a_cpu_goes_over_a_list_tensor_by_tensor() -> None:
+    """It has no kernels for lists: of tensors so small that calls decide, a step takes what a loop's takes."""
+    model = chain(8)
+    asked = plan(model, n_persist=8)
+    of_gpu = machine("rtx-4090").model_copy(update={"name": model.measured_on})
+    of_cpu = of_gpu.model_copy(update={"device": of_gpu.device.model_copy(update={"kind": DeviceKind.CPU})})
+    profiles = (RuntimeProfile(temporary_lists=1), RuntimeProfile(loops_over_tensors=True), RuntimeProfile())
+    seconds = {
+        hardware.device.kind: [simulate(asked, model, hardware, runtime=one).optimizer_s for one in profiles]
+        for hardware in (of_gpu, of_cpu)
+    }
+    over_lists, looped, fused = seconds[DeviceKind.CPU]
+    assert over_lists == looped > fused
+    over_lists, looped, _ = seconds[DeviceKind.CUDA]
+    assert over_lists < looped
 
 
 @pytest.mark.parametrize(

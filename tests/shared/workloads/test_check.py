@@ -10,7 +10,7 @@ from protwin.shared.basics.errors import WorkloadError
 from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.workload import DType, Operation, OperationClass, Phase, Workload
 from protwin.shared.workloads.check import has_fused_dropout
-from protwin.shared.workloads.source import resolve_family
+from protwin.shared.workloads.untraced import resolve_family
 from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.searching.request import SearchRequest
 from protwin.sim.searching.search import search

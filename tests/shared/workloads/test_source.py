@@ -18,7 +18,8 @@ from protwin.shared.schema.training_options import FULL_TRAINING, LoraOptions, T
 from protwin.shared.schema.workload import DType, Workload
 from protwin.shared.students.student import Student
 from protwin.shared.workloads import source as workload_source
-from protwin.shared.workloads.source import resolve_family, resolve_workload
+from protwin.shared.workloads.source import resolve_workload
+from protwin.shared.workloads.untraced import resolve_family
 from tests.shared.laid_out import decoder_workload
 
 CPU = machine("rtx-3090").device.model_copy(update={"kind": DeviceKind.CPU})

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 
 from protwin.shared.catalogue.machines import machine as known_machine
-from protwin.shared.compile.lanes import DeviceBuffers
-from protwin.shared.compile.program import Draft, IntArray
 from protwin.shared.compile.residency import Residency
 from protwin.shared.compile.updates import Updates
+from protwin.shared.drafts.lanes import DeviceBuffers
+from protwin.shared.drafts.program import Draft, IntArray
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.schedule import Content, Lane

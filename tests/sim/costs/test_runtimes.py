@@ -353,3 +353,25 @@ def test_composer_is_what_it_consists_of() -> None:
     assert named.guaranteed_peak_device_bytes == spelled.guaranteed_peak_device_bytes
     without = simulate(plan, workload, WHOLE_MACHINE, runtime=RuntimeProfile(Runtime.COMPOSER, loss_metrics=0))
     assert without.iteration_s < named.iteration_s
+
+
+@pytest.mark.parametrize(
+    ("profile", "asked"),
+    [
+        (RuntimeProfile(), ("ours", None)),
+        (RuntimeProfile(expandable_segments=True), ("ours", "expandable segments")),
+        (
+            RuntimeProfile(keeps_gradients=True, expandable_segments=True),
+            ("ours", "gradients that stay, expandable segments"),
+        ),
+        (RuntimeProfile(Runtime.HOST_STEP), ("host-step", "steps of the host that nothing overlaps with")),
+    ],
+)
+def test_the_question_says_who_carries_the_plan_out(profile: RuntimeProfile, asked: tuple[str, str | None]) -> None:
+    workload = load_workload("gpt2", batch_size=1, sequence_length=64, dtype="bfloat16")
+    plan = Plan(workload_id=workload.identity, chunk_bytes=2**30, n_persist=1, n_buffer=0, max_gradient_norm=1.0)
+    num_chunks = len(layout_of(workload, plan.chunk_bytes).chunks)
+    plan = plan.model_copy(update={"n_persist": num_chunks})
+    question = simulate(plan, workload, machine("rtx-4090"), runtime=profile).question
+    assert question is not None
+    assert (question.runtime, question.runtime_words) == asked

@@ -18,7 +18,8 @@ from protwin.shared.schema.schedule import TaskKind
 from protwin.shared.schema.training_options import LoraOptions, TrainingOptions
 from protwin.shared.schema.workload import DType, Operation, OperationClass, Phase
 from protwin.shared.workloads.source import load_workload
-from protwin.sim.costs.streams import clock_hz, goes_by_elements, launched, moved_bytes
+from protwin.sim.costs.efficiency import clock_hz
+from protwin.sim.costs.streams import goes_by_elements, launched, moved_bytes
 from protwin.sim.costs.task_costs import CostModel, operation_s, roofline_s
 
 from .kernel_cases import device

@@ -16,7 +16,7 @@ from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.schedule import Content, Memory, Schedule
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
-from protwin.shared.workloads.source import resolve_family
+from protwin.shared.workloads.untraced import resolve_family
 from protwin.sim.memory.allocator import AllocatorFullError, CachingAllocator
 from protwin.sim.memory.libraries import matrix_workspaces, nccl_bytes, outside_allocator_bytes
 from protwin.sim.memory.request_replay import RequestLog, replay

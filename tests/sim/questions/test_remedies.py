@@ -10,14 +10,16 @@ from hypothesis import strategies as st
 
 from protwin.shared.basics.errors import WorkloadError
 from protwin.shared.catalogue.machines import machine as known_machine
+from protwin.shared.catalogue.parts import device_names, device_part
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.hardware import Hardware
 from protwin.shared.schema.record import Remedy, RemedyKind
-from protwin.shared.schema.workload import Workload
+from protwin.shared.schema.workload import DType, Operation, OperationClass, Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.verify.verify import verify_schedule
 from protwin.shared.workloads.source import load_workload, untraced_workload
-from protwin.sim.costs.task_costs import CostModel
+from protwin.sim.costs.efficiency import KERNEL_FIXED_S
+from protwin.sim.costs.task_costs import CostModel, operation_s
 from protwin.sim.engine.simulator import simulate
 from protwin.sim.questions.faster_parts import faster_device, faster_host, faster_links
 from protwin.sim.questions.leaner_plans import Room, may_have_room, plan_with_room
@@ -83,6 +85,37 @@ def test_what_waits_for_nothing_needs_a_faster_device() -> None:
     assert told.iteration_s == simulate(chosen, model, faster_device(HERE)).iteration_s
     measured = model.model_copy(update={"measured_on": HERE.name})
     assert remedies(record, measured, HERE, room=ROOMY) == (), "measured seconds say nothing of another device"
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
+@pytest.mark.parametrize("name", device_names())
+def test_a_device_twice_as_fast_halves_what_its_own_work_takes(name: str, dtype: DType) -> None:
+    """Its multiprocessors are of the same kind, so that no share of a peak changes.
+
+    What a kernel takes besides its work stays.
+    """
+    box = HERE.model_copy(update={"device": device_part(name)})
+    products = (
+        Operation(
+            name="mm",
+            operation_class=OperationClass.MATMUL,
+            dtype=dtype,
+            flops=2 * 65535 * 1021 * 1025,
+            bytes_moved=2**24,
+            shape=(1, 65535, 1021, 1025),
+        ),
+        Operation(
+            name="mul",
+            operation_class=OperationClass.ELEMENTWISE,
+            dtype=dtype,
+            flops=2**26,
+            bytes_moved=int(2.5 * 2**26 * dtype.item_bytes),
+        ),
+    )
+    for operation in products:
+        own_s = operation_s(operation, box.device) - KERNEL_FIXED_S
+        faster_s = operation_s(operation, faster_device(box).device) - KERNEL_FIXED_S
+        assert own_s / faster_s == pytest.approx(2, rel=1e-9), operation.name
 
 
 # -- a larger batch --------------------------------------------------------------------------------------------------

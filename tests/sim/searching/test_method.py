@@ -16,10 +16,10 @@ from protwin.shared.basics.errors import ScheduleError
 from protwin.shared.compile.compile import Policies, compile_schedule
 from protwin.shared.compile.family import Family
 from protwin.shared.compile.homes import Homes
-from protwin.shared.compile.program import Draft, IntArray, Part, TaskGroup, Work
 from protwin.shared.compile.residency import COPIES, EXCHANGES, Residency
 from protwin.shared.compile.sections import FullTraining
 from protwin.shared.compile.updates import Updates
+from protwin.shared.drafts.program import Draft, IntArray, Part, TaskGroup, Work
 from protwin.shared.methods.full_training import FULL_TRAINING
 from protwin.shared.methods.method import Method
 from protwin.shared.schema.schedule import Lane, TaskKind, add_task_kind
