@@ -67,9 +67,12 @@ class AllocationProgram:
     """Of the same."""
 
 
-def allocation_program(schedule: Schedule, order: HappensBefore | None = None) -> AllocationProgram:
+def allocation_program(
+    schedule: Schedule, order: HappensBefore | None = None, *, by_curve: bool = False
+) -> AllocationProgram:
     """The steps of one iteration of ``schedule``.
 
+    ``by_curve``: levels are those of phases' curves, tensors or not.
     ``order`` spares computing the happens-before relation again; it must be over at least three iterations.
     """
     events = memory_events(schedule, order)
@@ -91,7 +94,8 @@ def allocation_program(schedule: Schedule, order: HappensBefore | None = None) -
         frees = _parameters_first(schedule, [b for b in task.frees if counted[b]])
         steps += freed(events.gone_at_begin.get(task_id, ()))
         steps.append(Step(Act.BEGIN, frees))
-        steps += _levels(task, -sum(schedule.buffers[buffer].size_bytes for buffer in frees))
+        least_bytes = -sum(schedule.buffers[buffer].size_bytes for buffer in frees)
+        steps += _levels(task, least_bytes, by_curve=by_curve)
         if task.kind is TaskKind.DEVICE_ADAM:
             steps.append(Step(Act.STEP))
         # The last named first: outputs come after what was saved on the way to them.
@@ -102,11 +106,11 @@ def allocation_program(schedule: Schedule, order: HappensBefore | None = None) -
     return AllocationProgram(tuple(steps), before, sizes_bytes, contents)
 
 
-def _levels(task: Task, least_bytes: int) -> Iterable[Step]:
+def _levels(task: Task, least_bytes: int, *, by_curve: bool) -> Iterable[Step]:
     """The levels within a task; it cannot release more than it frees."""
     if task.phase is None:
         return ()
-    if task.phase.changes:
+    if task.phase.changes and not by_curve:
         return _steps_of(tuple(accumulate(task.phase.changes)), least_bytes, task.phase.staying_tensors)
     return _steps_of(tuple(level for _, level in task.phase.curve), least_bytes, ())
 
