@@ -52,6 +52,7 @@ from ..phases.subspaces import why_no_subspaces
 from ..phases.tiling import LossHead as LossHead
 from ..phases.tiling import LossTiling as LossTiling
 from ..phases.tiling import why_no_loss_tiles, why_no_mlp_tiles, why_no_tilings
+from .made_for import mismatch, words_of
 from .plan import Plan, TrainingMethod
 
 BlockId = NewType("BlockId", int)
@@ -265,6 +266,12 @@ class Workload(Document):
         """Hash of what a plan depends on: model, batch shapes, parameters and who uses them, loss; not of timings."""
         return self._identity_of(self.model_hash)
 
+    @property
+    def words(self) -> str:
+        """What ``identity`` depends on, as ``Plan.made_for`` has it."""
+        about = (self.model_name, self.model_hash, self.batch_shapes, self.compute_dtype)
+        return words_of(*about, self.parameters, self.loss_head)
+
     @cached_property
     def composed_identity(self) -> str | None:
         """What ``identity`` is where this distillation is composed of workloads of full training; None for others.
@@ -474,12 +481,7 @@ def check_plan(plan: Plan, workload: Workload) -> None:
             f"{workload.method}. Name the other method, or another workload."
         )
     if plan.workload_id not in (workload.identity, workload.composed_identity):
-        shapes = ", ".join(f"{name} {list(shape)}" for name, shape in workload.batch_shapes.items())
-        raise PlanError(
-            f"the plan belongs to workload {plan.workload_id}, not to {workload.identity} "
-            f"({workload.model_name}, {shapes}, {workload.compute_dtype}). Search a plan for this one, or name the "
-            f"element type (--dtype) or the loss (--loss) that the plan was made for."
-        )
+        raise PlanError(mismatch(plan, workload.identity, workload.words))
     if (reason := why_not_shared(plan.sequence_ranks, plan.num_ranks)) is not None:
         raise PlanError(f"{reason}.")
     sharings = workload.sequence_sharings

@@ -150,7 +150,6 @@ class AdviceRequest:
             return resolved(self.tiles.mlp or (), self.tiles.loss or ())
         return self.tiles.workload(size, self.sequence_length, resolved, untraced)
 
-
     @property
     def least_samples(self) -> int:
         """Samples of the smallest micro-batch.  Raises WorkloadError if a saved one's do not divide the batch."""

@@ -120,7 +120,9 @@ def test_a_block_that_returns_its_input_is_named_where_values_decide_so() -> Non
     """The order of blocks cannot be found on tensors without values: that is not what is told."""
     model = Scaled()
     model.body[2] = Dropped()
-    with pytest.raises(ScheduleError, match=r"nothing in the loss leads back to that block's output.*returns its input"):
+    with pytest.raises(
+        ScheduleError, match=r"nothing in the loss leads back to that block's output.*returns its input"
+    ):
         trace(model, torch.randn(4, 16), loss=lambda output, _: output, repeats=0)
 
 
