@@ -12,7 +12,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from ...shared.basics.documents import FrozenModel
 from ...shared.methods.runtime_profile import Runtime
-from ...shared.phases.quantization import Quantization
+from ...shared.phases.quantization import PackedProducts, Quantization
 from ...shared.phases.tiling import LossHead
 from ...shared.schema.hardware import AttentionKernel, MemorySize
 from ...shared.schema.optimizer import Optimizer
@@ -117,6 +117,10 @@ class MeasuredRun(FrozenModel):
     """Maps with adapters; none: all of a block."""
     quantized: Quantization | None = None
     """How the maps of blocks are packed; None: they are not."""
+    packed_head: bool = False
+    """Whether the head is packed so too."""
+    packed_products: PackedProducts | None = None
+    """Of which release of bitsandbytes; None: today's."""
     trained_whole: tuple[str, ...] = ()
     """Paths of parts that are trained whole beside adapters, as copies of frozen ones (PEFT's ``modules_to_save``)."""
     loss: LossHead = LossHead.EAGER

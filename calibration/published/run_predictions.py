@@ -129,7 +129,9 @@ def workload_of(run: MeasuredRun) -> Workload:
         if run.lora_rank is not None
         else None
     )
-    packed = None if run.quantized is None else QuantizationOptions(how=run.quantized)
+    packed = None
+    if run.quantized is not None:
+        packed = QuantizationOptions(how=run.quantized, head=run.packed_head, products=run.packed_products)
     if lora is not None and run.trained_whole:
         configuration = configuration_of(run.model)
         assert configuration is not None, "models of the catalogue are not trained so"

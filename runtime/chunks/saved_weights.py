@@ -345,6 +345,7 @@ def load_quantized(
     blocksize: int | None = None,
     compute_dtype: torch.dtype | None = None,
     skip: Sequence[str] = (),
+    head: bool = False,
 ) -> list[str]:
     """Fill ``model``, on the meta device (``parameters_on_meta``), from a folder of safetensors, and pack it meanwhile.
 
@@ -357,7 +358,7 @@ def load_quantized(
     """
     how = quantization(to, double=double, blocksize=blocksize)
     saved = None if weights is None else SavedWeights(Path(weights))
-    return fill_packed(model, saved, how, compute_dtype=compute_dtype, skip=skip)
+    return fill_packed(model, saved, how, compute_dtype=compute_dtype, skip=skip, head=head)
 
 
 def fill_packed(
@@ -367,9 +368,10 @@ def fill_packed(
     *,
     compute_dtype: torch.dtype | None = None,
     skip: Sequence[str] = (),
+    head: bool = False,
 ) -> list[str]:
     """What ``load_quantized`` does, from files that may call tensors otherwise than the model does."""
-    chosen = chosen_maps(model, how, skip=skip, compute_dtype=compute_dtype)
+    chosen = chosen_maps(model, how, skip=skip, compute_dtype=compute_dtype, head=head)
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise PlanError(

@@ -68,7 +68,7 @@ def drawn_model(
         model: nn.Module = build_model(configuration, name, training_dtype(configuration, dtype), device="cpu")
     if packed is not None:
         torch.manual_seed(seed)
-        fill_packed(model, None, packed.how, skip=packed.skipped)
+        fill_packed(model, None, packed.how, skip=packed.skipped, head=packed.head)
     adapt(model, options.model_copy(update={"quantized": None}))
     return model
 

@@ -104,7 +104,7 @@ class FolderModel:
             quantize(model, packed.how.type, double=packed.how.double, blocksize=packed.how.blocksize)
         else:
             before_loading(None)
-            fill_packed(model, saved, packed.how, skip=packed.skipped)
+            fill_packed(model, saved, packed.how, skip=packed.skipped, head=packed.head)
         self._adapt(model)
         return BuiltModel(model.train(), was_whole=was_whole)
 

@@ -31,6 +31,7 @@ from ...shared.cli.options import (
     PackedLengths,
     QuantizationBlock,
     QuantizedTo,
+    QuantizeHead,
     Seed,
     SequenceLength,
     StatedBatchSize,
@@ -127,6 +128,7 @@ def trace_command(
     quantized_to: QuantizedTo = None,
     double_quantize: DoubleQuantize = False,
     quantization_blocksize: QuantizationBlock = None,
+    quantize_head: QuantizeHead = False,
     method: MethodName = None,
     unfreeze_rank_ratio: UnfreezeRankRatio = None,
     osft_targets: OsftTargets = None,
@@ -160,7 +162,7 @@ def trace_command(
     if method is TrainingMethod.BYPASS:
         raise ProtwinError(f"--method {method} trains a student, which a search traces with its teacher. Leave it out.")
     osft = osft_of(method, unfreeze_rank_ratio, osft_targets)
-    quantized = quantized_of(quantized_to, double=double_quantize, blocksize=quantization_blocksize)
+    quantized = quantized_of(quantized_to, double=double_quantize, blocksize=quantization_blocksize, head=quantize_head)
     pictures = images_of(image_size, images)
     options = options_of(
         lora_rank,

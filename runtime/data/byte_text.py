@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from ...shared.basics.errors import FileError, WorkloadError
 from ..model.heads import Head, Labels, reads_more_than_text
+
+_NUM_BYTES: Final = 256
 
 
 def python_reference() -> bytes:
@@ -53,8 +55,9 @@ def head_batches(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """``num_batches`` batches of ``text`` as the head of ``model``, a model of transformers, is trained on.
 
-    None of them: endless.  Labels that are no tokens follow from the bytes (``Labels.read_off``).  Raises FileError as
-    ``byte_batches``, and WorkloadError if the model reads no text.
+    None of them: endless.  Of a vocabulary of fewer than 256 tokens, bytes are tokens modulo its size.  Labels that are
+    no tokens follow from the tokens (``Labels.read_off``).  Raises FileError as ``byte_batches``, and WorkloadError if
+    the model reads no text.
     """
     reads = getattr(model, "main_input_name", "input_ids")
     if reads != "input_ids" or reads_more_than_text(model):
@@ -66,8 +69,9 @@ def head_batches(
     labels = Labels.of(model)
     choices = (labels.num_choices,) if labels.head is Head.CHOICES else ()
     num_rows = batch_size * labels.num_choices
+    vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", _NUM_BYTES)
     for batch in byte_batches(
         text, batch_size=num_rows, sequence_length=sequence_length, num_batches=num_batches, seed=seed
     ):
-        tokens = batch["input_ids"].reshape(batch_size, *choices, sequence_length)
+        tokens = batch["input_ids"].reshape(batch_size, *choices, sequence_length) % vocabulary
         yield {"input_ids": tokens} | labels.read_off(tokens)

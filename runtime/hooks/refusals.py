@@ -98,7 +98,7 @@ def unreached_block(name: str, at: str) -> ScheduleError:
     return ScheduleError(
         f"backward reached {at} before block {name}, which the schedule expects first: nothing in the loss leads back "
         f"to that block's output (x.detach() between blocks, a loss of an inner layer's output, a block that returns "
-        f"its input as it is), or it is reached later. Take the loss of the model's output; let a block that is dropped "
-        f"by chance multiply what it adds by 0; where gradients are to end on the way, freeze what comes before "
-        f"(protwin.runtime.freeze, or requires_grad_(False)) and trace again."
+        f"its input as it is), or it is reached later. Take the loss of the model's output; let a block that is "
+        f"dropped by chance multiply what it adds by 0; where gradients are to end on the way, freeze what comes "
+        f"before (protwin.runtime.freeze, or requires_grad_(False)) and trace again."
     )

@@ -28,10 +28,10 @@ def check_model(model: nn.Module, workload: Workload, *, traced_hash: str | None
     compiled = compiled_part(model)
     if compiled is not None:
         raise PlanError(compiled)
-    if (words := lowering_words(workload.compiled, workload.float8)) is not None:
+    if (words := lowering_words(workload.compiled, workload.float8, workload.packed_products)) is not None:
         raise PlanError(
             f"the workload of {workload.model_name} is for predictions of what others run ({words}), and its plans are "
-            f"not carried out here. Trace the model without --compile and --float8."
+            f"not carried out here. Trace the model without --compile, --float8 and --bitsandbytes."
         )
     if (traced_hash or model_hash(model)) != workload.model_hash:
         raise PlanError(

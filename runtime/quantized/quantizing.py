@@ -34,19 +34,21 @@ def quantize(
     blocksize: int | None = None,
     compute_dtype: torch.dtype | None = None,
     skip: Sequence[str] = (),
+    head: bool = False,
 ) -> list[str]:
     """Pack the weights of ``model``'s linear maps, in place and one after the other; gives the maps' paths.
 
     ``to`` is ``"nf4"``, ``"fp4"`` or ``"int8"``, by bitsandbytes; or ``"gptq"`` or ``"gptq-8bit"``, in the layout of
     GPTQ, each weight rounded to the nearest value.  ``double``: scales of 4-bit blocks of bitsandbytes are quantized
     themselves; ``blocksize``: scalars that share a scale, 64 by default, of GPTQ 128.  ``compute_dtype``: the element
-    type that its 4-bit weights are unpacked to, by default that of the weight.  All linear maps are packed but the head
-    that gives the model's outputs, and those whose paths, or ends of them, are in ``skip``.  Packed weights are
-    frozen: put adapters beside them, by ``add_lora`` or PEFT.  A model on the meta device stays there, for ``trace``;
-    ``load_quantized`` fills one.  Raises WorkloadError, with nothing packed, if it makes no sense for the model.
+    type that its 4-bit weights are unpacked to, by default that of the weight.  All linear maps are packed but those
+    whose paths, or ends of them, are in ``skip``, and the one that gives the model's outputs, unless ``head`` asks for
+    it.  Packed weights are frozen: put adapters beside them, by ``add_lora`` or PEFT.  A model on the meta device stays
+    there, for ``trace``; ``load_quantized`` fills one.  Raises WorkloadError, with nothing packed, if it makes no sense
+    for the model.
     """
     how = quantization(to, double=double, blocksize=blocksize)
-    chosen = chosen_maps(model, how, skip=skip, compute_dtype=compute_dtype)
+    chosen = chosen_maps(model, how, skip=skip, compute_dtype=compute_dtype, head=head)
     for path in chosen:
         pack(model, path, how, compute_dtype)
     return chosen
@@ -72,7 +74,12 @@ def quantization(to: str, *, double: bool = False, blocksize: int | None = None)
 
 
 def chosen_maps(
-    model: nn.Module, how: Quantization, *, skip: Sequence[str], compute_dtype: torch.dtype | None
+    model: nn.Module,
+    how: Quantization,
+    *,
+    skip: Sequence[str],
+    compute_dtype: torch.dtype | None,
+    head: bool = False,
 ) -> list[str]:
     """The paths of the linear maps that ``quantize`` packs.  Raises WorkloadError if it cannot."""
     if not how.type.is_grouped:
@@ -94,12 +101,16 @@ def chosen_maps(
             raise WorkloadError(
                 f"no linear map is called {name!r}, which is not to be quantized. {did_you_mean(name, ends)}"
             )
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    outputs = getattr(model, "get_output_embeddings", lambda: None)()
     shared = _shared_weights(model)
+    if head:
+        _check_head(model, outputs, maps, shared)
     chosen = [
         path
         for path, module in maps.items()
-        if module is not head and id(module.weight) not in shared and not any(_is_named(path, name) for name in skip)
+        if (head or module is not outputs)
+        and id(module.weight) not in shared
+        and not any(_is_named(path, name) for name in skip)
     ]
     if not chosen:
         raise WorkloadError(
@@ -108,6 +119,21 @@ def chosen_maps(
         )
     _check_types(model, {path: maps[path] for path in chosen}, how, compute_dtype)
     return chosen
+
+
+def _check_head(model: nn.Module, outputs: Any, maps: Mapping[str, nn.Linear], shared: set[int]) -> None:
+    """Raise WorkloadError if ``outputs``, the model's head, cannot be packed."""
+    path = next((path for path, module in maps.items() if module is outputs), None)
+    if path is None:
+        raise WorkloadError(
+            f"the head of {type(model).__name__} is to be packed too (head, --quantize-head), but no linear map gives "
+            f"its outputs. Leave it out."
+        )
+    if id(maps[path].weight) in shared:
+        raise WorkloadError(
+            f"{path} is to be packed too (head, --quantize-head), but its weight is the embedding's, which is looked "
+            f"up. Leave it out."
+        )
 
 
 def _check_types(

@@ -11,11 +11,12 @@ from torch import nn
 
 from ...shared.phases.parameters import Parameter
 from ...shared.phases.quantization import QuantizedType
+from . import eight_bit, releases
 from .checks import check_layers
-from .eight_bit import install, remove
 from .gptq import PACKED, STATE_NAMES
 from .layers import QuantizedLayer, quantized_layers
 
+products_of = releases.products_of
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _KEEPS_TABLES: Final = ("weight_code", "weight_nested_code", "weight_offset")
@@ -109,7 +110,9 @@ def _register(layer: QuantizedLayer) -> Callable[[], None]:
             setattr(slot.owner, slot.attribute, values if table is None or table.device != values.device else table)
         if layer.quantization.type is QuantizedType.INT8:
             module.state.CB = weight.data
-            remove(module)
+            eight_bit.remove(module)
+        else:
+            releases.remove(module)
         if hasattr(module, _REPACKS):
             setattr(module, _REPACKS, repacks)
         weight.__class__ = kind
@@ -124,8 +127,10 @@ def _link(layer: QuantizedLayer) -> None:
         # The weight itself, and no other view of its memory: it follows it wherever its chunk puts it.
         weight.__dict__.update(CB=None, SCB=None, has_fp16_weights=False)
         module.state.CB, module.state.SCB = weight, module._parameters["weight_scale"]
-        install(module)
+        eight_bit.install(module)
+        releases.install(module)
         return
     weight.__dict__.update(quant_state=module.quant_state, bnb_quantized=True)
     for slot in layer.slots:
         setattr(slot.owner, slot.attribute, module._parameters[slot.name])
+    releases.install(module)

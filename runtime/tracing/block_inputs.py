@@ -17,16 +17,17 @@ from ..model.nested_tensors import tensors_in
 
 @dataclass(slots=True)
 class GivenTensor:
-    """A storage that at least one block was given."""
+    """A storage that a block was given, or has returned."""
 
     size_bytes: int
     blocks: list[int] = field(default_factory=list)
+    """Those that were given it."""
     gone: PhaseKey | None = None
     """Where it went; None for what outlives the iteration."""
 
 
 class GivenTensors:
-    """Follows what the blocks of a running model are given, by the storages that ``ledger`` counts.
+    """Follows what the blocks of a running model are given and return, by the storages that ``ledger`` counts.
 
     ``place`` says where the model is.  Parameters, module buffers and the batch outlive everything.
     """
@@ -39,7 +40,7 @@ class GivenTensors:
         place: Callable[[], PhaseKey | None],
     ) -> None:
         self.found: list[GivenTensor] = []
-        """Of the latest iteration, in the order in which they were given first."""
+        """Of the latest iteration, in the order in which they were given or returned first."""
         self._ledger = ledger
         self._lasting = {tensor.untyped_storage()._cdata for tensor in lasting}
         self._place = place
@@ -47,6 +48,7 @@ class GivenTensors:
         self._handles = [
             module.register_forward_pre_hook(self._see(block), with_kwargs=True) for block, module in enumerate(modules)
         ]
+        self._handles += [module.register_forward_hook(self._see_returned) for module in modules]
 
     def restart(self) -> None:
         """Forget what was seen: the next iteration counts."""
@@ -72,6 +74,13 @@ class GivenTensors:
 
         return see
 
+    def _see_returned(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        for tensor in tensors_in(output):
+            storage = tensor.untyped_storage()
+            size_bytes = self._ledger.counted_bytes(storage)
+            if storage._cdata not in self._lasting and size_bytes:
+                self._given(storage, size_bytes)
+
     def _given(self, storage: torch.UntypedStorage, size_bytes: int) -> GivenTensor:
         key = storage._cdata
         known = self._alive.get(key)
@@ -90,7 +99,7 @@ class GivenTensors:
 def shared_inputs(
     kept: Sequence[GivenTensor], checkpointed: Sequence[GivenTensor], stands_for: Sequence[int]
 ) -> tuple[ObservedInput, ...]:
-    """The given tensors whose life depends on the modes of blocks, from the two ways in which a model was traced.
+    """The tensors whose life depends on the modes of blocks, from the two ways in which a model was traced.
 
     Empty if the blocks were not given the same in both: then phases outside the blocks are the larger of the two.
     """

@@ -27,6 +27,7 @@ from ..model.configurations import build_model, first_line, quiet, training_dtyp
 from ..osft.cache import FactorCache
 from ..osft.orthogonal_model import make_orthogonal
 from ..quantized.quantizing import quantize
+from ..quantized.releases import mark
 from .known_values import looks_at_values
 from .model_inputs import ModelInputs
 from .tracing import trace
@@ -125,7 +126,10 @@ def apply_options(
     """
     if options.quantized is not None:
         how = options.quantized.how
-        quantize(model, how.type, double=how.double, blocksize=how.blocksize, skip=options.quantized.skipped)
+        packed = options.quantized
+        quantize(model, how.type, double=how.double, blocksize=how.blocksize, skip=packed.skipped, head=packed.head)
+        if packed.products is not None:
+            mark(model, packed.products)
     if options.lora is not None:
         lora = options.lora
         add_lora(

@@ -50,7 +50,7 @@ from ..model.parameters import SeenUses, TracedUses, compute_dtype, describe_par
 from ..model.snapshot import left_as_found
 from ..model.strides import unkept_strides
 from ..osft.subspaces import described_subspaces
-from ..quantized.states import described, with_states
+from ..quantized.states import described, products_of, with_states
 from ..routing.forced_choices import ForcedChoices
 from ..routing.tried import with_other_values
 from ..routing.value_dependence import ValueWatch, joined
@@ -97,21 +97,20 @@ def trace(
 
     A model with real weights is run and timed (``repeats`` iterations in each activation mode; 0 for none).  Its
     gradients, buffers, settings and the random states are then bit for bit what they were; parameters and Python
-    attributes that its own forward writes are not put back.  A model on the meta device is traced with fake tensors:
-    no memory, no times.
-    ``loss`` gives the scalar loss from (output, batch) where the model does not; ``blocks`` names the blocks where
-    they are not found; ``device_kind`` is what a model on the meta device is to train on, where that decides which
-    kernels run (``fake_kernels.py``) and what autocast casts (``cuda_autocast.py``).  ``mlp_tiles``: numbers of tiles
-    of tokens that MLPs of blocks may run in, each traced once more; ``mlp_modules``: patterns of their paths
-    (``"*.mlp"``) where they are not found (``find_mlps``); ``loss_tiles``: numbers of tiles that head and loss may run
-    in, each traced once more; ``loss_head``: ``"eager"``, or ``"fused"``, where the gradient of whole logits takes
-    their place; ``sequence_ranks``: numbers of ranks that may share each sequence, each traced once more,
-    tiles too, as one of these ranks runs, with what others would send it made up.  ``packing``, of a model on the meta
+    attributes that its own forward writes are not put back.  A model on the meta device is traced with fake tensors: no
+    memory, no times.  ``loss`` gives the scalar loss from (output, batch) where the model does not; ``blocks`` names
+    the blocks where they are not found; ``device_kind`` is what a model on the meta device is to train on, where that
+    decides which kernels run (``fake_kernels.py``) and what autocast casts (``cuda_autocast.py``).  ``mlp_tiles``:
+    numbers of tiles of tokens that MLPs of blocks may run in, each traced once more; ``mlp_modules``: patterns of their
+    paths (``"*.mlp"``) where they are not found (``find_mlps``); ``loss_tiles``: numbers of tiles that head and loss
+    may run in, each traced once more; ``loss_head``: ``"eager"``, or ``"fused"``, where the gradient of whole logits
+    takes their place; ``sequence_ranks``: numbers of ranks that may share each sequence, each traced once more, tiles
+    too, as one of these ranks runs, with what others would send it made up.  ``packing``, of a model on the meta
     device: the samples of each row, which its attention kernel is told; without it they are read off the batch.
     ``compiled`` (``"blocks"``, ``"model"``) and ``float8`` (``"tensorwise"``, ``"rowwise"``, ``"delayed"``), of a model
-    on the meta device: what others' programs compile and multiply so, for predictions alone.  Raises
-    WorkloadError if the model cannot be traced, or the batch mixes packed samples, PlanError if its loss cannot be
-    computed by tiles, or ranks cannot share its sequences.
+    on the meta device: what others' programs compile and multiply so, for predictions alone.  Raises WorkloadError if
+    the model cannot be traced, or the batch mixes packed samples, PlanError if its loss cannot be computed by tiles, or
+    ranks cannot share its sequences.
     """
     _check_model(model)
     _, num_tokens = count_samples_and_tokens(batch)
@@ -139,7 +138,8 @@ def trace(
                 found = with_tilings(found, in_tiles, names_of(named, mlps))
             return with_loss_tilings(found, {n: asked.traced(names, next(report), loss_tiles=n) for n in loss_counts})
 
-        return with_sharings(traced_among(1), {number: traced_among(number) for number in shared_counts})
+        alone = traced_among(1).model_copy(update={"packed_products": products_of(model)})
+        return with_sharings(alone, {number: traced_among(number) for number in shared_counts})
 
     try:
         return traced(blocks)

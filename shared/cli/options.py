@@ -224,6 +224,12 @@ QuantizationBlock = Annotated[
         help="Scalars that share a scale, instead of 64; with gptq inputs, instead of 128.",
     ),
 ]
+QuantizeHead = Annotated[
+    bool,
+    typer.Option(
+        "--quantize-head", help="Pack the map that gives the model's outputs too, as Lightning's BitsandbytesPrecision."
+    ),
+]
 LoraAlpha = Annotated[
     float | None,
     typer.Option("--lora-alpha", metavar="ALPHA", help="Scale the low-rank maps by alpha / rank; without it, by 1."),

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
+from pydantic import ValidationError
+
 from ..basics.errors import ProtwinError
 from ..phases.operations import Compiled, Float8
-from ..phases.quantization import Quantization, QuantizedType
+from ..phases.quantization import UNPACKED_TO, PackedProducts, Quantization, QuantizedType
 from ..phases.tiling import LossHead
 from ..schema.plan import Plan, TrainingMethod
 from ..schema.training_options import (
@@ -194,11 +196,21 @@ def check_loss_of_plan(loss: LossHead | None, plan: Plan, workload: Workload | N
         )
 
 
-def quantized_of(to: QuantizedType | None, *, double: bool, blocksize: int | None) -> QuantizationOptions | None:
-    """How weights are packed.  Raises ProtwinError if nothing is, or not so."""
+def quantized_of(
+    to: QuantizedType | None,
+    *,
+    double: bool,
+    blocksize: int | None,
+    head: bool = False,
+    release: str | None = None,
+    packed_from: str | None = None,
+) -> QuantizationOptions | None:
+    """How weights are packed, and whose products they have.  Raises ProtwinError if nothing is, or not so."""
+    products = _products(to, release, packed_from)
     if to is None:
-        if double or blocksize is not None:
-            given = "--double-quantize" if double else f"--quantization-blocksize {blocksize}"
+        if double or head or blocksize is not None:
+            given = "--double-quantize" if double else "--quantize-head"
+            given = f"--quantization-blocksize {blocksize}" if blocksize is not None else given
             raise ProtwinError(f"{given} is given, but --quantize is not. Add --quantize nf4.")
         return None
     if to is QuantizedType.INT8:
@@ -207,7 +219,7 @@ def quantized_of(to: QuantizedType | None, *, double: bool, blocksize: int | Non
                 "--quantize int8 has one scale for each output: it takes neither --double-quantize nor "
                 "--quantization-blocksize. Leave them out, or take nf4."
             )
-        return QuantizationOptions(how=Quantization(type=to))
+        return QuantizationOptions(how=Quantization(type=to), head=head, products=products)
     if to.is_grouped and double:
         raise ProtwinError(
             f"--quantize {to} has scales in 16 bits, which are not quantized themselves. Leave --double-quantize out, "
@@ -219,7 +231,32 @@ def quantized_of(to: QuantizedType | None, *, double: bool, blocksize: int | Non
             f"--quantization-blocksize is {blocksize}; with --quantize {to} it must be one of "
             f"{', '.join(map(str, to.blocksizes))}, {which}."
         )
-    return QuantizationOptions(how=Quantization(type=to, double=double, blocksize=blocksize or to.usual_blocksize))
+    how = Quantization(type=to, double=double, blocksize=blocksize or to.usual_blocksize)
+    return QuantizationOptions(how=how, head=head, products=products)
+
+
+def _products(to: QuantizedType | None, release: str | None, packed_from: str | None) -> PackedProducts | None:
+    """What --bitsandbytes and --packed-from say.  Raises ProtwinError if it is nothing that is known."""
+    if release is None:
+        if packed_from is not None:
+            raise ProtwinError(
+                f"--packed-from {packed_from} is given, but --bitsandbytes is not. Add the release that the run has, "
+                f"as pip show bitsandbytes tells it: --bitsandbytes 0.50.2."
+            )
+        return None
+    if to is None:
+        raise ProtwinError(f"--bitsandbytes {release} is given, but --quantize is not. Add --quantize nf4.")
+    try:
+        found = PackedProducts(release=release, packed_from=None if packed_from is None else DType(packed_from))
+    except ValidationError as error:
+        option = "--packed-from" if error.errors()[0]["loc"][-1] == "packed_from" else "--bitsandbytes"
+        raise ProtwinError(f"{option}: {error.errors()[0]['msg'].removeprefix('Value error, ')}.") from None
+    except ValueError:
+        raise ProtwinError(f"--packed-from {packed_from} is not known. Use {', '.join(UNPACKED_TO)}.") from None
+    if (reason := found.reason_against(to)) is not None:
+        option = "--packed-from" if packed_from is not None and not to.is_grouped else "--bitsandbytes"
+        raise ProtwinError(f"{option} is given beside --quantize {to}, but {reason}. Leave it out.")
+    return found
 
 
 def images_of(size: str | None, count: int | None) -> ImageOptions | None:

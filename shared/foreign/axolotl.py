@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from ..phases.quantization import GROUP_SIZE, Quantization, QuantizedType
+from ..phases.quantization import GROUP_SIZE, LATEST_RELEASE, PackedProducts, Quantization, QuantizedType
 from ..phases.tiling import LossHead
 from ..schema.hardware import AttentionKernel
 from ..schema.training_options import LoraOptions, QuantizationOptions
@@ -131,7 +131,8 @@ def _adapter(walk: Walk) -> tuple[LoraOptions | None, QuantizationOptions | None
         walk.means("load_in_4bit", "the base is packed as NF4, its scales again", usually=True)
     elif is_8bit:
         how = Quantization(type=QuantizedType.INT8)
-        walk.means("load_in_8bit", "the base is packed in 8 bits")
+        walk.means("load_in_8bit", "the base is packed in 8 bits, whose maps keep their inputs until backward")
+        return lora, QuantizationOptions(how=how, products=PackedProducts(release=LATEST_RELEASE))
     return lora, None if how is None else QuantizationOptions(how=how)
 
 

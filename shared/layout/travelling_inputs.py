@@ -12,11 +12,16 @@ def input_bytes(workload: Workload) -> list[int]:
 
     Nothing of the first block, and of one behind a block with whose forward a part of the model returns: that of a
     decoder which follows an encoder.  What the block before has made for later blocks too, position biases for one,
-    stays: a block that is the first to hold a shared input hands on so much less than it is handed.
+    stays: a block that is the first to hold a shared input hands on so much less than it is handed.  What it returns
+    beside its output, which no block is given, does not travel.
     """
-    ends_of_parts = {shared.let_go_by for shared in workload.shared_inputs}
+    ends_of_parts = {shared.let_go_by for shared in workload.shared_inputs if not shared.is_returned}
+    returned: Counter[int] = Counter()
     first_held: Counter[int] = Counter()
     for shared in workload.shared_inputs:
+        if shared.is_returned:
+            assert shared.let_go_by is not None
+            returned[shared.let_go_by] += shared.size_bytes
         if shared.checkpointed_by:
             first_held[min(shared.checkpointed_by)] += shared.size_bytes
     handed_on = [workload.profile_of(block).output_bytes for block in range(workload.num_blocks)]
@@ -24,5 +29,5 @@ def input_bytes(workload: Workload) -> list[int]:
     for block in range(1, workload.num_blocks):
         if block - 1 not in ends_of_parts:
             fewer_bytes = max(0, handed_on[block - 1] - handed_on[block])
-            found[block] = handed_on[block - 1] - min(fewer_bytes, first_held[block])
+            found[block] = max(0, handed_on[block - 1] - min(fewer_bytes, first_held[block]) - returned[block])
     return found

@@ -94,7 +94,7 @@ def assemble(
         "epilogue_forward": assembly.outer_phase(TaskKind.FORWARD, OuterSection.EPILOGUE),
         "epilogue_backward": assembly.outer_phase(TaskKind.BACKWARD, OuterSection.EPILOGUE),
         "prologue_backward": assembly.outer_phase(TaskKind.BACKWARD, OuterSection.PROLOGUE),
-        "shared_inputs": tuple(given.shared_input(model.stands_for) for given in shape.shared_inputs),
+        "shared_inputs": tuple(one for given in shape.shared_inputs for one in given.shared_inputs(model.stands_for)),
         "resident_bytes": shape.resident_bytes,
     }
     is_shared = shape.sequence_ranks > 1

@@ -6,7 +6,7 @@ it goes in any mixture (Note: Shared inputs).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..phases.shared_inputs import SharedInput
@@ -19,11 +19,11 @@ PhaseKey = tuple[TaskKind, Section]
 
 @dataclass(frozen=True, slots=True)
 class ObservedInput:
-    """A tensor that was given to blocks."""
+    """A tensor that was given to blocks, or that one has returned and none was given."""
 
     size_bytes: int
     blocks: tuple[int, ...]
-    """The observed blocks that were given it."""
+    """The observed blocks that were given it; none of what a block's caller alone holds."""
     kept: PhaseKey
     """Where it went with all blocks in mode KEEP."""
     checkpointed: PhaseKey
@@ -55,6 +55,8 @@ class ObservedInput:
             is_followed = section is not OuterSection.PROLOGUE and kind is not TaskKind.RECOMPUTE
             if not is_followed or (kind is TaskKind.BACKWARD and section is OuterSection.EPILOGUE):
                 return False
+        if not self.blocks:
+            return self._is_held_by_a_caller
         sections = {self.kept[1], self.checkpointed[1]}
         if self.let_go_by is None or (len(self.blocks) == 1 and self._is_own(sections, stands_for)):
             return False
@@ -62,12 +64,33 @@ class ObservedInput:
         stands_for_others = any(isinstance(section, int) and stands_for.count(section) > 1 for section in sections)
         return self.kept != self.checkpointed or stands_for_others
 
+    @property
+    def _is_held_by_a_caller(self) -> bool:
+        """Whether the next block's forward lets it go, unless the block that made it keeps it for its backward.
+
+        Attention weights, for one, that a block returns beside its output: its caller holds them until it has the next
+        block's.
+        """
+        (kept_until, maker), (let_go, by) = self.kept, self.checkpointed
+        is_kept = kept_until is TaskKind.BACKWARD and let_go is TaskKind.FORWARD
+        return is_kept and isinstance(maker, int) and isinstance(by, int) and by == maker + 1
+
     def _is_own(self, sections: set[Section], stands_for: Sequence[int]) -> bool:
         block = self.blocks[0]
         return sections == {block} or stands_for.count(block) > 1
 
+    def shared_inputs(self, stands_for: Sequence[int]) -> Iterator[SharedInput]:
+        """It as a workload has it; of what blocks return to their caller alone, that of each of them."""
+        if self.blocks:
+            yield self.shared_input(stands_for)
+            return
+        for block, observed in enumerate(stands_for):
+            if observed == self.let_go_by:
+                made_by = (block - 1,)
+                yield SharedInput(size_bytes=self.size_bytes, let_go_by=block, kept_by=made_by, freed_in_kept=made_by)
+
     def shared_input(self, stands_for: Sequence[int]) -> SharedInput:
-        """It as a workload has it."""
+        """It as a workload has it, if blocks are given it."""
 
         def stood_for(observed: Sequence[int]) -> tuple[int, ...]:
             return tuple(block for block, stand_in in enumerate(stands_for) if stand_in in observed)

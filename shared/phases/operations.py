@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Final
+from typing import Annotated, Final, Protocol
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
@@ -108,16 +108,30 @@ class Compiled(StrEnum):
     """The whole model, its loss included."""
 
 
-def lowering_words(compiled: Compiled | None, float8: Float8 | None) -> str | None:
-    """What is computed otherwise than this package's runtime does, in words; None where nothing is."""
+class InWords(Protocol):
+    """What says itself how it is computed (``PackedProducts``)."""
+
+    @property
+    def words(self) -> str:
+        """The words."""
+
+
+def lowering_words(compiled: Compiled | None, float8: Float8 | None, products: InWords | None = None) -> str | None:
+    """What is computed otherwise than this package's runtime does, in words; None where nothing is.
+
+    ``products``: those with packed weights.
+    """
     words = [] if compiled is None else [f"{compiled} compiled by torch.compile"]
     words += [] if float8 is None else [f"linear maps of blocks in float8, scaled {float8}"]
+    words += [] if products is None else [products.words]
     return ", ".join(words) or None
 
 
-def lowering_notes(compiled: Compiled | None, float8: Float8 | None) -> tuple[str, ...]:
+def lowering_notes(
+    compiled: Compiled | None, float8: Float8 | None, products: InWords | None = None
+) -> tuple[str, ...]:
     """The same as a record or an answer has it, with what becomes of such plans here; none where nothing is."""
-    words = lowering_words(compiled, float8)
+    words = lowering_words(compiled, float8, products)
     return () if words is None else (f"{words} (no plan of which is carried out here)",)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import Final, Self
 
-from pydantic import PositiveInt, model_validator
+from pydantic import PositiveInt, field_validator, model_validator
 
 from ..basics.documents import FrozenModel
 from ..basics.errors import WorkloadError
+from .operations import DType
 
 BLOCKSIZE: Final = 64
 """Scalars that share a scale, by default (QLoRA, arXiv 2305.14314, section 3)."""
@@ -107,3 +109,74 @@ class Quantization(FrozenModel):
                     f"{path} cannot be packed to {self.words}: it has {number:,} {what}, which is no multiple of "
                     f"{divisor}. Take groups that divide its inputs, or pack to nf4."
                 )
+
+
+FIRST_RELEASE: Final = (0, 39, 0)
+"""The first one of bitsandbytes with weights of four bits."""
+FORGETTING_RELEASE: Final = (0, 43, 2)
+"""The first one whose products with four bits keep nothing of their input."""
+DIRECT_RELEASE: Final = (0, 50, 0)
+"""The first one whose forward unpacks four bits to the type that it computes in."""
+LATEST_RELEASE: Final = "0.50.2"
+"""The latest one that was read."""
+UNPACKED_TO: Final = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
+_RELEASE: Final = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
+
+
+class PackedProducts(FrozenModel):
+    """Products with packed weights as a release of bitsandbytes makes them, for predictions of what others run.
+
+    Read in the wheels of 0.39.0, 0.41.0 to 0.50.2 (``autograd/_functions.py``; docs/decisions/0040).
+    """
+
+    release: str
+    """``"0.41.1"``."""
+    packed_from: DType | None = None
+    """Element type that weights of four bits had when they were packed, and are unpacked to; None: that of the map."""
+
+    @field_validator("release")
+    @classmethod
+    def _is_known(cls, release: str) -> str:
+        found = _RELEASE.fullmatch(release)
+        if found is None or tuple(int(part or 0) for part in found.groups()) < FIRST_RELEASE:
+            first = ".".join(map(str, FIRST_RELEASE))
+            raise ValueError(f"{release!r} is no release of bitsandbytes that is known; write one from {first} on")
+        return release
+
+    @field_validator("packed_from")
+    @classmethod
+    def _is_unpacked_to(cls, dtype: DType | None) -> DType | None:
+        if dtype not in (None, *UNPACKED_TO):
+            raise ValueError(f"weights are unpacked to {', '.join(UNPACKED_TO)} (got {dtype})")
+        return dtype
+
+    @property
+    def words(self) -> str:
+        """``"products of bitsandbytes 0.41.1, with weights that were packed from float16"``."""
+        packed = "" if self.packed_from is None else f", with weights that were packed from {self.packed_from}"
+        return f"products of bitsandbytes {self.release}{packed}"
+
+    @property
+    def version(self) -> tuple[int, int, int]:
+        """``(0, 41, 1)``."""
+        found = _RELEASE.fullmatch(self.release)
+        assert found is not None
+        major, minor, patch = (int(part or 0) for part in found.groups())
+        return major, minor, patch
+
+    @property
+    def casts_ahead(self) -> bool:
+        """Whether forward unpacks four bits to the type that they were packed from, and casts then."""
+        return self.version < DIRECT_RELEASE
+
+    def keeps_inputs(self, to: QuantizedType) -> bool:
+        """Whether a map keeps what it reads until backward, for the gradient of a weight that has none."""
+        return to is QuantizedType.INT8 or self.version < FORGETTING_RELEASE
+
+    def reason_against(self, to: QuantizedType) -> str | None:
+        """Why weights of this type have no such products; None if they have."""
+        if to.is_grouped:
+            return f"{to} is not bitsandbytes'"
+        if to is QuantizedType.INT8 and self.packed_from is not None:
+            return "int8 is unpacked to the type of the map's input, whatever it was packed from"
+        return None

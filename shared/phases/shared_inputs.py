@@ -8,6 +8,9 @@ the last backward that needs it, which is that of the first block that holds it.
 goes: that depends on the modes of all blocks.  Phases count it off in a forward, as if nobody held it, and in those
 backwards that were seen to free it.  ``Phase.with_shared`` puts it back where it lives on, and counts it off in the
 backward that it goes with.
+
+What a block returns beside its output, attention weights for one, goes so too: no block is given it, and the model's
+own forward holds it until it has what the next block returns.  Then it goes, unless the block that made it keeps it.
 """
 
 from __future__ import annotations
@@ -33,6 +36,11 @@ class SharedInput(FrozenModel):
     """Blocks whose backward in mode KEEP or SWAP counts it off."""
     freed_in_checkpointed: tuple[NonNegativeInt, ...] = ()
     """Blocks whose backward in mode CHECKPOINT counts it off."""
+
+    @property
+    def is_returned(self) -> bool:
+        """Whether a block has made it, and the next one lets it go: no block is given it."""
+        return self.let_go_by is not None and not self.checkpointed_by
 
     @property
     def blocks(self) -> set[int]:

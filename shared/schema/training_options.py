@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from ..basics.documents import FrozenModel
-from ..phases.quantization import Quantization
+from ..phases.quantization import PackedProducts, Quantization
 from ..phases.tiling import LossHead
 from .workload import Compiled, DType, Float8
 
@@ -61,6 +61,24 @@ class QuantizationOptions(FrozenModel):
     how: Quantization
     skipped: tuple[str, ...] = ()
     """Names of the linear maps that stay as they are, beside the head."""
+    head: bool = False
+    """Whether the map that gives the model's outputs is packed too."""
+    products: PackedProducts | None = None
+    """Whose products they are, in predictions; None: those of protwin's runtime."""
+
+    @model_validator(mode="after")
+    def _has_such_products(self) -> Self:
+        reason = None if self.products is None else self.products.reason_against(self.how.type)
+        if reason is not None:
+            raise ValueError(f"products: {reason}")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_usual_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Kept traces are found by it, also those of before there were these."""
+        fields: dict[str, Any] = handler(self)
+        usual = {"head": False, "products": None}
+        return {name: value for name, value in fields.items() if name not in usual or value != usual[name]}
 
 
 class OsftOptions(FrozenModel):
@@ -132,6 +150,11 @@ class TrainingOptions(FrozenModel):
     def is_lowered(self) -> bool:
         """Whether something is computed otherwise than this package's runtime does."""
         return self.compiled is not None or self.float8 is not None
+
+    @property
+    def packed_products(self) -> PackedProducts | None:
+        """Whose products with packed weights are asked for; None: those of this package's runtime."""
+        return None if self.quantized is None else self.quantized.products
 
     @property
     def other_loss(self) -> LossHead | None:

@@ -43,6 +43,7 @@ from ..phases.parameters import Uses as Uses
 from ..phases.parameters import in_forward_order as in_forward_order
 from ..phases.phase import Phase as Phase
 from ..phases.quadratic import QuadraticMemory as QuadraticMemory
+from ..phases.quantization import PackedProducts
 from ..phases.sequence_sharing import SequenceSharing as SequenceSharing
 from ..phases.sequence_sharing import why_no_sequence_ranks, why_no_sharings, why_not_shared
 from ..phases.shared_inputs import SharedInput as SharedInput
@@ -152,6 +153,8 @@ class Workload(Document):
     """What of it torch.compile has compiled: no plan of it is carried out.  A file has the field where it is set."""
     float8: Float8 | None = None
     """How linear maps of blocks multiply in float8, likewise."""
+    packed_products: PackedProducts | None = None
+    """Whose products with packed weights they are where they are not those of protwin's runtime, likewise."""
     row_lookups: RowLookups | None = None
     """Embeddings whose rows the prologue may look up on the host; None where there are none, or nobody knows."""
     resident_bytes: Bytes = 0
@@ -249,7 +252,7 @@ class Workload(Document):
         for name in ("tilings", "subspaces", "sequence_sharings", "loss_tilings"):
             if not getattr(self, name):
                 fields.pop(name, None)
-        for name in ("distillation", "packing", "quadratic", "compiled", "float8"):
+        for name in ("distillation", "packing", "quadratic", "compiled", "float8", "packed_products"):
             if getattr(self, name) is None:
                 fields.pop(name, None)
         return fields

@@ -176,7 +176,7 @@ class _Model:
             if found == _PACKABLE and path not in self.maps and path != _HEAD
         ]
         found = {path: sizes for path, sizes in self.maps.items() if self.classes[path] == _PACKABLE}
-        if quantized.skipped or outside or not found:
+        if quantized.skipped or quantized.head or quantized.products is not None or outside or not found:
             return None
         # Matrices of adapters that are as large as a map look like it.
         return None if any(rank in sizes for sizes in found.values()) else found

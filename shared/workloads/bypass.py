@@ -63,7 +63,7 @@ def bypass_workload(
         )
     for student in {id(one): one for one in of_pair}.values():
         _check_pair(teacher, student)
-    passing_bytes = sum(shared.size_bytes for shared in teacher.shared_inputs)
+    passing_bytes = sum(shared.size_bytes for shared in teacher.shared_inputs if not shared.is_returned)
     passing_bytes = min(passing_bytes, max(0, teacher.prologue_forward.net_bytes))
     made = _Pairs(teacher, loss, is_learnt or (lambda block, name: True))
     given_bytes = max(0, teacher.prologue_forward.net_bytes) - passing_bytes
@@ -209,7 +209,9 @@ class _Pairs:
 
     def _of_teacher(self, block: int, profile: BlockProfile) -> BlockProfile:
         """A teacher's block, which in full training has ``profile``."""
-        let_go_bytes = sum(s.size_bytes for s in self.teacher.shared_inputs if s.let_go_by == block)
+        # What the block before returned beside its output goes, since a teacher keeps nothing for a backward.
+        passing = [shared for shared in self.teacher.shared_inputs if not shared.is_returned]
+        let_go_bytes = sum(shared.size_bytes for shared in passing if shared.let_go_by == block)
         forward = _unmeasured(profile.checkpoint_forward.with_shared(held_bytes=let_go_bytes))
         return BlockProfile(
             output_bytes=max(0, forward.net_bytes),

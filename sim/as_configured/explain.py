@@ -107,7 +107,8 @@ def _lowered(
     settled: Settled, plain: tuple[Workload, Settled], asked: Asked, warn: Callable[[str], None]
 ) -> tuple[Workload, Settled]:
     """The workload of the run as it is compiled, and multiplies; ``plain`` where that is not known, which it says."""
-    if not settled.options.is_lowered:
+    products = settled.options.packed_products
+    if not settled.options.is_lowered and products is None:
         return plain
     try:
         found, same = workload_of(settled, cache=asked.cache, warn=warn)
@@ -115,6 +116,8 @@ def _lowered(
     except WorkloadError as error:
         here, same = plain
         why = f"nothing is compiled or in float8 in the answer, which takes more time for it: {error}"
+        if products is not None and not settled.options.is_lowered:
+            why = f"{products.words} keep inputs of maps, which are not in the answer: {error}"
         return here, replace(same, differences=(*same.differences, why))
     return found, same
 

@@ -94,6 +94,13 @@ def settle(reading: Reading, said: Said, machine: Hardware | None, *, file: str)
             f"dropout {run.lora.dropout:g} before the adapters saves masks and copies of what they read; it is left "
             f"out, since tracing it needs torch, which is not installed."
         )
+    quantized = run.quantized
+    if quantized is not None and quantized.products is not None and not _has_torch():
+        quantized = quantized.model_copy(update={"products": None})
+        differences.append(
+            "inputs that maps of 8 bits keep until backward are left out, since tracing them needs torch, which is not "
+            "installed."
+        )
     is_packed = run.is_packed and said.packed_lengths is None
     if is_packed:
         differences.append(
@@ -118,7 +125,7 @@ def settle(reading: Reading, said: Said, machine: Hardware | None, *, file: str)
         differences=tuple(differences),
         options=TrainingOptions(
             lora=lora,
-            quantized=run.quantized,
+            quantized=quantized,
             loss_head=LossHead.FUSED if run.loss_head is LossHead.FUSED else None,
             compiled=run.compiled,
             float8=run.float8,
@@ -129,8 +136,11 @@ def settle(reading: Reading, said: Said, machine: Hardware | None, *, file: str)
 
 
 def as_here(settled: Settled) -> Settled:
-    """The run with its operations one by one, as every plan here has them."""
-    return replace(settled, options=settled.options.model_copy(update={"compiled": None, "float8": None}))
+    """The run with its operations one by one, and products that keep no input, as every plan here has them."""
+    changed: dict[str, Any] = {"compiled": None, "float8": None}
+    if settled.options.quantized is not None:
+        changed["quantized"] = settled.options.quantized.model_copy(update={"products": None})
+    return replace(settled, options=settled.options.model_copy(update=changed))
 
 
 def is_reachable(model: str) -> bool:

@@ -43,6 +43,7 @@ from ...shared.cli.options import (
     PriceEntries,
     QuantizationBlock,
     QuantizedTo,
+    QuantizeHead,
     SequenceLength,
     Tokens,
     UnfreezeRankRatio,
@@ -73,11 +74,13 @@ from ..space.step_spec import MOST_RANKS, check_shares
 from .model_choice import student_of
 from .options import (
     MOST_SAMPLES,
+    BitsandbytesRelease,
     CompiledParts,
     Float8Scaling,
     Margin,
     MaxGradientNorm,
     MethodName,
+    PackedFrom,
     StudentPath,
     check_budget,
     price_files,
@@ -173,6 +176,7 @@ def advise_command(
     quantized_to: QuantizedTo = None,
     double_quantize: DoubleQuantize = False,
     quantization_blocksize: QuantizationBlock = None,
+    quantize_head: QuantizeHead = False,
     unfreeze_rank_ratio: UnfreezeRankRatio = None,
     osft_targets: OsftTargets = None,
     frozen: FrozenParts = None,
@@ -182,6 +186,8 @@ def advise_command(
     loss: LossName = None,
     compiled: CompiledParts = None,
     float8: Float8Scaling = None,
+    release: BitsandbytesRelease = None,
+    packed_from: PackedFrom = None,
     changes: HardwareChanges = None,
     device_budget_bytes: DeviceBudget = None,
     margin: Margin = None,
@@ -227,7 +233,14 @@ def advise_command(
     for box in machines.values() if hardware else ():
         check_budget(device_budget_bytes, box)
     osft = osft_of(method, unfreeze_rank_ratio, osft_targets)
-    quantized = quantized_of(quantized_to, double=double_quantize, blocksize=quantization_blocksize)
+    quantized = quantized_of(
+        quantized_to,
+        double=double_quantize,
+        blocksize=quantization_blocksize,
+        head=quantize_head,
+        release=release,
+        packed_from=packed_from,
+    )
     request = AdviceRequest(
         model,
         sequence_length,

@@ -133,6 +133,26 @@ Float8Scaling = Annotated[
 ]
 
 
+BitsandbytesRelease = Annotated[
+    str | None,
+    typer.Option(
+        "--bitsandbytes",
+        metavar="VERSION",
+        help="Predict the plan with the products of this release of bitsandbytes (0.41.1): 4-bit maps keep their input "
+        "until backward before 0.43.2, 8-bit maps always.  Protwin's runtime carries out no such plan.",
+    ),
+]
+PackedFrom = Annotated[
+    str | None,
+    typer.Option(
+        "--packed-from",
+        metavar="NAME",
+        help="With --bitsandbytes: the element type that 4-bit weights had when they were packed, which they are "
+        "unpacked to, and cast from, where maps compute in another one.",
+    ),
+]
+
+
 class ReducedAs(StrEnum):
     """Element types that gradients are reduced in."""
 

@@ -29,6 +29,13 @@ class Segments:
     """Whether it asks for expandable ones."""
     gathering_bytes: int = 0
     """Of the stream that gathers parameters, whose segments no other stream can have."""
+    reducing_bytes: int = 0
+    """Likewise of the stream that reduces gradients, beyond those that the schedule has."""
+
+    @property
+    def own_bytes(self) -> int:
+        """Of streams beside that of compute."""
+        return self.gathering_bytes + self.reducing_bytes
 
 
 AS_USUAL: Final = Segments()
@@ -69,7 +76,7 @@ def device_reserved(
         RequestLog(program, static, workspaces=workspaces, inside=inside)
         for inside in (Inside.LATEST_FIRST, Inside.AT_ONCE)
     )
-    limit_bytes, own_bytes = _limit_bytes(device, beside_bytes), segments.gathering_bytes
+    limit_bytes, own_bytes = _limit_bytes(device, beside_bytes), segments.own_bytes
     left_bytes, are_expandable = limit_bytes - own_bytes, segments.are_expandable
     expected = reserved_by(log, expandable_segments=are_expandable)
     coarse = reserved_by(coarse_log, expandable_segments=are_expandable, max_iterations=_COARSE_ITERATIONS)

@@ -8,6 +8,12 @@ of its own: there it casts a rank's parts of a group, and makes the place that t
 there they are copied to parameters on the stream of compute.  The place is let go once the next group's is filled
 (``_fsdp_param_group.py``: all_gather_state), so that there are two groups' at a time.  What lies outside blocks is one
 group, the first that is gathered.
+
+ZeRO-2 copies what it has reduced into one buffer for a rank's part of all gradients (``grads_in_partition`` in
+DeepSpeed's zero/stage_1_and_2.py), which the first micro-batch leaves for the step.  Every further one makes another,
+which is added to the first.  With ``overlap_comm`` all that lies in the stream that reduces.  The schedule has the
+first part on the stream of compute, where DeepSpeed flattens a copy of it in the step, so that the second one comes on
+top.
 """
 
 from __future__ import annotations
@@ -21,12 +27,21 @@ from .reserved import AS_USUAL, Segments
 def segments_of(runtime: RuntimeProfile, plan: Plan, workload: Workload) -> Segments:
     """Of a rank that ``runtime`` trains by ``plan``; see [Note: Streams have segments of their own]."""
     gathers = runtime.runtime is Runtime.FSDP2 and plan.num_ranks > 1
-    if not (gathers or runtime.expandable_segments):
+    buckets = runtime.buckets if runtime.runtime is Runtime.DEEPSPEED_ZERO2 else None
+    adds = buckets is not None and buckets.number > 1 and plan.micro_batches > 1
+    if not (gathers or adds or runtime.expandable_segments):
         return AS_USUAL
     return Segments(
         are_expandable=runtime.expandable_segments,
         gathering_bytes=_gathering_bytes(plan, workload) if gathers else 0,
+        reducing_bytes=_part_bytes(plan, workload) if adds else 0,
     )
+
+
+def _part_bytes(plan: Plan, workload: Workload) -> int:
+    """Of a rank's part of all gradients."""
+    whole = sum(parameter.size_bytes for parameter in workload.parameters if parameter.trainable)
+    return -(-whole // (plan.shard_ranks or plan.num_ranks))
 
 
 def _gathering_bytes(plan: Plan, workload: Workload) -> int:

@@ -16,7 +16,7 @@ from ...shared.schema.hardware import Hardware
 from ...shared.schema.search_result import WhatIf
 from ...shared.schema.workload import Workload
 from ..searching.branch_and_bound import OnProgress
-from ..searching.least_memory import least_device
+from ..searching.least_memory import some_plan_fits
 from ..searching.problem import SearchProblem, search_problem
 from ..searching.request import GlobalBatch, SearchRequest
 from ..searching.search import search
@@ -206,5 +206,4 @@ def fewest_ranks(request: SearchRequest) -> int | None:
 
 
 def _fits(problem: SearchProblem) -> bool:
-    least = least_device(problem, problem.host_budget_bytes)
-    return least is not None and least.device_bytes <= problem.device_budget_bytes
+    return some_plan_fits(problem)

@@ -134,6 +134,18 @@ def _places(problem: SearchProblem) -> Iterator[_Place]:
 
 def _cheapest_of_prefix(problem: SearchProblem, index: int, group: int, prefix: int) -> Need:
     """The plan with this prefix and these swapped blocks that has the smallest guaranteed device peak."""
+    key = (index, group, prefix)
+    if key not in problem.cheapest:
+        problem.cheapest[key] = _found_cheapest(problem, index, group, prefix)
+    peak_bytes, found = problem.cheapest[key]
+    layout = problem.layouts[index]
+    trips, _ = layout.grid.modes.groups[group]
+    host_bytes = int(problem.host_bytes(index, np.array([prefix]), trips)[0])
+    disk_bytes = int(layout.table.staged_bytes.on_disk(layout.table.places.on_disk[prefix]))
+    return Need(problem.plan(index, *found), peak_bytes, host_bytes, disk_bytes)
+
+
+def _found_cheapest(problem: SearchProblem, index: int, group: int, prefix: int) -> tuple[int, tuple[int, int, int]]:
     layout = problem.layouts[index]
     grid = layout.grid
     trips, modes = grid.modes.groups[group]
@@ -149,6 +161,4 @@ def _cheapest_of_prefix(problem: SearchProblem, index: int, group: int, prefix: 
             key = (int(peaks.min()), grid.simplicity(row, depth, mode), (row, depth, mode))
             best = key if best is None else min(best, key)
     assert best is not None
-    host_bytes = int(problem.host_bytes(index, np.array([prefix]), trips)[0])
-    disk_bytes = int(layout.table.staged_bytes.on_disk(layout.table.places.on_disk[prefix]))
-    return Need(problem.plan(index, *best[2]), best[0], host_bytes, disk_bytes)
+    return best[0], best[2]

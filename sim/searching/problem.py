@@ -107,6 +107,11 @@ class SearchProblem:
     method: Method = FULL_TRAINING
     _families: dict[FamilyKey, PlanFamily] = field(default_factory=dict, repr=False, compare=False)
     """The latest, by their keys."""
+    cheapest: dict[tuple[int, int, int], tuple[int, tuple[int, int, int]]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    """Of a layout, group of modes and prefix, once it was asked for: the smallest guaranteed device peak, and the row,
+    depth and mode of its plan (``least_memory.py``)."""
 
     @property
     def has_disk(self) -> bool:

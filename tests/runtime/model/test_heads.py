@@ -115,6 +115,16 @@ def test_the_problem_decides_what_a_label_is(changes: dict[str, Any], shape: tup
     assert torch.isfinite(model(**batch).loss)
 
 
+@pytest.mark.parametrize(("vocabulary", "most"), [(65, 64), (256, 255), (300, 255)])
+def test_text_is_of_tokens_that_the_model_has(vocabulary: int, most: int) -> None:
+    """A vocabulary of characters has fewer tokens than there are bytes."""
+    config = LLAMA | {"vocab_size": vocabulary}
+    model = build_model(configured(config, "LlamaForCausalLM"), "mine", torch.float32, device="cpu")
+    (batch,) = head_batches(model, bytes(range(256)), batch_size=BATCH, sequence_length=256, num_batches=1)
+    assert batch["input_ids"].max() == batch["labels"].max() == most
+    assert torch.isfinite(model(**{key: tokens[:, :LENGTH] for key, tokens in batch.items()}).loss)
+
+
 @pytest.mark.parametrize(("config", "published"), [(c, p) for c, p, _, _ in NAMED if c is not VIT])
 def test_batches_of_text_are_as_traced(config: dict[str, Any], published: str) -> None:
     model = build_model(configured(config, published), "mine", torch.float32, device="cpu")

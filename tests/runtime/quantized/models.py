@@ -75,6 +75,13 @@ def qlora(
     return adapted(packed_blocks(llama(num_layers=3, **(shape or {})).to(dtype), kind, **how))
 
 
+def head_too() -> nn.Module:
+    """The same with a packed head."""
+    model = packed_blocks(llama(num_layers=3), "nf4")
+    model.lm_head = packed(model.lm_head, "nf4", double=False, blocksize=64, compute=None).requires_grad_(False)
+    return adapted(model)
+
+
 @lru_cache
 def quantized_cases(steps: int = STEPS) -> dict[str, Case]:
     """Bases of every type, by name, with batches for so many steps."""
@@ -86,5 +93,6 @@ def quantized_cases(steps: int = STEPS) -> dict[str, Case]:
         "fp4 in blocks of 128": Case(partial(qlora, "fp4", blocksize=128), tokens),
         "nf4, double, in bfloat16": Case(partial(qlora, "nf4", double=True, dtype=bf16), tokens),
         "nf4, with biases": Case(partial(qlora, "nf4", shape=biased), tokens),
+        "nf4, the head too": Case(head_too, tokens),
         "int8": Case(partial(qlora, "int8"), tokens),
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 from protwin.shared.foreign.asked_run import AskedRun, Checkpointing, Place, Precision, Split
 from protwin.shared.methods.runtime_profile import Runtime
-from protwin.shared.phases.quantization import Quantization, QuantizedType
+from protwin.shared.phases.quantization import LATEST_RELEASE, PackedProducts, Quantization, QuantizedType
 from protwin.shared.phases.tiling import LossHead
 from protwin.shared.schema.hardware import AttentionKernel
 from protwin.shared.schema.optimizer import Optimizer
@@ -285,12 +285,15 @@ def axolotl_run(rng: random.Random) -> AskedRun:
             dropout=rng.choice([0.0, 0.05]),
             use_dora=rng.random() < 0.2,
         )
-        packed = rng.choice([None, Quantization(type=QuantizedType.INT8), NF4, GPTQ])
-        fields["quantized"] = None if packed is None else QuantizationOptions(how=packed)
+        packed = rng.choice([None, INT8, NF4, GPTQ])
+        fields["quantized"] = None if packed is None else QuantizationOptions(how=packed, products=KEEPING.get(packed))
     return known(fields)
 
 
 NF4 = Quantization(type=QuantizedType.NF4, double=True)
+INT8 = Quantization(type=QuantizedType.INT8)
+KEEPING = {INT8: PackedProducts(release=LATEST_RELEASE)}
+"""Maps of eight bits keep their inputs with every release of bitsandbytes."""
 GPTQ = Quantization(type=QuantizedType.GPTQ, blocksize=128)
 
 

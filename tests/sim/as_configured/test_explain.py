@@ -16,13 +16,15 @@ from protwin.shared.catalogue.models import model_configuration
 from protwin.shared.foreign.asked_run import AskedRun, Checkpointing, Place, Precision, Reading, Split, Tool
 from protwin.shared.foreign.deepspeed import read_deepspeed
 from protwin.shared.methods.runtime_profile import Runtime, RuntimeProfile
+from protwin.shared.phases.quantization import LATEST_RELEASE, PackedProducts, Quantization, QuantizedType
 from protwin.shared.phases.tiling import LossHead
 from protwin.shared.schema.optimizer import HostGradients, Optimizer
 from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.schedule import TaskKind
-from protwin.shared.schema.training_options import LoraOptions
+from protwin.shared.schema.training_options import LoraOptions, QuantizationOptions
 from protwin.shared.schema.workload import DType, Workload
 from protwin.shared.workloads.source import load_workload
+from protwin.sim.as_configured import question
 from protwin.sim.as_configured.configured_plan import ConfiguredPlan, configured_plan
 from protwin.sim.as_configured.explain import Asked, command_line, explain
 from protwin.sim.as_configured.explanation import Explanation
@@ -455,3 +457,28 @@ def test_buckets_of_the_file_are_in_the_run(zero: dict[str, Any], scalars: int) 
         for runtime in (bare, found.runtime)
     ]
     assert peaks[0] <= peaks[1] <= peaks[0] + 2 * scalars
+
+
+INT8 = QuantizationOptions(how=Quantization(type=QuantizedType.INT8), products=PackedProducts(release=LATEST_RELEASE))
+
+
+def test_inputs_that_eight_bits_keep_are_left_out_without_torch_and_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    lora = LoraOptions(rank=8)
+    assert settled_of(lora=lora, quantized=INT8).options.quantized == INT8
+    monkeypatch.setattr(question, "_has_torch", lambda: False)
+    settled = settled_of(lora=lora, quantized=INT8)
+    assert settled.options.quantized == INT8.model_copy(update={"products": None})
+    assert any("maps of 8 bits keep" in difference for difference in settled.differences)
+    nf4 = QuantizationOptions(how=Quantization(type=QuantizedType.NF4, blocksize=64))
+    assert not any("8 bits" in difference for difference in settled_of(lora=lora, quantized=nf4).differences)
+
+
+@pytest.mark.slow
+def test_inputs_that_eight_bits_keep_are_in_the_run_and_not_in_the_plan_beside_it() -> None:
+    given = {"lora": LoraOptions(rank=8, targets=("q_proj",)), "quantized": INT8, "sequence_length": 1024}
+    found = told_of(**given)
+    assert found.found is not None
+    run, plan = found.configured.guaranteed_peak_device_bytes, found.found.prediction.guaranteed_peak_device_bytes
+    assert run > plan
+    assert found.configured.emulated
+    assert not found.found.prediction.emulated

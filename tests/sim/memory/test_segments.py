@@ -80,6 +80,43 @@ def test_who_gathers_on_the_stream_of_compute_holds_nothing_more() -> None:
     assert segments_of(EXPANDABLE, plan, given) == Segments(are_expandable=True)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_reducing_stream_holds_the_part_that_further_micro_batches_add(seed: int) -> None:
+    """The oracle walks over micro-batches: the first part stays for the step, and is in the schedule already."""
+    chance = random.Random(seed)
+    given = workload()
+    is_trained = [chance.random() < 0.5 for _ in given.parameters]
+    parameters = tuple(
+        parameter.model_copy(update={"trainable": trained})
+        for parameter, trained in zip(given.parameters, is_trained, strict=True)
+    )
+    drawn = given.model_copy(update={"parameters": parameters})
+    num_ranks, shard_ranks = chance.choice(((8, None), (16, 8), (2, None)))
+    overlap = RuntimeProfile(Runtime.DEEPSPEED_ZERO2, has_two_buckets=True)
+    part = sum(p.num_elements * 2 for p in parameters if p.trainable)
+    part = -(-part // (shard_ranks or num_ranks))
+    for micro_batches in (1, 2, 5):
+        plan = sharded(given, num_ranks, shard_ranks=shard_ranks, micro_batches=micro_batches)
+        held, kept, most = 0, 0, 0
+        for _ in range(micro_batches):
+            held += part
+            most = max(most, held)
+            if kept:
+                held -= part
+            kept = part
+        assert segments_of(overlap, plan, drawn).own_bytes == most - kept
+
+
+def test_gradients_that_are_reduced_on_the_stream_of_compute_take_none_of_their_own() -> None:
+    given = workload()
+    plan = sharded(given, micro_batches=4)
+    for profile in (
+        RuntimeProfile(Runtime.DEEPSPEED_ZERO2),
+        RuntimeProfile(Runtime.DEEPSPEED_ZERO1, has_two_buckets=True),
+    ):
+        assert segments_of(profile, plan, given) is AS_USUAL
+
+
 def test_they_are_part_of_what_is_reserved_and_of_nothing_else() -> None:
     given, hardware = workload(2048), machine("h100-80gb-x8")
     plan = sharded(given)

@@ -16,7 +16,7 @@ from protwin.shared.schema.hardware import DeviceKind, Hardware
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import Workload
 from protwin.sim.memory.host import default_reserve_bytes, memory_with_room
-from protwin.sim.searching import infeasible
+from protwin.sim.searching import infeasible, least_memory
 from protwin.sim.searching.infeasible import Changes, smallest_changes
 from protwin.sim.searching.least_memory import least_device, least_host
 from protwin.sim.searching.problem import SearchProblem, search_problem
@@ -123,6 +123,26 @@ def test_the_message_names_them(drawn: tuple[Case, int, int]) -> None:
         assert int(exact) <= parse_bytes(readable) <= 1.002 * int(exact) + 1
     assert "needs" in message
     assert "too little" in message or "more than the budget" in message
+
+
+def test_peaks_are_worked_out_once_for_all_that_is_said() -> None:
+    """The message, the smallest changes and the bounds of both budgets ask for the same plans again and again."""
+    model, box = workload(num_blocks=4), machine()
+    found = every_plan(model, box)
+    problem = problem_of(found, min(one.device_bytes for one in found.outcomes) - 100, 300)
+    asked: list[tuple[int, int, int]] = []
+    once = least_memory._found_cheapest
+
+    def counting(of: SearchProblem, index: int, group: int, prefix: int) -> tuple[int, tuple[int, int, int]]:
+        asked.append((index, group, prefix))
+        return once(of, index, group, prefix)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(least_memory, "_found_cheapest", counting)
+        infeasible.explain_infeasible(problem)
+        smallest_changes(problem)
+    assert asked
+    assert len(asked) == len(set(asked))
 
 
 def test_the_check_notices_changes_that_are_not_the_smallest() -> None:
