@@ -136,8 +136,7 @@ class Workload(Document):
     tilings: tuple[Tiling, ...] = ()
     """What blocks do where their MLPs run in tiles (``Plan.mlp_tiles``).  A file has the field where there are any."""
     loss_tilings: tuple[LossTiling, ...] = ()
-    """What the part after the last block does by tiles of tokens, for every number of tiles that was traced.  A file
-    has the field where there are any."""
+    """What head and loss do by tiles of tokens, for every number that was traced.  A file has the field if it is set."""
     sequence_sharings: tuple[SequenceSharing, ...] = ()
     """What one rank does where several share each sequence (``Plan.sequence_ranks``), for every number of ranks that
     was traced.  A file has the field where there are any."""
@@ -272,8 +271,8 @@ class Workload(Document):
     @property
     def words(self) -> str:
         """What ``identity`` depends on, as ``Plan.made_for`` has it."""
-        about = (self.model_name, self.model_hash, self.batch_shapes, self.compute_dtype)
-        return words_of(*about, self.parameters, self.loss_head)
+        known = (self.batch_shapes, self.compute_dtype, self.parameters, self.loss_head)
+        return words_of(self.model_name, self.model_hash, *known)
 
     @cached_property
     def composed_identity(self) -> str | None:
@@ -485,10 +484,9 @@ def check_plan(plan: Plan, workload: Workload) -> None:
         )
     if plan.workload_id not in (workload.identity, workload.composed_identity):
         raise PlanError(mismatch(plan, workload.identity, workload.words))
-    if (reason := why_not_shared(plan.sequence_ranks, plan.num_ranks)) is not None:
-        raise PlanError(f"{reason}.")
-    sharings = workload.sequence_sharings
-    if (reason := why_no_sequence_ranks(plan.sequence_ranks, sharings, workload.model_name)) is not None:
+    reason = why_not_shared(plan.sequence_ranks, plan.num_ranks)
+    reason = reason or why_no_sequence_ranks(plan.sequence_ranks, workload.sequence_sharings, workload.model_name)
+    if reason is not None:
         raise PlanError(f"{reason}.")
     workload = workload.shared_among(plan.sequence_ranks)
     if (reason := why_no_mlp_tiles(plan.mlp_tiles, workload.tilings, workload.model_name)) is not None:
