@@ -136,7 +136,7 @@ class Workload(Document):
     tilings: tuple[Tiling, ...] = ()
     """What blocks do where their MLPs run in tiles (``Plan.mlp_tiles``).  A file has the field where there are any."""
     loss_tilings: tuple[LossTiling, ...] = ()
-    """What head and loss do by tiles of tokens, for every number that was traced.  A file has the field if it is set."""
+    """What head and loss do by tiles of tokens, for every number that is traced.  A file has the field if it is set."""
     sequence_sharings: tuple[SequenceSharing, ...] = ()
     """What one rank does where several share each sequence (``Plan.sequence_ranks``), for every number of ranks that
     was traced.  A file has the field where there are any."""
