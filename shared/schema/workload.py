@@ -24,6 +24,7 @@ from pydantic import (
 
 from ..basics.documents import Document, FrozenModel, Name
 from ..basics.errors import PlanError
+from ..basics.made_for import mismatch, words_of
 from ..phases.block_profile import BlockProfile as BlockProfile
 from ..phases.block_profile import Tiling as Tiling
 from ..phases.distillation import Distillation, StagePlace
@@ -53,7 +54,6 @@ from ..phases.subspaces import why_no_subspaces
 from ..phases.tiling import LossHead as LossHead
 from ..phases.tiling import LossTiling as LossTiling
 from ..phases.tiling import why_no_loss_tiles, why_no_mlp_tiles, why_no_tilings
-from .made_for import mismatch, words_of
 from .plan import Plan, TrainingMethod
 
 BlockId = NewType("BlockId", int)
@@ -271,8 +271,8 @@ class Workload(Document):
     @property
     def words(self) -> str:
         """What ``identity`` depends on, as ``Plan.made_for`` has it."""
-        known = (self.batch_shapes, self.compute_dtype, self.parameters, self.loss_head)
-        return words_of(self.model_name, self.model_hash, *known)
+        sizes = [(p.trainable, str(p.dtype), p.num_elements) for p in self.parameters]
+        return words_of(self.model_name, self.model_hash, self.batch_shapes, self.compute_dtype, sizes, self.loss_head)
 
     @cached_property
     def composed_identity(self) -> str | None:
@@ -483,7 +483,7 @@ def check_plan(plan: Plan, workload: Workload) -> None:
             f"{workload.method}. Name the other method, or another workload."
         )
     if plan.workload_id not in (workload.identity, workload.composed_identity):
-        raise PlanError(mismatch(plan, workload.identity, workload.words))
+        raise PlanError(mismatch(plan.workload_id, plan.made_for, workload.identity, workload.words))
     reason = why_not_shared(plan.sequence_ranks, plan.num_ranks)
     reason = reason or why_no_sequence_ranks(plan.sequence_ranks, workload.sequence_sharings, workload.model_name)
     if reason is not None:

@@ -6,11 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from ..phases.operations import DType
-from ..phases.parameters import Parameter
-from ..phases.tiling import LossHead
-from .plan import Plan
-
 _BETWEEN: Final = "; "
 _OF_SIZES: Final = "--lora-rank, --lora-targets, --use-dora, --unfreeze-rank-ratio, --freeze"
 _OF_TYPES: Final = "--dtype, --lora-dtype, --quantize"
@@ -28,14 +23,17 @@ def words_of(
     model_name: str,
     model_hash: str,
     batch_shapes: Mapping[str, Sequence[int]],
-    compute_dtype: DType,
-    parameters: Iterable[Parameter],
-    loss_head: LossHead,
+    compute_dtype: str,
+    parameters: Iterable[tuple[bool, str, int]],
+    loss_head: str,
 ) -> str:
-    """All that tells a workload from others that a plan may be for: ``"model gpt2; batch ...; loss eager"``."""
+    """All that tells a workload from others that a plan may be for: ``"model gpt2; batch ...; loss eager"``.
+
+    ``parameters``: of each whether it is trained, its element type, and its scalars.
+    """
     sizes = {is_trained: Counter[str]() for is_trained in (True, False)}
-    for parameter in parameters:
-        sizes[parameter.trainable][str(parameter.dtype)] += parameter.num_elements
+    for is_trained, dtype, scalars in parameters:
+        sizes[is_trained][dtype] += scalars
     shapes = (f"{name} {list(shape)}" for name, shape in sorted(batch_shapes.items()))
     return _BETWEEN.join(
         (
@@ -67,12 +65,12 @@ def differences(planned: str, asked: str) -> str | None:
     return ", and ".join(found) or None
 
 
-def mismatch(plan: Plan, identity: str, asked: str) -> str:
-    """That ``plan`` belongs to another workload than the one of these words, and in what that differs.
+def mismatch(planned: str, made_for: str | None, identity: str, asked: str) -> str:
+    """That the plan for workload ``planned`` belongs to another one than ``identity``, and in what that differs.
 
-    As far as the plan's file says; where it does not, all that may differ is named.
+    As far as its file says (``made_for``); where it does not, all that may differ is named.
     """
-    found = None if plan.made_for is None else differences(plan.made_for, asked)
+    found = None if made_for is None else differences(made_for, asked)
     told = (
         "Search a plan for this one, or ask as the plan was made: the same shape, element type (--dtype), "
         "trained and packed parts (--lora-rank, --lora-targets, --lora-dtype, --use-dora, --quantize, "
@@ -81,7 +79,7 @@ def mismatch(plan: Plan, identity: str, asked: str) -> str:
         else f"They differ: {found}. Search a plan for this one, or ask as the plan was made."
     )
     which = ", ".join(asked.split(_BETWEEN)[:3])
-    return f"the plan belongs to workload {plan.workload_id}, not to {identity} ({which}). {told}"
+    return f"the plan belongs to workload {planned}, not to {identity} ({which}). {told}"
 
 
 def _of_weights(one: str, other: str) -> str:
