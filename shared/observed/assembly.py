@@ -85,7 +85,7 @@ def assemble(
     """
     num_observed = 1 + max(model.stands_for)
     observed = unshared(shape.observed, shape.shared_inputs)
-    assembly = _Assembly(num_observed, observed, seconds or {})
+    assembly = _Assembly(num_observed, observed, seconds or {}, is_compiled=shape.compiled is not None)
     profiles, profile_of_observed = assembly.profiles()
     profile_of = [profile_of_observed[observed] for observed in model.stands_for]
     does: dict[str, Any] = {
@@ -164,6 +164,9 @@ def phase_of(observation: Observation, measured_s: float | None) -> Phase:
         gradient_bytes=max(0, observation.gradient_bytes),
         curve=observation.curve(),
         adding_curve=observation.adding_curve(),
+        changes=observation.changes(),
+        staying_tensors=observation.staying_tensors(),
+        adding_changes=observation.adding_changes(),
         exchanges=tuple(observation.exchanges),
         num_graphs=observation.num_graphs,
         measured_s=measured_s,
@@ -178,7 +181,10 @@ class _Assembly:
         num_blocks: int,
         observed: Mapping[ActivationMode, Mapping[PhaseKey, Observation]],
         seconds: Seconds,
+        *,
+        is_compiled: bool = False,
     ) -> None:
+        self._is_compiled = is_compiled
         self._num_blocks = num_blocks
         self._observed = observed
         self._seconds = seconds
@@ -222,7 +228,8 @@ class _Assembly:
             checkpoint_backward=self.phase(again, TaskKind.BACKWARD, section),
             swappable_bytes=forward.swappable_bytes,
             selective=selective_recomputations(
-                *(checkpointed[kind, section] for kind in (TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD))
+                *(checkpointed[kind, section] for kind in (TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD)),
+                is_compiled=self._is_compiled,
             ),
         )
 

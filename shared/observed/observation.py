@@ -7,8 +7,9 @@ levels for another shape.  Everything that is derived from them lies here, so th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Final
 
 from ..schema.workload import SMALLEST_SWAPPED_BYTES, DType, Operation, OperationClass
@@ -44,6 +45,11 @@ class OperatorCall:
 
 
 _CURVE_STRETCHES: Final = 24
+_SAVED_RESULTS: Final = frozenset(("_log_softmax",))
+"""Operators whose derivative reads their result, whatever reads it besides (torch's ``derivatives.yaml``).  Others have
+it in common with them; this one's is the largest tensor of a language model, of the size of what it was made of."""
+_LATEST: Final = 8
+"""Tensors among which gradients are that became final together: a weight's and a bias's, with what came between."""
 _FILLS: Final = frozenset(
     ("fill_", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros")
 )
@@ -144,6 +150,49 @@ class Observation:
             return ()
         return self._stretches(self.adding_levels, self.net_bytes - self.gradient_bytes)
 
+    def changes(self) -> tuple[int, ...]:
+        """``Phase.changes``; empty of loops over tiles, whose passes are not listed one by one."""
+        return self._changes(self.levels)
+
+    def staying_tensors(self) -> tuple[int, ...]:
+        """``Phase.staying_tensors``.
+
+        Gradients are the latest tensors that have the bytes by which the gradients grew that are final.
+        """
+        if not self.changes():
+            return ()
+        found: set[int] = set()
+        made: list[int] = []
+        final_bytes = [level - adding for level, adding in zip(self.levels, self.adding_levels, strict=True)]
+        final_bytes.append(max(0, self.gradient_bytes))
+        for call, (now, later) in zip(self.calls, pairwise(final_bytes), strict=True):
+            if call.name in _SAVED_RESULTS:
+                found.add(len(made))
+            made += _made_by(call)
+            if later > now:
+                found.update(_latest_of(made, later - now, found))
+        return tuple(sorted(found))
+
+    def adding_changes(self) -> tuple[int, ...]:
+        """``Phase.adding_changes``; empty if no gradient became final."""
+        return self._changes(self.adding_levels) if self.gradient_bytes > 0 else ()
+
+    def _changes(self, levels: Sequence[int]) -> tuple[int, ...]:
+        if self.repeated or len(self.calls) != len(levels):
+            return ()
+        found: list[int] = []
+        before_bytes = 0
+        for call, level_bytes in zip(self.calls, levels, strict=True):
+            made = _made_by(call)
+            gone_bytes = sum(made) - (level_bytes - before_bytes)
+            before_bytes = level_bytes
+            if gone_bytes > 0:
+                found.append(-gone_bytes)
+            elif gone_bytes < 0:
+                made.append(-gone_bytes)
+            found += made
+        return tuple(found)
+
     def _stretches(self, levels: Sequence[int], net_bytes: int) -> tuple[tuple[float, int], ...]:
         if not levels:
             return ((1.0, net_bytes),) if net_bytes > 0 else ()
@@ -163,6 +212,25 @@ class Observation:
             yield one.begin, one.end, one.count, one.net_bytes
             done = one.end
         yield done, len(self.operations), 1, 0
+
+
+def _made_by(call: OperatorCall) -> list[int]:
+    """Bytes of the tensors that a call makes; one in place makes none."""
+    return [] if call.name.endswith("_") else [size for size in call.writes_bytes if size]
+
+
+def _latest_of(made: Sequence[int], size_bytes: int, taken: Set[int]) -> list[int]:
+    """Of tensors the latest that have so many bytes: one alone, or the latest together; none if these have not."""
+    places = [place for place in reversed(range(len(made))) if place not in taken and made[place] <= size_bytes]
+    for place in places:
+        if made[place] == size_bytes:
+            return [place]
+    found: list[int] = []
+    for place in places[:_LATEST]:
+        if made[place] <= size_bytes:
+            found.append(place)
+            size_bytes -= made[place]
+    return [] if size_bytes else found
 
 
 class _Stretches:

@@ -13,6 +13,9 @@ on it is held by whoever would have held it, and goes when it would have gone.  
 handed over so far.  The recomputation ends at the same tensor, and results behind it were kept in vain.
 
 Backward: its levels are the same.  What was kept in vain goes with it.
+
+Compiled blocks keep nothing in vain: the partitioner saves what the backward reads, of what is to be kept as of all
+else (``get_recomputable_banned_nodes`` in PyTorch's ``torch/_functorch/partitioners.py``).
 """
 
 from __future__ import annotations
@@ -30,17 +33,20 @@ _MOST_BEFORE: Final = 8
 
 
 def selective_recomputations(
-    forward: Observation, recompute: Observation, backward: Observation
+    forward: Observation, recompute: Observation, backward: Observation, *, is_compiled: bool = False
 ) -> tuple[SelectiveRecomputation, ...]:
     """For every stride, of a block whose checkpointed forward, recomputation and backward were seen.
 
+    ``is_compiled``: the three are what compiled code does.
     None where results of one cannot be handed to the other: the recomputation runs other operations, or in tiles.
     """
     num_before = _num_before(forward, recompute)
     in_tiles = forward.passes or forward.repeated or recompute.passes or recompute.repeated
     if in_tiles or num_before is None:
         return ()
-    found = (_recomputation(forward, recompute, num_before, stride) for stride in PRODUCT_STRIDES)
+    num_again = len(recompute.calls) - num_before
+    num_kept = num_again if is_compiled else len(forward.calls)
+    found = (_recomputation(forward, recompute, num_before, num_kept, stride) for stride in PRODUCT_STRIDES)
     if not backward.calls:
         # Nobody will recompute it, and results go with the end of its forward.
         found = (of.model_copy(update={"kept_bytes": 0, "unused_bytes": 0}) for of in found)
@@ -61,21 +67,22 @@ def _num_before(forward: Observation, recompute: Observation) -> int | None:
 
 
 def _recomputation(
-    forward: Observation, recompute: Observation, num_before: int, product_stride: int
+    forward: Observation, recompute: Observation, num_before: int, num_kept: int, product_stride: int
 ) -> SelectiveRecomputation:
+    """``num_kept``: of the forward's calls those whose results may be kept, from the first on."""
     kept = KeptResults(product_stride)
-    is_kept = [kept.keeps(call.name, draws=call.draws) for call in forward.calls]
+    is_kept = [kept.keeps(call.name, draws=call.draws) and n < num_kept for n, call in enumerate(forward.calls)]
     sizes = [sum(call.writes_bytes) if keeps else 0 for call, keeps in zip(forward.calls, is_kept, strict=True)]
     num_again = len(recompute.calls) - num_before
     handed_bytes = [0] * num_before + sizes[:num_again]
     kept_bytes, used_bytes = sum(sizes), sum(handed_bytes)
+    keeping = replace(forward, levels=_with_kept(forward, is_kept), end_bytes=forward.end_bytes + kept_bytes)
     return SelectiveRecomputation(
         product_stride=product_stride,
         kept_bytes=kept_bytes,
         unused_bytes=kept_bytes - used_bytes,
-        forward_curve=replace(
-            forward, levels=_with_kept(forward, is_kept), end_bytes=forward.end_bytes + kept_bytes
-        ).curve(),
+        forward_curve=keeping.curve(),
+        forward_changes=keeping.changes(),
         recompute=_phase(_without_kept(recompute, [False] * num_before + is_kept[:num_again], handed_bytes)),
     )
 
@@ -120,6 +127,7 @@ def _phase(observation: Observation) -> Phase:
         net_bytes=observation.net_bytes,
         gradient_bytes=max(0, observation.gradient_bytes),
         curve=observation.curve(),
+        changes=observation.changes(),
         exchanges=tuple(observation.exchanges),
         num_graphs=observation.num_graphs,
     )

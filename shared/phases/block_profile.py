@@ -28,6 +28,8 @@ class SelectiveRecomputation(FrozenModel):
     forward_curve: Curve
     """``Phase.curve`` of the forward.  From where a result could have gone at the earliest, it counts as kept beside
     whatever is there: an upper bound."""
+    forward_changes: tuple[int, ...] = ()
+    """``Phase.changes`` of the same."""
     recompute: Phase
     """The forward again, without the operations whose results are there."""
 
@@ -85,7 +87,10 @@ class BlockProfile(FrozenModel):
             measured_s *= sum(operation.weight for operation in chosen.recompute.operations) / max(1, whole)
         made = {
             "checkpoint_forward": _changed(
-                forward, net_bytes=forward.net_bytes + chosen.kept_bytes, curve=chosen.forward_curve
+                forward,
+                net_bytes=forward.net_bytes + chosen.kept_bytes,
+                curve=chosen.forward_curve,
+                changes=chosen.forward_changes,
             ),
             "recompute": _changed(chosen.recompute, measured_s=measured_s),
             "checkpoint_backward": _changed(backward, net_bytes=backward.net_bytes - chosen.unused_bytes),

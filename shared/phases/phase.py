@@ -37,6 +37,14 @@ class Phase(FrozenModel):
     adding_curve: Curve = ()
     """``curve`` where all of ``gradient_bytes`` are added to gradients that are there already: each goes as soon as it
     is final.  Empty where there are none, or where they are not known."""
+    changes: tuple[SignedBytes, ...] = ()
+    """Within the phase, in order: the bytes of each tensor that an operation makes, and, negative, the bytes that went
+    between two operations.  They give the levels of ``curve``, and lower ones.  Empty where tensors are not known."""
+    staying_tensors: tuple[NonNegativeInt, ...] = ()
+    """Of the tensors made in ``changes``, counted from 0, those that are known to stay: gradients that are final, and
+    results that a derivative reads.  Ascending."""
+    adding_changes: tuple[SignedBytes, ...] = ()
+    """``changes`` where gradients are added to others, as ``adding_curve``."""
     exchanges: tuple[Bytes, ...] = ()
     """For each all-to-all among the ranks that share a sequence, in order: the bytes that this rank gives into it, its
     own part included.  Beside ``measured_s``.  A file has the field where there are any."""
@@ -51,8 +59,9 @@ class Phase(FrozenModel):
     @model_serializer(mode="wrap")
     def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = handler(self)
-        if not self.exchanges:
-            fields.pop("exchanges", None)
+        for name in ("changes", "staying_tensors", "adding_changes", "exchanges"):
+            if not getattr(self, name):
+                fields.pop(name, None)
         if self.num_graphs is None:
             fields.pop("num_graphs", None)
         return fields
@@ -78,6 +87,8 @@ class Phase(FrozenModel):
             net_bytes=self.net_bytes - self.stated_gradient_bytes,
             gradient_bytes=0,
             curve=self.adding_curve or self.curve,
+            changes=self.adding_changes if self.adding_curve else self.changes,
+            staying_tensors=() if self.adding_curve else self.staying_tensors,
             exchanges=self.exchanges,
             looked_up_bytes=self.looked_up_bytes,
             num_graphs=self.num_graphs,
@@ -110,6 +121,9 @@ class Phase(FrozenModel):
                 gradient_bytes=self.gradient_bytes,
                 curve=tuple((end, level + held_bytes) for end, level in self.curve),
                 adding_curve=tuple((end, level + held_bytes) for end, level in self.adding_curve),
+                changes=_raised(self.changes, held_bytes),
+                staying_tensors=tuple(n + bool(held_bytes) for n in self.staying_tensors),
+                adding_changes=_raised(self.adding_changes, held_bytes),
                 exchanges=self.exchanges,
                 looked_up_bytes=self.looked_up_bytes,
                 num_graphs=self.num_graphs,
@@ -139,3 +153,8 @@ class Phase(FrozenModel):
             if ends and (ends != sorted(set(ends)) or ends[-1] != 1):
                 raise ValueError(f"{name} fractions must ascend strictly and end at 1")
         return self
+
+
+def _raised(changes: tuple[int, ...], by_bytes: int) -> tuple[int, ...]:
+    """``changes`` from a level that is higher by so much at once."""
+    return (by_bytes, *changes) if changes and by_bytes else changes

@@ -110,7 +110,8 @@ def _freed_by_backward(loss: Phase, backward: Phase) -> tuple[Phase, Phase]:
         name: tuple((end, level - freed_bytes) for end, level in getattr(backward, name))
         for name in ("curve", "adding_curve")
     }
-    return loss.model_copy(update={"net_bytes": 0}), backward.model_copy(update=later | curves)
+    tensors: dict[str, tuple[int, ...]] = {"changes": (), "staying_tensors": (), "adding_changes": ()}
+    return loss.model_copy(update={"net_bytes": 0}), backward.model_copy(update=later | curves | tensors)
 
 
 def _profile(output_bytes: int, forward: Phase, backward: Phase, *, checkpoint_forward: Phase) -> BlockProfile:

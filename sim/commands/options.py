@@ -215,8 +215,8 @@ ExpandableSegments = Annotated[
     bool,
     typer.Option(
         "--expandable-segments",
-        help="The process asks PyTorch's allocator for expandable segments, as protwin run does: what is reserved is "
-        "little more than what is allocated.",
+        help="The process asks PyTorch's allocator for expandable segments, as protwin run does: memory is reserved "
+        "page by page.",
     ),
 ]
 KeepsGradients = Annotated[

@@ -1,20 +1,9 @@
-"""The device allocations of a schedule, replayed through the model of the allocator.
-
-[Note: What a replay knows]
-The schedule says which buffers come and go with which task; a chunk, a block's output and the batch are one tensor
-each, optimizer state is known parameter by parameter.  What a compute task makes while it runs is known as a level over
-time, its phase's curve.  The replay takes every rise of the curve for one tensor, of the size of the rise, and lets
-every fall free the latest ones, the last of which goes on with what is left of it; where the level falls below that at
-the task's start, the buffers go that the task is to free.  At its end, what is left of these tensors is what the task
-leaves behind, the oldest first: saved activations are made by the way, not at the end.  The other reading of ``Inside``
-tells how much depends on this one.
-"""
+"""The device allocations of a schedule, replayed through the model of the allocator."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
 from typing import Final, Self
@@ -26,17 +15,9 @@ from .allocator import AllocatorFullError, CachingAllocator
 from .blocks import Block
 from .requests import Made, Nest, Recorder, latest_first, nests
 from .requests_of_schedule import Act, AllocationProgram, StaticTensors, Step
+from .within_task import Inside, task_requests
 
 MAX_ITERATIONS: Final = 8
-
-
-class Inside(StrEnum):
-    """How the level within a compute task is read as tensors; see [Note: What a replay knows]."""
-
-    LATEST_FIRST = "latest_first"
-    """Falls free the latest tensors, as the end of a function does."""
-    AT_ONCE = "at_once"
-    """All is one tensor, made anew whenever the level changes; what the task leaves behind is made at its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +61,7 @@ class RequestLog:
         static: StaticTensors,
         *,
         workspaces: Sequence[int] = (),
-        inside: Inside = Inside.LATEST_FIRST,
+        inside: Inside = Inside.BY_SIZE,
     ) -> None:
         """``workspaces``: bytes of what libraries allocate once."""
         self._recorder = Recorder()
@@ -220,21 +201,54 @@ Held = dict[tuple[int, AllocationId], list[tuple[int, int]]]
 """By iteration, counted from the present one, and buffer: how long ago its tensors were made, and their bytes."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """The steps of one compute task, from its begin to its end."""
+
+    frees: tuple[AllocationId, ...]
+    levels: tuple[tuple[int, bool], ...]
+    """Each with whether the tensor by which it rises stays."""
+    steps_weights: bool
+    leaves: tuple[AllocationId, ...]
+    leaves_bytes: tuple[int, ...]
+    keeps: tuple[AllocationId | None, ...]
+    """For each of ``leaves`` the one of ``frees`` that holds the same."""
+
+
+def _grouped(program: AllocationProgram) -> list[Step | _Task]:
+    """The steps of the program, those of a task as one."""
+    found: list[Step | _Task] = []
+    begin = Step(Act.BEGIN)
+    levels: list[tuple[int, bool]] = []
+    steps_weights = False
+    for step in program.steps:
+        if step.act is Act.BEGIN:
+            begin, levels, steps_weights = step, [], False
+        elif step.act is Act.LEVEL:
+            levels.append((step.level_bytes, step.stays))
+        elif step.act is Act.STEP:
+            steps_weights = True
+        elif step.act is Act.END:
+            sizes = tuple(program.sizes_bytes[buffer] for buffer in step.buffers)
+            of_content = {program.contents[buffer]: buffer for buffer in begin.buffers}
+            keeps = tuple(of_content.get(program.contents[buffer]) for buffer in step.buffers)
+            found.append(_Task(begin.buffers, tuple(levels), steps_weights, step.buffers, sizes, keeps))
+        else:
+            found.append(step)
+    return found
+
+
 class _Run:
     """What is held while a program is carried out."""
 
     def __init__(self, program: AllocationProgram, static: StaticTensors, allocator: Recorder, inside: Inside) -> None:
         self._program = program
+        self._steps = _grouped(program)
         self._static = static
         self._allocator = allocator
-        self._is_at_once = inside is Inside.AT_ONCE
+        self._inside = inside
         self._held: dict[tuple[int, AllocationId], list[Made]] = {}
         """By iteration of the task that made the buffer."""
-        self._tensors: list[Made] = []
-        """Made by the running compute task, in order."""
-        self._leaving: list[Made] = []
-        """Of the buffers that it is to free, in the order in which they came."""
-        self._level_bytes = 0
 
     def set_up(self, workspaces: Sequence[int]) -> list[int]:
         """The requests of everything before the first iteration."""
@@ -246,7 +260,7 @@ class _Run:
         for size_bytes in workspaces:
             malloc(size_bytes)
         for step in self._program.before:
-            self.carry_out(step, 0)
+            self._copy(step, 0)
         return self._allocator.take()
 
     def held(self, iteration: int) -> Held:
@@ -260,87 +274,48 @@ class _Run:
     def iterate(self, iteration: int) -> Requests:
         """The requests of one iteration."""
         changes: list[int] = []
-        for step in self._program.steps:
-            # Most steps are levels.
-            if step.act is Act.LEVEL:
-                self._change(step.level_bytes)
+        for step in self._steps:
+            if isinstance(step, Step):
+                self._copy(step, iteration)
+                changes.append(len(self._allocator.requests))
             else:
-                self.carry_out(step, iteration)
-            changes.append(len(self._allocator.requests))
+                self._compute(step, iteration, changes)
         return Requests(self._allocator.take(), changes)
 
-    def carry_out(self, step: Step, iteration: int) -> None:
-        """One step of the program in one iteration, other than a level."""
-        act = step.act
-        if act is Act.BEGIN:
-            self._leaving = self._take_held(step, iteration)
-            self._level_bytes = 0
-        elif act is Act.END:
-            self._end(step, iteration)
-        elif act is Act.MAKE:
+    def _copy(self, step: Step, iteration: int) -> None:
+        """Room for a copy, or what a copy has read, of one iteration."""
+        of_iteration = iteration + step.iterations_later
+        if step.act is Act.MAKE:
             for buffer in step.buffers:
-                made = self._allocator.malloc(self._program.sizes_bytes[buffer])
-                self._held[iteration + step.iterations_later, buffer] = [made]
-        elif act is Act.FREE:
-            # What a copy of the iteration before the first would have read was never there.
-            if iteration + step.iterations_later >= 0:
-                self._free_all(self._take_held(step, iteration + step.iterations_later))
-        elif iteration == 0:
+                self._held[of_iteration, buffer] = [self._allocator.malloc(self._program.sizes_bytes[buffer])]
+        # What a copy of the iteration before the first would have read was never there.
+        elif of_iteration >= 0:
+            for buffer in step.buffers:
+                for made in self._held.pop((of_iteration, buffer)):
+                    self._allocator.free(made)
+
+    def _compute(self, task: _Task, iteration: int, changes: list[int]) -> None:
+        """One task; ``changes`` gets the number of requests at its begin, behind each level, and at its end."""
+        allocator = self._allocator
+        tensors: list[Made] = []
+        numbers: dict[AllocationId | None, range] = {}
+        for buffer in task.frees:
+            held = self._held.pop((iteration, buffer))
+            numbers[buffer] = range(len(tensors), len(tensors) + len(held))
+            tensors += held
+        frees = tuple(made.requested_bytes for made in tensors)
+        kept = (numbers.get(buffer, range(0)) for buffer in task.keeps)
+        leaves = tuple(zip(task.leaves_bytes, kept, strict=True))
+        wanted = task_requests(task.levels, frees, leaves, self._inside)
+        if task.steps_weights and iteration == 0:
+            # State is made before anything is stepped.
             for size_bytes in self._static.first_step:
-                self._allocator.malloc(size_bytes)
-
-    def _take_held(self, step: Step, iteration: int) -> list[Made]:
-        """The blocks of the step's buffers, which are theirs no more."""
-        return [block for buffer in step.buffers for block in self._held.pop((iteration, buffer))]
-
-    def _end(self, step: Step, iteration: int) -> None:
-        missing: list[tuple[list[Made], int]] = []
-        for buffer in step.buffers:
-            taken, left_bytes = self._take_tensors(self._program.sizes_bytes[buffer])
-            self._held[iteration, buffer] = taken
-            if left_bytes:
-                missing.append((taken, left_bytes))
-        self._free_all(self._tensors)
-        self._free_all(self._leaving)
-        self._tensors, self._leaving = [], []
-        for blocks, size_bytes in missing:
-            blocks.append(self._allocator.malloc(size_bytes))
-
-    def _take_tensors(self, size_bytes: int) -> tuple[list[Made], int]:
-        """The oldest tensors that fit into so many bytes, taken from the task, and the bytes that they leave."""
-        taken: list[Made] = []
-        if not self._is_at_once:
-            while self._tensors and self._tensors[0].requested_bytes <= size_bytes:
-                taken.append(self._tensors.pop(0))
-                size_bytes -= taken[-1].requested_bytes
-        return taken, size_bytes
-
-    def _change(self, level_bytes: int) -> None:
-        """The level within the running task becomes ``level_bytes``."""
-        change_bytes = level_bytes - self._level_bytes
-        self._level_bytes = level_bytes
-        if self._is_at_once and self._tensors:
-            change_bytes += self._tensors[0].requested_bytes
-            self._free_all(self._tensors)
-            self._tensors = []
-        if change_bytes > 0:
-            self._tensors.append(self._allocator.malloc(change_bytes))
-        elif change_bytes < 0:
-            self._fall(-change_bytes)
-
-    def _fall(self, size_bytes: int) -> None:
-        """Free tensors of so many bytes, those of the task itself and those that it is to free."""
-        for blocks in (self._tensors, self._leaving):
-            while size_bytes and blocks:
-                block = blocks.pop()
-                held_bytes = block.requested_bytes
-                self._allocator.free(block)
-                if held_bytes > size_bytes:
-                    blocks.append(self._allocator.malloc(held_bytes - size_bytes))
-                    return
-                size_bytes -= held_bytes
-        assert not size_bytes, "a level falls no further than to what the task frees"
-
-    def _free_all(self, blocks: Sequence[Made]) -> None:
-        for block in blocks:
-            self._allocator.free(block)
+                allocator.malloc(size_bytes)
+        before = len(allocator.requests)
+        changes += [before + number for number in wanted.changes[:-1]]
+        if task.steps_weights:
+            changes.append(changes[-1])
+        left = allocator.play(wanted, tensors)
+        changes.append(len(allocator.requests))
+        for buffer, made in zip(task.leaves, left, strict=True):
+            self._held[iteration, buffer] = made

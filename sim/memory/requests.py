@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from .rules import SMALL_BYTES, round_size
+from .within_task import TaskRequests
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +52,19 @@ class Recorder:
     def free(self, made: Made) -> None:
         """Note that it is freed."""
         self.requests.append(made.number - self.num_made)
+
+    def play(self, wanted: TaskRequests, held: Sequence[Made]) -> list[list[Made]]:
+        """Note what a task asks for that is to free the tensors ``held``; what it leaves of every buffer."""
+        begin, num_before = len(self.requests), self.num_made
+        self.requests += wanted.requests
+        for place, num_made, number in wanted.freed:
+            self.requests[begin + place] = held[number].number - num_before - num_made
+        self.num_made += wanted.num_made
+        first = num_before - len(held)
+        return [
+            [held[n] if n < len(held) else Made(wanted.sizes_bytes[n], first + n) for n in numbers]
+            for numbers in wanted.left
+        ]
 
     def take(self) -> list[int]:
         """The requests since the last call."""

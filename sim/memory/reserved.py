@@ -13,9 +13,10 @@ from ...shared.schema.schedule import Schedule
 from ...shared.schema.workload import Workload
 from .allocator import AllocatorFullError
 from .libraries import matrix_workspaces, outside_allocator_bytes
-from .request_replay import Inside, RequestLog, reserved_by
+from .request_replay import RequestLog, reserved_by
 from .requests_of_schedule import allocation_program, static_tensors
 from .rules import SEGMENT_ROUNDING_BYTES
+from .within_task import Inside
 
 _COARSE_ITERATIONS: Final = 2
 """The coarse reading takes nearly everything that it ever takes in the first iteration and the first with all state."""
@@ -53,7 +54,7 @@ def device_reserved(
 ) -> DeviceReserved | None:
     """What the allocator holds once it asks the driver for no more; None where the CPU is the device, which has none.
 
-    Iterations are replayed from the set-up on ([Note: What a replay knows] in ``sim/memory/request_replay.py``),
+    Iterations are replayed from the set-up on ([Note: What a replay knows] in ``sim/memory/within_task.py``),
     without a limit, in either reading of what happens within tasks.  Where the expected one exceeds the device, it is
     replayed once more within it, so that cached segments are given back, and with expandable segments, without a limit
     and, if that is needed, within it.  If ``segments`` are expandable, all replays are with these.
@@ -69,12 +70,16 @@ def device_reserved(
     """
     if device.kind is DeviceKind.CPU:
         return None
-    program = allocation_program(schedule, order)
     static = static_tensors(schedule, workload.parameters, layout)
     workspaces = matrix_workspaces(device)
     log, coarse_log = (
-        RequestLog(program, static, workspaces=workspaces, inside=inside)
-        for inside in (Inside.LATEST_FIRST, Inside.AT_ONCE)
+        RequestLog(
+            allocation_program(schedule, order, by_curve=inside is Inside.AT_ONCE),
+            static,
+            workspaces=workspaces,
+            inside=inside,
+        )
+        for inside in (Inside.BY_SIZE, Inside.AT_ONCE)
     )
     limit_bytes, own_bytes = _limit_bytes(device, beside_bytes), segments.own_bytes
     left_bytes, are_expandable = limit_bytes - own_bytes, segments.are_expandable
@@ -130,7 +135,7 @@ def expected_segments_bytes(
         allocation_program(schedule, order),
         static_tensors(schedule, workload.parameters, layout),
         workspaces=matrix_workspaces(device),
-        inside=Inside.LATEST_FIRST,
+        inside=Inside.BY_SIZE,
     )
     return reserved_by(log, expandable_segments=expandable_segments).peak_reserved_bytes
 

@@ -19,9 +19,10 @@ from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.workloads.untraced import resolve_family
 from protwin.sim.memory.allocator import AllocatorFullError, CachingAllocator
 from protwin.sim.memory.libraries import matrix_workspaces, nccl_bytes, outside_allocator_bytes
-from protwin.sim.memory.request_replay import Inside, RequestLog, replay
+from protwin.sim.memory.request_replay import RequestLog, replay
 from protwin.sim.memory.requests_of_schedule import Act, Step, allocation_program, static_tensors
 from protwin.sim.memory.reserved import device_reserved
+from protwin.sim.memory.within_task import Inside
 from protwin.sim.searching.request import Effort
 from protwin.sim.searching.search import search
 from tests.proof_size import examples
@@ -48,7 +49,7 @@ def layout_of(model: Workload, chosen: Plan):  # type: ignore[no-untyped-def]
     return build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=chosen.chunk_bytes)
 
 
-def replayed(schedule: Schedule, model: Workload, layout, inside: Inside = Inside.LATEST_FIRST) -> Watched:  # type: ignore[no-untyped-def]
+def replayed(schedule: Schedule, model: Workload, layout, inside: Inside = Inside.BY_SIZE) -> Watched:  # type: ignore[no-untyped-def]
     allocator = Watched()
     static = static_tensors(schedule, model.parameters, layout)
     log = RequestLog(allocation_program(schedule), static, inside=inside)

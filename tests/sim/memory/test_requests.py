@@ -14,9 +14,10 @@ from hypothesis.strategies import DrawFn
 from protwin.shared.compile.compile import compile_schedule
 from protwin.sim.kernels import library
 from protwin.sim.memory.allocator import AllocatorFullError, CachingAllocator
-from protwin.sim.memory.request_replay import Inside, Replayed, RequestLog, Requests, replay, reserved_by
+from protwin.sim.memory.request_replay import Replayed, RequestLog, Requests, replay, reserved_by
 from protwin.sim.memory.requests import Nest, latest_first, nests
 from protwin.sim.memory.requests_of_schedule import AllocationProgram, StaticTensors, allocation_program, static_tensors
+from protwin.sim.memory.within_task import Inside
 from tests.proof_size import examples
 from tests.strategies.plans import PlannedWorkload, planned_workloads
 
@@ -27,7 +28,7 @@ class Given(RequestLog):
     """Requests that no program stands behind: the same in every iteration."""
 
     def __init__(self, set_up: Sequence[int], requests: Sequence[int]) -> None:
-        super().__init__(AllocationProgram((), (), ()), StaticTensors((), ()))
+        super().__init__(AllocationProgram((), (), (), ()), StaticTensors((), ()))
         self.set_up = list(set_up)
         self._iterations = [Requests(list(requests), list(range(1, len(requests) + 1)))]
         self._repeats = True
