@@ -153,10 +153,17 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     try:
         content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text, object_pairs_hook=_stated_once)
     except (ValueError, RecursionError) as error:
-        raise FileError(f"{path} is damaged: {error}.") from error
+        what = "is empty" if not text.strip() else f"is damaged: {error}"
+        raise FileError(f"{path} {what}.") from error
     if not isinstance(content, dict):
-        raise FileError(f"{path} holds a {type(content).__name__}, expected a table of fields.")
+        raise FileError(f"{path} holds {_in_json(content)}, expected a table of fields.")
     return content
+
+
+def _in_json(content: object) -> str:
+    """What a file holds in the place of a table."""
+    named = {list: "a list", str: "a text", bool: "true or false", int: "a number", float: "a number"}
+    return named.get(type(content), "null")
 
 
 def _stated_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -92,6 +92,11 @@ def _read(path: Path) -> dict[str, float]:
     content = read_mapping(path)
     if not content:
         raise FileError(f"{path} lists no prices. Write lines such as h100-80gb-x8 = 24.0.")
+    if "kind" in content and "schema_version" in content:
+        raise FileError(
+            f"{path} is a {content['kind']} file of protwin, and no list of prices. Write lines such as h100-80gb-x8 = "
+            f"24.0."
+        )
     try:
         return {name: _checked(name, price, origin=f"{path}: the price") for name, price in content.items()}
     except HardwareError as error:

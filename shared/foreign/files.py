@@ -125,6 +125,10 @@ def tool_of(content: Mapping[str, Any], path: Path) -> Tool:
     found = {tool: sorted(marks & content.keys()) for tool, marks in _MARKS.items()}
     most = max(len(keys) for keys in found.values())
     likely = [tool for tool, keys in found.items() if len(keys) == most]
+    if most == 0 and "kind" in content and "schema_version" in content:
+        raise PlanError(
+            f"{path} is a {content['kind']} file of protwin. Name the file of another tool: {_all_words()}."
+        )
     if most == 0:
         raise PlanError(
             f"{path} has none of the keys by which a file is known to be {_all_words()}. Name the tool, if it is one "

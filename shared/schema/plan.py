@@ -296,6 +296,9 @@ class Plan(Document):
     """Neighbouring ranks that share each sequence (``Workload.sequence_sharings``): a step trains on the micro-batches
     of num_ranks / sequence_ranks groups.  1: every rank has sequences of its own.  A file has the field where it is not
     1."""
+    made_for: str | None = Field(default=None, max_length=4000)
+    """What decides the workload's identity, in words, for messages where it does not fit; no part of the plan's.  A
+    file has the field where a search wrote it."""
     note: str | None = Field(default=None, max_length=1000)
     """What a reader should know of the plan, such as that nothing is proven about it; no part of its identity.  A file
     without a note has no such field."""
@@ -385,14 +388,28 @@ class Plan(Document):
     @cached_property
     def identity(self) -> str:
         """Hash of all knobs and of the workload that they are for; ``Schedule.plan_id``."""
-        knobs = self if self.note is None else self.model_copy(update={"note": None})
+        is_bare = self.note is None and self.made_for is None
+        knobs = self if is_bare else self.model_copy(update={"note": None, "made_for": None})
         return hashlib.sha256(f"{self.workload_id}\n{knobs.to_json()}".encode()).hexdigest()[:16]
+
+    def __eq__(self, other: object) -> bool:
+        """Whatever they were made for, in words: their workloads have identities."""
+        if not isinstance(other, Plan):
+            return NotImplemented
+        bare, others = (
+            one if one.made_for is None else one.model_copy(update={"made_for": None}) for one in (self, other)
+        )
+        return super(Plan, bare).__eq__(others)
+
+    def __hash__(self) -> int:
+        return hash(self.identity)
 
     @model_serializer(mode="wrap")
     def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = handler(self)
-        if self.note is None:
-            fields.pop("note", None)
+        for told in ("note", "made_for"):
+            if getattr(self, told) is None:
+                fields.pop(told, None)
         if self.method is TrainingMethod.FULL:
             fields.pop("method", None)
         if not self.looks_up_rows:

@@ -24,6 +24,7 @@ from pydantic import (
 
 from ..basics.documents import Document, FrozenModel, Name
 from ..basics.errors import PlanError
+from ..basics.made_for import mismatch, words_of
 from ..phases.block_profile import BlockProfile as BlockProfile
 from ..phases.block_profile import Tiling as Tiling
 from ..phases.distillation import Distillation, StagePlace
@@ -135,8 +136,7 @@ class Workload(Document):
     tilings: tuple[Tiling, ...] = ()
     """What blocks do where their MLPs run in tiles (``Plan.mlp_tiles``).  A file has the field where there are any."""
     loss_tilings: tuple[LossTiling, ...] = ()
-    """What the part after the last block does by tiles of tokens, for every number of tiles that was traced.  A file
-    has the field where there are any."""
+    """What head and loss do by tiles of tokens, for every number that is traced.  A file has the field if it is set."""
     sequence_sharings: tuple[SequenceSharing, ...] = ()
     """What one rank does where several share each sequence (``Plan.sequence_ranks``), for every number of ranks that
     was traced.  A file has the field where there are any."""
@@ -267,6 +267,12 @@ class Workload(Document):
     def identity(self) -> str:
         """Hash of what a plan depends on: model, batch shapes, parameters and who uses them, loss; not of timings."""
         return self._identity_of(self.model_hash)
+
+    @property
+    def words(self) -> str:
+        """What ``identity`` depends on, as ``Plan.made_for`` has it."""
+        sizes = [(p.trainable, str(p.dtype), p.num_elements) for p in self.parameters]
+        return words_of(self.model_name, self.model_hash, self.batch_shapes, self.compute_dtype, sizes, self.loss_head)
 
     @cached_property
     def composed_identity(self) -> str | None:
@@ -477,16 +483,10 @@ def check_plan(plan: Plan, workload: Workload) -> None:
             f"{workload.method}. Name the other method, or another workload."
         )
     if plan.workload_id not in (workload.identity, workload.composed_identity):
-        shapes = ", ".join(f"{name} {list(shape)}" for name, shape in workload.batch_shapes.items())
-        raise PlanError(
-            f"the plan belongs to workload {plan.workload_id}, not to {workload.identity} "
-            f"({workload.model_name}, {shapes}, {workload.compute_dtype}). Search a plan for this one, or name the "
-            f"element type (--dtype) or the loss (--loss) that the plan was made for."
-        )
-    if (reason := why_not_shared(plan.sequence_ranks, plan.num_ranks)) is not None:
-        raise PlanError(f"{reason}.")
-    sharings = workload.sequence_sharings
-    if (reason := why_no_sequence_ranks(plan.sequence_ranks, sharings, workload.model_name)) is not None:
+        raise PlanError(mismatch(plan.workload_id, plan.made_for, workload.identity, workload.words))
+    reason = why_not_shared(plan.sequence_ranks, plan.num_ranks)
+    reason = reason or why_no_sequence_ranks(plan.sequence_ranks, workload.sequence_sharings, workload.model_name)
+    if reason is not None:
         raise PlanError(f"{reason}.")
     workload = workload.shared_among(plan.sequence_ranks)
     if (reason := why_no_mlp_tiles(plan.mlp_tiles, workload.tilings, workload.model_name)) is not None:

@@ -363,7 +363,8 @@ def search_command(
     warn_of_attention(_workload_of(request, found, choice))
     warn_of_loss(_workload_of(request, found, choice))
     warn_of_memory(result.prediction, rank_host_bytes(machine, result.plan.num_ranks))
-    save(result.noted_plan, output)
+    made_for = _workload_of(request, found, choice).words
+    save(result.noted_plan.model_copy(update={"made_for": made_for}), output)
     write_report(report, lambda: _report(document, _workload_of(request, found, choice)))
     tell(document, output, as_json=as_json, tables=lambda: _tables(document))
     if is_interrupted:

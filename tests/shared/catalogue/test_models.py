@@ -260,9 +260,9 @@ def test_a_missing_size_is_not_made_up(tmp_path: Path, family: str, field: str) 
     ("content", "message"),
     [
         ("{", "damaged"),
-        ("", "damaged"),
+        ("", "is empty"),
         ("[1, 2]", "holds a list"),
-        ("3", "holds a int"),
+        ("3", "holds a number"),
         ("{}", "empty"),
         ('{"hidden_size": 64}', "no field model_type"),
         ('{"kind": "plan", "schema_version": 1}', "is a plan file"),

@@ -149,11 +149,15 @@ def test_the_identity_covers_every_knob() -> None:
         {"shard_ranks": 2},
         {"sequence_ranks": 2},
     ]
-    assert {name for change in changes for name in change} == set(Plan.model_fields) - {"note"}
+    assert {name for change in changes for name in change} == set(Plan.model_fields) - {"note", "made_for"}
     identities = [plan.identity, *(plan.model_copy(update=change).identity for change in changes)]
     assert len(set(identities)) == len(identities)
     assert Plan(**FIELDS).identity == plan.identity
     assert Plan(**FIELDS, note="of ours").identity == plan.identity
+    told = Plan(**FIELDS, made_for="model small")
+    assert (told.identity, told, hash(told)) == (plan.identity, plan, hash(plan))
+    assert Plan(**FIELDS, note="of ours") != plan
+    assert told != Plan(**FIELDS, n_checkpoint=1)
 
 
 def test_shard_groups_are_equal_parts_of_the_ranks_and_leave_other_plans_as_they_were() -> None:
