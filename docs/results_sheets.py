@@ -10,14 +10,16 @@ _GIB = 2**30
 
 def sheets(content: Any) -> Iterator[str]:
     """Measured and predicted seconds and peaks of every training, whole and by kind of kernel; then kernels alone."""
-    yield "| training | step | predicted | error | allocated, GiB | predicted | error |"
-    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    of_each = " | ".join(f"{figure} | predicted | error" for figure in ("step", "allocated, GiB", "reserved, GiB"))
+    yield f"| training | {of_each} |"
+    yield f"| --- |{' ---: |' * 9}"
     for step in content["steps"]:
         guess = step["predicted"]
         seconds = f"{1e3 * step['seconds']:.1f} ms | {1e3 * guess['seconds']:.1f} ms"
-        memory = f"{step['allocated_bytes'] / _GIB:.2f} | {guess['allocated_bytes'] / _GIB:.2f}"
-        errors = [guess[key] / step[key] - 1 for key in ("seconds", "allocated_bytes")]
-        yield f"| {step['name']} | {seconds} | {errors[0]:+.1%} | {memory} | {errors[1]:+.1%} |"
+        cells = [seconds, f"{guess['seconds'] / step['seconds'] - 1:+.1%}"]
+        for key in ("allocated_bytes", "reserved_bytes"):
+            cells += [f"{step[key] / _GIB:.2f} | {guess[key] / _GIB:.2f}", f"{guess[key] / step[key] - 1:+.1%}"]
+        yield f"| {step['name']} | {' | '.join(cells)} |"
     yield ""
     kinds = ("products", "attention", "others", "optimizer")
     yield f"| predicted of measured ms of kernels | {' | '.join(kinds)} |"
