@@ -73,7 +73,7 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
         # os.path calls what the system refuses to look at no file, such as a name of 300 characters.
         if os.path.isfile(path):
             raise FileError(f"{path} is no machine file: its name must end in .toml or .json.")
-        if os.path.isdir(path) and machine_called(name) is None:
+        if name and os.path.isdir(path) and machine_called(name) is None:
             raise FileError(f"{path} is a folder; name the .toml or .json file of a machine in it.")
         return machine(name)
     hardware = Hardware.load(path)

@@ -241,6 +241,7 @@ class _Expansion:
         for loop, behind in zip(section.loops, section.runs[1:], strict=True):
             for run, at, count in _passes(loop, self._number(loop.tokens, (0, 0)), self._num_tiles):
                 begin, before = len(found.operations), level
+                found.passes.append((begin, at[0]))
                 level = self._run(found, run, at, level)
                 if count > 1:
                     repeated.append(Repeated(begin, len(found.operations), count, level - before))

@@ -151,7 +151,7 @@ class Observation:
         return self._stretches(self.adding_levels, self.net_bytes - self.gradient_bytes)
 
     def changes(self) -> tuple[int, ...]:
-        """``Phase.changes``; empty of loops over tiles, whose passes are not listed one by one."""
+        """``Phase.changes``; empty where there are loops over tiles, whose passes a family does not list one by one."""
         return self._changes(self.levels)
 
     def staying_tensors(self) -> tuple[int, ...]:
@@ -178,7 +178,7 @@ class Observation:
         return self._changes(self.adding_levels) if self.gradient_bytes > 0 else ()
 
     def _changes(self, levels: Sequence[int]) -> tuple[int, ...]:
-        if self.repeated or len(self.calls) != len(levels):
+        if self.passes or self.repeated or len(self.calls) != len(levels):
             return ()
         found: list[int] = []
         before_bytes = 0

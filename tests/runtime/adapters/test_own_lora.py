@@ -22,6 +22,7 @@ from protwin.runtime.checkpoints.published import save_published
 from protwin.runtime.model.adapters import LowRankLinear
 from protwin.runtime.model.configurations import build_model
 from protwin.shared import WorkloadError
+from protwin.shared.phases.phase import Phase
 from protwin.shared.schema.training_options import LoraOptions
 from protwin.shared.schema.workload import DType, Workload
 from tests.proof_size import examples
@@ -59,13 +60,34 @@ def drawn(seed: int) -> tuple[str, int, tuple[str, ...], int, int]:
     return family, chance.randint(1, 9), targets, chance.randint(1, 3), chance.randint(2, 24)
 
 
+PHASES = ("forward", "backward", "checkpoint_forward", "recompute", "checkpoint_backward")
+
+
+def made(phase: Phase) -> Phase:
+    """The phase with what it makes, and without when that goes: PEFT's functions hold some for a call longer."""
+    tensors = {
+        name: tuple(size_bytes for size_bytes in getattr(phase, name) if size_bytes > 0)
+        for name in ("changes", "adding_changes")
+    }
+    return phase.model_copy(update=tensors)
+
+
 def phases(workload: Workload) -> dict[str, Any]:
     """Everything that costs anything: operations, levels, saved bytes of every section in every mode."""
     does = {
         name: getattr(workload, name)
         for name in ("prologue_forward", "epilogue_forward", "epilogue_backward", "prologue_backward", "resident_bytes")
     }
-    return does | {"profiles": [workload.profile_of(block) for block in range(workload.num_blocks)]}
+    profiles = []
+    for block in range(workload.num_blocks):
+        profile = workload.profile_of(block)
+        update = {name: made(getattr(profile, name)) for name in PHASES}
+        recomputed = [
+            of.model_copy(update={"recompute": made(of.recompute), "forward_changes": ()}) for of in profile.selective
+        ]
+        profiles.append(profile.model_copy(update=update | {"selective": tuple(recomputed)}))
+    found = {name: made(of) if isinstance(of, Phase) else of for name, of in does.items()}
+    return found | {"profiles": profiles}
 
 
 @pytest.mark.parametrize("seed", range(examples(40, 2)))

@@ -194,5 +194,5 @@ def test_what_is_no_machine_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "machine.txt").write_text("text")
     with pytest.raises(FileError, match=r"must end in \.toml or \.json"):
         load_hardware(tmp_path / "machine.txt")
-    with pytest.raises(CatalogueError, match="no machine"):
+    with pytest.raises(FileError, match="is a folder"):
         load_hardware(tmp_path)
