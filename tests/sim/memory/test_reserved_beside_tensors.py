@@ -30,6 +30,7 @@ from protwin.shared.catalogue.machines import machine
 from protwin.shared.layout.layout import layout_of
 from protwin.shared.phases.phase import Phase
 from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.training_options import TrainingOptions
 from protwin.shared.schema.workload import Workload
 from protwin.shared.workloads.source import load_workload
 from protwin.sim.engine.simulator import simulate
@@ -239,7 +240,8 @@ def test_changes_have_the_levels_of_the_curve(name: str) -> None:
     phases = [workload.epilogue_forward, workload.epilogue_backward, workload.prologue_backward]
     for profile in workload.profiles:
         phases += [profile.forward, profile.backward, profile.checkpoint_forward, profile.recompute]
-        phases += [of.recompute for of in profile.selective]
+        for of in profile.selective:
+            phases += [of.recompute, profile.selecting(of.product_stride).checkpoint_forward]
     for phase in phases:
         levels = list(accumulate(phase.changes))
         assert phase.curve == () or levels
@@ -248,3 +250,36 @@ def test_changes_have_the_levels_of_the_curve(name: str) -> None:
         made = [size_bytes for size_bytes in profile.backward.changes if size_bytes > 0]
         final_bytes = sum(made[number] for number in profile.backward.staying_tensors)
         assert 0.9 * profile.backward.stated_gradient_bytes <= final_bytes <= profile.backward.stated_gradient_bytes
+
+
+def test_the_result_of_a_loss_is_known_to_stay() -> None:
+    phase = load_workload("llama-3.2-1b", batch_size=2, sequence_length=512).epilogue_forward
+    made = [size_bytes for size_bytes in phase.changes if size_bytes > 0]
+    logits_bytes = 2 * 512 * 128256 * 4
+    assert [made[number] for number in phase.staying_tensors] == [logits_bytes]
+    assert made.count(logits_bytes) == 2  # what it is made of has its size
+
+
+def test_what_is_held_besides_comes_first() -> None:
+    phase = load_workload("llama-3.2-1b", batch_size=2, sequence_length=512).profiles[0].backward
+    higher = phase.with_shared(held_bytes=5, freed_bytes=3)
+    assert higher.changes == (5, *phase.changes)
+    assert higher.adding_changes == (5, *phase.adding_changes)
+    made, more = ([size for size in of.changes if size > 0] for of in (phase, higher))
+    assert [more[n] for n in higher.staying_tensors] == [made[n] for n in phase.staying_tensors] != []
+    # In later micro-batches gradients are added, and stay no longer.
+    assert phase.adding.changes == phase.adding_changes != phase.changes
+    assert phase.adding.staying_tensors == ()
+
+
+def test_compiled_blocks_keep_nothing_in_vain() -> None:
+    shape = {"batch_size": 2, "sequence_length": 512}
+    eager = load_workload("llama-3.2-1b", **shape).profiles[0]
+    compiled = load_workload("llama-3.2-1b", **shape, options=TrainingOptions(compiled="blocks")).profiles[0]
+    output_bytes = 2 * 512 * 2048 * 2  # of the last product, which no backward reads
+    assert [of.unused_bytes for of in eager.selective] == [output_bytes, output_bytes]
+    assert [of.unused_bytes for of in compiled.selective] == [0, 0]
+    assert [a.kept_bytes - b.kept_bytes for a, b in zip(eager.selective, compiled.selective, strict=True)] == [
+        output_bytes,
+        output_bytes,
+    ]
