@@ -115,15 +115,16 @@ class Phase(FrozenModel):
             return self
         key = (held_bytes, freed_bytes)
         if key not in self._with_shared:
+            changes, more_bytes = _holding(self.changes, held_bytes)
             self._with_shared[key] = Phase(
                 operations=self.operations,
                 net_bytes=self.net_bytes + held_bytes - freed_bytes,
                 gradient_bytes=self.gradient_bytes,
                 curve=tuple((end, level + held_bytes) for end, level in self.curve),
                 adding_curve=tuple((end, level + held_bytes) for end, level in self.adding_curve),
-                changes=_raised(self.changes, held_bytes),
-                staying_tensors=tuple(n + bool(held_bytes) for n in self.staying_tensors),
-                adding_changes=_raised(self.adding_changes, held_bytes),
+                changes=changes,
+                staying_tensors=tuple(n + bool(more_bytes) for n in self.staying_tensors),
+                adding_changes=_holding(self.adding_changes, held_bytes)[0],
                 exchanges=self.exchanges,
                 looked_up_bytes=self.looked_up_bytes,
                 num_graphs=self.num_graphs,
@@ -155,6 +156,20 @@ class Phase(FrozenModel):
         return self
 
 
-def _raised(changes: tuple[int, ...], by_bytes: int) -> tuple[int, ...]:
-    """``changes`` from a level that is higher by so much at once."""
-    return (by_bytes, *changes) if changes and by_bytes else changes
+def _holding(changes: tuple[int, ...], held_bytes: int) -> tuple[tuple[int, ...], int]:
+    """``changes`` that do not let go of so many bytes, and how many of these no fall has: they come first, as a rise.
+
+    The fall that has just these bytes, or the first ones.
+    """
+    if not changes or not held_bytes:
+        return changes, 0
+    if -held_bytes in changes:
+        place = changes.index(-held_bytes)
+        return changes[:place] + changes[place + 1 :], 0
+    found: list[int] = []
+    for change in changes:
+        kept = min(held_bytes, max(0, -change))
+        held_bytes -= kept
+        if change + kept:
+            found.append(change + kept)
+    return ((held_bytes, *found) if held_bytes else tuple(found)), held_bytes

@@ -313,7 +313,7 @@ def search_command(
         tiles=AskedTiles.named(
             whole_if_lowered(mlp_tiles, compiled, float8),
             loss_tiles,
-            at_any_length=goal in (Goal.LONGEST_SEQUENCE, Goal.LARGEST_BATCH),
+            at_any_length=goal in (Goal.LONGEST_SEQUENCE, Goal.LARGEST_BATCH, Goal.LEAST_MEMORY),
         ),
     )
 

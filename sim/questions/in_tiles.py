@@ -48,7 +48,7 @@ class AskedTiles:
     loss: Tiles | None = None
     """Of head and loss."""
     at_any_length: bool = False
-    """Whether tiles that nobody has to trace may matter for short sequences too: what is asked for is the longest."""
+    """Whether tiles that nobody has to trace matter for short sequences too: the longest or the least is asked for."""
     is_needed: bool = False
     """Whether nothing fits without, so that a trace is worth its time."""
 

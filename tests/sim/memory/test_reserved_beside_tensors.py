@@ -260,16 +260,26 @@ def test_the_result_of_a_loss_is_known_to_stay() -> None:
     assert made.count(logits_bytes) == 2  # what it is made of has its size
 
 
-def test_what_is_held_besides_comes_first() -> None:
+@pytest.mark.parametrize("held_bytes", [5, 2**20, 2**27, 2**40])
+def test_what_is_held_does_not_go(held_bytes: int) -> None:
+    """No level is above the curve's, as one would be if what is held came besides; and it ends so much higher."""
     phase = load_workload("llama-3.2-1b", batch_size=2, sequence_length=512).profiles[0].backward
-    higher = phase.with_shared(held_bytes=5, freed_bytes=3)
-    assert higher.changes == (5, *phase.changes)
-    assert higher.adding_changes == (5, *phase.adding_changes)
+    higher = phase.with_shared(held_bytes=held_bytes, freed_bytes=3)
+    for changes, before in ((higher.changes, phase.changes), (higher.adding_changes, phase.adding_changes)):
+        assert sum(changes) == sum(before) + held_bytes
+        assert max(accumulate(changes)) <= higher.peak_bytes
     made, more = ([size for size in of.changes if size > 0] for of in (phase, higher))
     assert [more[n] for n in higher.staying_tensors] == [made[n] for n in phase.staying_tensors] != []
     # In later micro-batches gradients are added, and stay no longer.
     assert phase.adding.changes == phase.adding_changes != phase.changes
     assert phase.adding.staying_tensors == ()
+
+
+def test_a_fall_of_just_what_is_held_is_none() -> None:
+    phase = Phase(net_bytes=-4, curve=((1.0, 2),), changes=(2, -3, -5, 2))
+    assert phase.with_shared(held_bytes=5).changes == (2, -3, 2)
+    assert phase.with_shared(held_bytes=4).changes == (2, -4, 2)
+    assert phase.with_shared(held_bytes=9).changes == (1, 2, 2)
 
 
 def test_compiled_blocks_keep_nothing_in_vain() -> None:
