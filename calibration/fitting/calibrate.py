@@ -15,14 +15,13 @@ from torch import nn
 from ...runtime.devices.device import TrainingDevice
 from ...runtime.devices.machine import name_of_ranks
 from ...runtime.devices.process_settings import leave_a_core_for_lanes
-from ...runtime.model.batches import Batch, Loss, loss_of
+from ...runtime.model.batches import Batch, loss_of
 from ...runtime.model.identity import software_versions
-from ...runtime.optimizers.chunk_optimizer import MakeOptimizer, default_optimizer
+from ...runtime.optimizers.chunk_optimizer import MakeOptimizer
 from ...runtime.ranks.agreement import agreed
 from ...runtime.ranks.own_device import device_of_rank
 from ...runtime.ranks.world import join_world
 from ...runtime.training.carry_out import carry_out
-from ...runtime.training.training import Training
 from ...shared.basics.errors import CalibrationError
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import DeviceKind, Hardware
@@ -111,8 +110,7 @@ def run_plan(
     workload: Workload,
     batches: Iterator[Batch],
     *,
-    loss: Loss | None = None,
-    optimizer: MakeOptimizer = default_optimizer,
+    optimizer: MakeOptimizer,
     device: TrainingDevice,
     hardware_name: str,
 ) -> Record:
@@ -121,7 +119,11 @@ def run_plan(
     Batches at the end that make no whole step are left.
     """
     with carry_out(model, plan, workload, optimizer=optimizer, device=device) as training:
-        return _record(training, batches, loss, hardware_name)
+        while len(step := list(islice(batches, plan.micro_batches))) == plan.micro_batches:
+            for batch in step:
+                loss_of(training.model, batch, None).backward()  # type: ignore[no-untyped-call]
+            training.step()
+        return training.record(hardware_name=hardware_name)
 
 
 def _measured(subject: Subject, plan: Plan, steps: int) -> Record:
@@ -130,14 +132,6 @@ def _measured(subject: Subject, plan: Plan, steps: int) -> Record:
         for _ in range(steps):
             subject.run_step(training)
         return training.record(hardware_name=subject.hardware.name)
-
-
-def _record(training: Training, batches: Iterator[Batch], loss: Loss | None, hardware_name: str) -> Record:
-    while len(step := list(islice(batches, training.plan.micro_batches))) == training.plan.micro_batches:
-        for batch in step:
-            loss_of(training.model, batch, loss).backward()  # type: ignore[no-untyped-call]
-        training.step()
-    return training.record(hardware_name=hardware_name)
 
 
 def calibrate_configuration(

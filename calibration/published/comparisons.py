@@ -109,11 +109,6 @@ class Comparison:
         return math.copysign(-math.expm1(-abs(error)), error)
 
     @property
-    def crosses_links(self) -> bool:
-        """Whether one plan alone uses the host: the two sides of ``Uncertainty``."""
-        return self.first.form.uses_host is not self.second.form.uses_host
-
-    @property
     def difference(self) -> Difference:
         """In what the plans differ."""
         if self.first.form.place is not self.second.form.place:
@@ -151,11 +146,6 @@ def comparisons(timed: Sequence[Timed]) -> list[Comparison]:
     """All pairs of plans of one subject, the simpler plan first."""
     order = sorted(timed, key=lambda one: (_complexity(one.form), one.name))
     return [Comparison(a, b) for a, b in combinations(order, 2) if a.subject == b.subject]
-
-
-def num_within(compared: Iterable[Comparison], uncertainty_frac: float) -> int:
-    """Comparisons whose error is at most ``uncertainty_frac`` of the longer time."""
-    return sum(abs(comparison.error_frac) <= uncertainty_frac for comparison in compared)
 
 
 def _complexity(form: PlanForm) -> tuple[int, int]:

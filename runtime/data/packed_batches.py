@@ -35,8 +35,6 @@ _LONGEST: Final = ("max_length_q", "max_length_k")
 _LENGTHS: Final = (*_ENDS, *_LONGEST)
 _MASKED: Final = ("sdpa", "eager")
 """Kinds of attention that read masks, and no lengths."""
-_HIDDEN: Final = -1e4
-"""Scores lowered by as much count for nothing; that is what masks of 16-bit floats can say."""
 Integers = NDArray[np.int64]
 
 

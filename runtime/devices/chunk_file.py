@@ -192,13 +192,6 @@ class ChunkFile:
         """Of all that was written so far; 0 if nothing was."""
         return self.written_bytes / self._write_s if self._write_s > 0 else 0.0
 
-    def measure_read_bytes_per_s(self, most_bytes: int = 256 * 2**20) -> float:
-        """Read the file's first ``most_bytes``; what was written before is not in the page cache."""
-        scratch = torch.empty(min(most_bytes, self.size_bytes), dtype=torch.uint8)
-        start_s = time.perf_counter()
-        self.read(scratch, 0)
-        return len(scratch) / max(1e-9, time.perf_counter() - start_s)
-
     def measured_reads(self, stretches: Sequence[tuple[int, int]], most_bytes: int) -> list[tuple[int, float]]:
         """Bytes and seconds of reading these stretches, (offset, bytes), one by one until ``most_bytes`` were read.
 
@@ -241,7 +234,8 @@ def measured_disk_rates(
         piece = torch.randint(0, 256, (min(size_bytes, _PIECE_BYTES),), dtype=torch.uint8)
         for begin in range(0, size_bytes, _PIECE_BYTES):
             file.write((piece[: min(_PIECE_BYTES, size_bytes - begin)], begin))
-        return file.measure_read_bytes_per_s(size_bytes), file.measured_write_bytes_per_s()
+        [(read_bytes, read_s)] = file.measured_reads([(0, size_bytes)], size_bytes)  # nothing is in the page cache
+        return read_bytes / max(1e-9, read_s), file.measured_write_bytes_per_s()
     finally:
         file.close()
 

@@ -359,15 +359,12 @@ class Distilling(Training):
 
     def skip_step(self) -> None:
         """As ``Training.skip_step``; refused of a pipeline: its stages have exchanged activations of the step."""
-        self._refuse_of_stages("skip_step()")
-        super().skip_step()
-
-    def _refuse_of_stages(self, what: str) -> None:
         if self.stages is not None:
             raise ScheduleError(
-                f"{what} is not known of a pipeline of {self.stages.pipeline.num_stages} stages. After close() every "
-                f"rank's student has the weights of its own blocks; or carry out a plan in which every rank has all."
+                f"skip_step() is not known of a pipeline of {self.stages.pipeline.num_stages} stages. After close() "
+                f"every rank's student has the weights of its own blocks; or carry out a plan in which every rank has all."
             )
+        super().skip_step()
 
     def close(self) -> None:
         """As ``Training.close``; both models then have their flags and modes back.

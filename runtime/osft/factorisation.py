@@ -57,11 +57,11 @@ def factorise(weight: torch.Tensor, frozen: int, *, name: str = "the weight") ->
         return Factors(*(stored(part, weight.dtype).clone(memory_format=torch.contiguous_format) for part in parts))
 
 
-def reconstruct(factors: Factors, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The weight (n, m) that the factors stand for, computed in float32 at least; in ``dtype``, or their own."""
+def reconstruct(factors: Factors) -> torch.Tensor:
+    """The weight (n, m) that the factors stand for, in their type, computed in float32 at least."""
     wide = computed(factors.u_low.dtype)
     with torch.no_grad():
         wide_factors = {name: factor.detach().to(wide) for name, factor in factors.named().items()}
         weight = (wide_factors["u_low"] * wide_factors["s_low"]) @ wide_factors["v_low"]
         weight += (wide_factors["u_high"] * wide_factors["s_high"]) @ wide_factors["v_high"]
-        return stored(weight, dtype or factors.u_low.dtype)
+        return stored(weight, factors.u_low.dtype)

@@ -51,7 +51,6 @@ class IterationLog:
     is_metered: bool = False
     follows_pause: bool = False
     memory: IterationMemory | None = None
-    moved_to_host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,11 +41,6 @@ class TokenBudget:
         """Micro-batches of all steps."""
         return self.num_steps * self.micro_batches
 
-    @property
-    def num_trained_tokens(self) -> int:
-        """Tokens of all steps: ``num_tokens``, rounded up to whole steps."""
-        return self.num_steps * self.tokens_per_step
-
     def warmup_steps(self, warmup_frac: float) -> int:
         """At least 1 step; otherwise this part of the steps that ``num_tokens`` fills, rounded to even.
 

@@ -45,11 +45,11 @@ def as_whole(name: str, value: object, least: int | None = None) -> int:
     return number
 
 
-def as_wholes(name: str, value: object, least: int | None = None) -> tuple[int, ...]:
+def as_wholes(name: str, value: object) -> tuple[int, ...]:
     """Several whole numbers; one alone counts as a list of it.  Raises PlanError."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        return (as_whole(name, value, least),)
-    return tuple(as_whole(name, one, least) for one in value)
+        return (as_whole(name, value),)
+    return tuple(as_whole(name, one) for one in value)
 
 
 def as_number(name: str, value: object) -> float:

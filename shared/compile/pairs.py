@@ -48,7 +48,6 @@ _PROLOGUE, _PROFILES = range(2)
 """Rows of the work of compute tasks."""
 _FORWARD, _LOSS, _BACKWARD, _PER_PROFILE = range(4)
 """Rows of each profile, after the prologue's."""
-_PER_PAIR = 4
 _NEIGHBOURS = 2
 """Ranks that a send and its receive join."""
 

@@ -47,9 +47,6 @@ from .family import (
 from .tilings import FamilyTilings, TiledPiece, TiledRun
 from .variants import checked_tiles, with_loss_tilings, with_sharings, with_tilings
 
-NUM_VARIABLES: Final = 3
-"""The batch's size, a rank's own tokens of a sequence, and the number of ranks."""
-
 
 class SharedEdit(FrozenModel):
     """One stretch of a section's operations in the place of another, and what else differs."""

@@ -20,7 +20,6 @@ from ..schema.hardware import AttentionKernel
 from .asked_run import AskedRun, KeyNote, KeyValue, Reading, Tool
 
 AUTO: Final = "auto"
-_BY_ITS_CALLER: Final = "by whoever calls DeepSpeed"
 _OFF: Final = (None, False, 0, "", "no", "none", "None", "false", "disabled")
 _LONGEST_VALUE: Final = 120
 

@@ -45,7 +45,6 @@ _ALIKE: Final = {
     "stable_adamw": (Optimizer.ADAMW, "it keeps as much as AdamW, and its step reads a little more"),
 }
 """Those that are answered by another one's state and step, and what that leaves out."""
-MOMENTUM_FREE: Final = "SGD keeps momentum here; without it the step takes less memory"
 
 
 def optimizer_of(walk: Walk, key: str, name: str | None) -> Optimizer | None:

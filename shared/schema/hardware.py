@@ -225,14 +225,14 @@ class Link(FrozenModel):
 
     @model_validator(mode="after")
     def _table_ascends(self) -> Self:
-        _check_ascending("table", self.table)
+        _check_ascending(self.table)
         return self
 
 
-def _check_ascending(name: str, table: Sequence[LinkPoint]) -> None:
+def _check_ascending(table: Sequence[LinkPoint]) -> None:
     sizes = [point.size_bytes for point in table]
     if sizes != sorted(set(sizes)):
-        raise ValueError(f"{name} must ascend strictly in size_bytes")
+        raise ValueError("table must ascend strictly in size_bytes")
 
 
 class Collective(StrEnum):
@@ -263,7 +263,7 @@ class MeasuredCollective(FrozenModel):
 
     @model_validator(mode="after")
     def _tables_ascend(self) -> Self:
-        _check_ascending("table", self.table)
+        _check_ascending(self.table)
         sizes = [point.size_bytes for point in self.table]
         if self.beside_compute and [point.size_bytes for point in self.beside_compute] != sizes:
             raise ValueError("beside_compute must have the sizes of table")

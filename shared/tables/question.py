@@ -57,11 +57,6 @@ def asked_of_all_table(question: Question, global_batch_size: int, *, is_longest
     return Table(title=f"Asked (element types as on {question.hardware_name})", columns=("", ""), rows=rows)
 
 
-def question_lines(question: Question) -> tuple[str, ...]:
-    """The same as lines of text."""
-    return tuple(f"{name}: {words}" for name, words in question_table(question).rows)
-
-
 def _model(question: Question) -> str:
     size = f"{question.model_name}, {format_count(question.num_parameters)} parameters"
     if question.lora_rank is None and question.num_trained == question.num_parameters:

@@ -63,7 +63,7 @@ def check_accumulations(claim: Claim) -> None:
     kind, later = TaskKind.GRADIENT_ACCUMULATE, range(first, claim.plan.micro_batches)
     tasks = claim.tasks_of(kind)
     alone = [chunk for chunk in claim.updated if chunk not in claim.looked_up and chunk not in claim.leave_once]
-    _check_served(claim, kind, [t for t in tasks if not _is_of_rows(t)], alone, later)
+    _check_served(kind, [t for t in tasks if not _is_of_rows(t)], alone, later)
     _check_rows_served(claim, kind, [t for t in tasks if _is_of_rows(t)])
     for task in tasks:
         if _is_of_rows(task):
@@ -84,11 +84,11 @@ def _check_rows_served(claim: Claim, kind: TaskKind, tasks: Sequence[Task]) -> N
     """Every embedding that is trained has one of ``tasks`` per micro-batch for the rows that the prologue looks up."""
     if any(task.section is not OuterSection.PROLOGUE for task in tasks):
         reject(f"a task of kind {kind} names another section than the prologue")
-    _check_served(claim, kind, tasks, trained_rows(claim), range(claim.plan.micro_batches))
+    _check_served(kind, tasks, trained_rows(claim), range(claim.plan.micro_batches))
 
 
 def _check_served(
-    claim: Claim, kind: TaskKind, tasks: Sequence[Task], chunks: Sequence[ChunkId], micro_batches: Sequence[int]
+    kind: TaskKind, tasks: Sequence[Task], chunks: Sequence[ChunkId], micro_batches: Sequence[int]
 ) -> None:
     """Each of ``chunks`` has one of ``tasks``, of ``kind``, per micro-batch, and nobody else has any."""
     _compare_served(kind, tasks, ((chunk, micro_batch) for chunk in chunks for micro_batch in micro_batches))
@@ -200,7 +200,7 @@ def check_cpu_adam(claim: Claim) -> None:
     """One CPU Adam steps every trainable chunk whose home is on a host, from its staged gradients."""
     # It belongs to the micro-batch whose gradients it waited for last; after the norm of all of them, to none.
     last = claim.plan.micro_batches - 1 if claim.plan.max_gradient_norm is None else 0
-    _check_served(claim, TaskKind.CPU_ADAM, claim.tasks_of(TaskKind.CPU_ADAM), claim.updated, (last,))
+    _check_served(TaskKind.CPU_ADAM, claim.tasks_of(TaskKind.CPU_ADAM), claim.updated, (last,))
     for task in claim.tasks_of(TaskKind.CPU_ADAM):
         chunk = chunk_of(claim, task)
         stepped = [claim.stepped_in(content, chunk.id) for content in (Content.PARAMETERS, Content.OPTIMIZER_STATE)]
@@ -277,7 +277,7 @@ def _widening(claim: Claim, stepped: set[ChunkId]) -> Phase | None:
         for parameter in (p for p in chunk if goes_alone(p.dtype, optimizer)):
             if not optimizer.is_elementwise or scalars + parameter.num_elements > WIDENED_SCALARS:
                 level, widened, scalars, dropped = level - dropped, 0, 0, 0
-            widened += extra_bytes((parameter.dtype, parameter.shape), optimizer, WIDENED_SCALARS)
+            widened += extra_bytes((parameter.dtype, parameter.shape), optimizer)
             highest = max(highest, level + widened)
             scalars, dropped = scalars + parameter.num_elements, dropped + freed * parameter.size_bytes
         level -= dropped
@@ -285,7 +285,7 @@ def _widening(claim: Claim, stepped: set[ChunkId]) -> Phase | None:
         num_parts = claim.held[chunk_id].num_parts
         runs = fullest_regions(claim.layout.chunks[chunk_id], claim.workload.parameters, num_parts)
         for dtype, scalars in runs:
-            highest = max(highest, level + extra_bytes((dtype, (scalars,)), optimizer, WIDENED_SCALARS))
+            highest = max(highest, level + extra_bytes((dtype, (scalars,)), optimizer))
     together = [s for c in found for s in ((p.dtype, p.shape) for p in c)]
     together += [s for chunk in claim.scattered for s in claim.held[chunk].stepped]
     scalars = sum(prod(shape) for dtype, shape in together if has_master(dtype, optimizer))

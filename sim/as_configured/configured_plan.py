@@ -66,7 +66,7 @@ def configured_plan(settled: Settled, workload: Workload, tool: Tool) -> Configu
     settled = _filled_in(settled, notes, differences)
     run = settled.run
     layout = layout_of(workload, _largest_block_bytes(workload))
-    knobs = _residency(settled, workload, layout, tool, differences)
+    knobs = _residency(settled, workload, layout, differences)
     moves = run.parameters_on is not Place.DEVICE or run.optimizer_on is not Place.DEVICE
     limit = run.max_gradient_norm or None
     if limit is None and moves:
@@ -151,9 +151,7 @@ def _has_narrow(workload: Workload) -> bool:
     return any(parameter.trainable and parameter.dtype is not DType.FLOAT32 for parameter in workload.parameters)
 
 
-def _residency(
-    settled: Settled, workload: Workload, layout: Layout, tool: Tool, differences: list[str]
-) -> dict[str, Any]:
+def _residency(settled: Settled, workload: Workload, layout: Layout, differences: list[str]) -> dict[str, Any]:
     """Where chunks lie and what ranks do together."""
     run, num_ranks, num_chunks = settled.run, settled.num_ranks, len(layout.chunks)
     split = run.split or Split.NOTHING

@@ -20,7 +20,6 @@ the peak, NVIDIA's developer forum, thread 337991), products 1.3 to 1.4 times (g
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import StrEnum
 from typing import Final
 
@@ -47,8 +46,6 @@ class Resource(StrEnum):
     PROCESSORS = "processors"
     """Those of the device.  What collectives hold of them, compute does not have."""
 
-
-Demands = Mapping[Resource, float]
 
 _CPU_COMPUTE_FRAC: Final = 0.23
 """Share of the host's memory bandwidth that compute draws when the CPU is the device.

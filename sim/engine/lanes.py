@@ -127,9 +127,9 @@ class LaneProcesses:
                     group.ends_s[_COLLECTIVE].append(now_s)
                     group.tell_ended(_COLLECTIVE, now_s)
 
-    def wake(self, num_lanes: int = 1) -> None:
-        """So many sleeping lanes go on at this instant."""
-        self._awake += num_lanes
+    def wake(self) -> None:
+        """A sleeping lane goes on at this instant."""
+        self._awake += 1
 
     def fall_asleep(self) -> None:
         """The lane that runs goes to sleep; time passes when it was the last one awake."""

@@ -140,8 +140,6 @@ def simulate_group_timings(
     schedule: Schedule,
     durations_s: Sequence[Sequence[float]],
     contentions: Sequence[ContentionModel],
-    *,
-    max_iterations: int = MAX_ITERATIONS,
 ) -> tuple[Timing, ...]:
     """Run the schedule in all groups until the tasks of all are periodic; see ``simulate_timing``.
 
@@ -155,7 +153,7 @@ def simulate_group_timings(
         ends_s.append(np.concatenate([by_task(schedule, group.ends_s, len(ends_s)) for group in lanes.groups]))
 
     period_s: float | None = None
-    while len(ends_s) < max(MIN_ITERATIONS, max_iterations) and period_s is None:
+    while len(ends_s) < MAX_ITERATIONS and period_s is None:
         run()
         if len(ends_s) >= MIN_ITERATIONS:
             period_s = steady_period_s(ends_s)

@@ -123,11 +123,11 @@ class CachingAllocator:
             merge_after(block, after)
         pool.add(block)
 
-    def has_cached(self, large_bytes: int, small_bytes: int, stream: int = 0) -> bool:
-        """Whether each pool has one free block of so many bytes; 0 for a pool that needs none."""
+    def has_cached(self, large_bytes: int, small_bytes: int) -> bool:
+        """Whether each pool of the first stream has one free block of so many bytes; 0 for a pool that needs none."""
         for size, is_small in ((large_bytes, False), (small_bytes, True)):
             if size:
-                pool = self._pools.get((stream, is_small))
+                pool = self._pools.get((0, is_small))
                 if pool is None or not pool.free or pool.free[-1][0] < size:
                     return False
         return True

@@ -144,7 +144,7 @@ def _limit_bytes(device: Device, beside_bytes: int) -> int:
     return max(1, device.memory_bytes - outside_allocator_bytes(device) - beside_bytes)
 
 
-def _retries(log: RequestLog, limit_bytes: int, *, expandable_segments: bool = False) -> int | None:
+def _retries(log: RequestLog, limit_bytes: int, *, expandable_segments: bool) -> int | None:
     """How often free memory must go back for the replay to stay within the allocator's limit; None if it cannot."""
     if limit_bytes <= 0:
         return None

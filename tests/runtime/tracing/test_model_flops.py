@@ -11,7 +11,7 @@ from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.question import Question
 from protwin.shared.schema.training_options import LoraOptions, TrainingOptions
 from protwin.shared.schema.workload import DType, Workload
-from protwin.shared.tables.question import question_lines
+from protwin.shared.tables.question import question_table
 from tests.proof_size import some_quick
 
 D, INNER, VOCABULARY, LAYERS, LENGTH, BATCH = 64, 128, 96, 3, 32, 2
@@ -67,7 +67,7 @@ def test_the_question_names_what_is_trained() -> None:
     lora = asked(traced(TrainingOptions(lora=LoraOptions(rank=4, targets=("q_proj", "down_proj")))))
     assert (lora.lora_rank, set(lora.lora_targets), lora.frozen) == (4, {"q_proj", "down_proj"}, ())
     assert lora.num_trained == LAYERS * 4 * ((D + D) + (INNER + D))
-    assert "LoRA of rank 4 on " in question_lines(lora)[0]
+    assert "LoRA of rank 4 on " in question_table(lora).rows[0][1]
     frozen = asked(traced(TrainingOptions(frozen=("model.embed_tokens", "model.layers.0", "model.layers.1"))))
     assert frozen.frozen == ("model.embed_tokens", "model.layers.0-1")
     assert frozen.num_parameters - frozen.num_trained == VOCABULARY * D + 2 * (4 * D * D + 3 * D * INNER + 2 * D)
@@ -89,4 +89,4 @@ def test_autocast_is_told_from_the_weights() -> None:
         DType.FLOAT32,
     )
     assert (found.is_autocast, found.master_dtype) == (True, None)
-    assert any("computes in bfloat16, by autocast" in line for line in question_lines(found))
+    assert any("computes in bfloat16, by autocast" in words for _, words in question_table(found).rows)

@@ -14,7 +14,7 @@ from protwin.shared.records.question import question_of
 from protwin.shared.schema.hardware import Device, DeviceKind
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import DType, DTypeOrigin
-from protwin.shared.tables.question import question_lines
+from protwin.shared.tables.question import question_table
 from protwin.shared.workloads.dtypes import choose_dtype
 from protwin.shared.workloads.source import load_workload
 
@@ -92,7 +92,8 @@ def test_the_head_says_which_and_why(model: str, machine: str, dtype: str | None
     hardware = load_hardware(machine)
     workload = load_workload(model, batch_size=2, sequence_length=64, dtype=dtype, hardware=hardware)
     plan = Plan(workload_id=workload.identity, chunk_bytes=2**20, n_persist=0, n_buffer=1)
-    assert words in "\n".join(question_lines(question_of(workload, plan, hardware)))
+    rows = question_table(question_of(workload, plan, hardware)).rows
+    assert any(words in f"{name}: {told}" for name, told in rows)
 
 
 @pytest.mark.parametrize(
