@@ -21,6 +21,7 @@ from torch import nn
 
 from ...shared.basics.errors import FileError, ScheduleError
 from ...shared.layout.layout import Chunk, aligned
+from ...shared.layout.residencies import ChunkResidency
 from ...shared.optimizers.state import master_bytes, summed_dtype
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.schedule import Content
@@ -33,19 +34,6 @@ from .absent_parameters import bring_back, send_away
 from .chunk_store import ChunkOnDisk
 from .meta_parameters import set_all, set_values
 from .parameter_values import OwnValues, ParameterValues, Wanted
-
-
-class ChunkResidency(Enum):
-    """Where a chunk's weights have their home, and whether the device keeps a place for them."""
-
-    PERSISTENT = auto()
-    """The device has them for good, and steps them."""
-    HOST_STEPPED = auto()
-    """The host has them and steps them; the device keeps a place for them, which is filled after every step."""
-    OFFLOADED = auto()
-    """The host has them and steps them; they come to the device for stays."""
-    SHARDED = auto()
-    """The devices of all ranks have a part each for good, and step it; the whole comes for stays."""
 
 
 class ChunkState(Enum):
@@ -187,7 +175,7 @@ class DeviceChunk:
 
     @property
     def has_place(self) -> bool:
-        """Whether its bytes on the device are taken for good."""
+        """Whether its bytes on the device are taken for good; a host-stepped chunk's are filled after every step."""
         return self.residency in (ChunkResidency.PERSISTENT, ChunkResidency.HOST_STEPPED)
 
     def _move_in(self, values: ParameterValues) -> None:

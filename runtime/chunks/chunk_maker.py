@@ -10,14 +10,13 @@ from typing import Any
 from torch import nn
 
 from ...shared.layout.layout import Chunk, Layout
-from ...shared.layout.residencies import STEPPED_BY_HOST, residencies
-from ...shared.layout.residencies import ChunkResidency as PlannedResidency
+from ...shared.layout.residencies import STEPPED_BY_HOST, ChunkResidency, residencies
 from ...shared.layout.shards import regions
 from ...shared.schema.plan import ParallelMode, Plan, ProjectionPlace
 from ...shared.schema.workload import Workload
 from ..devices.device import TrainingDevice
 from ..ranks.collectives import Collectives
-from .chunk import ChunkResidency, DeviceChunk, HostStepping
+from .chunk import DeviceChunk, HostStepping
 from .chunk_store import ChunkStore
 from .parameter_values import ParameterValues
 from .sharded_chunk import ShardedChunk, Shards
@@ -45,7 +44,7 @@ class ChunkMaker:
         plan = self.plan
         specs = [self.workload.parameters[placed.index] for placed in chunk.parameters]
         own = [self.parameters[spec.name] for spec in specs]
-        residency = ChunkResidency[self._residencies[chunk.id].name]
+        residency = self._residencies[chunk.id]
         stepping = HostStepping(
             has_arrivals=plan.micro_batches > 1 and not self.leaves_once(chunk),
             widens=plan.widens_on_host,
@@ -66,5 +65,5 @@ class ChunkMaker:
         return leaves and on_device and self.plan.micro_batches > 1
 
     @cached_property
-    def _residencies(self) -> Sequence[PlannedResidency]:
+    def _residencies(self) -> Sequence[ChunkResidency]:
         return residencies(self.plan, self.layout)

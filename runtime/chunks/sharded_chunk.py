@@ -22,6 +22,7 @@ from torch import nn
 
 from ...shared.basics.errors import PlanError, RanksError
 from ...shared.layout.layout import Chunk
+from ...shared.layout.residencies import ChunkResidency
 from ...shared.layout.shards import Region
 from ...shared.schema.schedule import Content
 from ...shared.schema.workload import Parameter
@@ -33,7 +34,7 @@ from ..optimizers.step_options import StepOptions
 from ..optimizers.widened_gradients import WidenedGradients
 from ..ranks.collectives import Collectives
 from .absent_parameters import bring_back
-from .chunk import ChunkResidency, ChunkState, DeviceChunk, HostStepping, view_of
+from .chunk import ChunkState, DeviceChunk, HostStepping, view_of
 from .meta_parameters import set_all, set_values
 from .parameter_values import ParameterValues, Wanted
 

@@ -362,7 +362,7 @@ class Distilling(Training):
         if self.stages is not None:
             raise ScheduleError(
                 f"skip_step() is not known of a pipeline of {self.stages.pipeline.num_stages} stages. After close() "
-                f"every rank's student has the weights of its own blocks; or carry out a plan in which every rank has all."
+                f"every rank's student has its own blocks' weights; or carry out a plan in which every rank has all."
             )
         super().skip_step()
 

@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from ...shared.layout.layout import build_layout
+from ...shared.layout.residencies import ChunkResidency
 from ...shared.layout.uses import numbered_uses, section_number
 from ...shared.observed.observed_inputs import PhaseKey
 from ...shared.schema.plan import ActivationMode
 from ...shared.schema.schedule import Content, Section, TaskKind
 from ...shared.schema.workload import Workload
-from ..chunks.chunk import ChunkResidency, ChunkState, DeviceChunk
+from ..chunks.chunk import ChunkState, DeviceChunk
 from ..chunks.parameter_values import ParameterValues
 from ..devices.device import TrainingDevice
 from ..hooks.section_walker import SectionWalker

@@ -15,9 +15,9 @@ import torch
 
 from ...shared.basics.errors import DeviceOutOfMemoryError, ScheduleError
 from ...shared.basics.units import format_bytes
+from ...shared.layout.residencies import ChunkResidency
 from ...shared.schema.schedule import Content, Lane, OuterSection, Schedule, Section, Task, TaskId, TaskKind
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
-from ..chunks.chunk import ChunkResidency
 from ..chunks.placed_model import PlacedModel
 from ..devices.device import TrainingDevice
 from ..devices.lanes import Span

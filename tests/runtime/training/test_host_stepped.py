@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from protwin.runtime import CpuDevice, Training, carry_out
-from protwin.runtime.chunks.chunk import ChunkResidency, ChunkState, DeviceChunk
+from protwin.runtime.chunks.chunk import ChunkState, DeviceChunk
 from protwin.shared.basics.errors import ScheduleError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import Layout, build_layout
+from protwin.shared.layout.residencies import ChunkResidency
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.schedule import Memory
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
