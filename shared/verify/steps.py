@@ -12,7 +12,6 @@ from itertools import groupby
 from math import ceil, prod
 from typing import Final
 
-from ..layout.adam_memory import WIDENED_SCALARS
 from ..layout.layout import Chunk
 from ..schema.optimizer import Optimizer
 from ..schema.plan import ParallelMode, Plan
@@ -122,13 +121,13 @@ def moved_bytes(stepped: Iterable[Stepped], optimizer: Optimizer, *, is_scaled: 
     return total
 
 
-def extra_bytes(stepped: Stepped, optimizer: Optimizer) -> int:
+def extra_bytes(stepped: Stepped, optimizer: Optimizer, piece: int) -> int:
     """What a step on the device makes beside what lies there: a widened gradient, and Adafactor's own tensors."""
     dtype, shape = stepped
     count, wide = prod(shape), 4 if has_master(dtype, optimizer) else dtype.item_bytes
     found = 0
     if has_master(dtype, optimizer):
-        found += 4 * (count if optimizer in _WHOLE else min(count, WIDENED_SCALARS))
+        found += 4 * (count if optimizer in _WHOLE else min(count, piece))
     if optimizer is Optimizer.ADAFACTOR:
         own = 2 * count + 1 if len(shape) < 2 else count + prod(shape[:-2]) * (shape[-2] + shape[-1] + 1)
         found += wide * own

@@ -277,7 +277,7 @@ def _widening(claim: Claim, stepped: set[ChunkId]) -> Phase | None:
         for parameter in (p for p in chunk if goes_alone(p.dtype, optimizer)):
             if not optimizer.is_elementwise or scalars + parameter.num_elements > WIDENED_SCALARS:
                 level, widened, scalars, dropped = level - dropped, 0, 0, 0
-            widened += extra_bytes((parameter.dtype, parameter.shape), optimizer)
+            widened += extra_bytes((parameter.dtype, parameter.shape), optimizer, WIDENED_SCALARS)
             highest = max(highest, level + widened)
             scalars, dropped = scalars + parameter.num_elements, dropped + freed * parameter.size_bytes
         level -= dropped
@@ -285,7 +285,7 @@ def _widening(claim: Claim, stepped: set[ChunkId]) -> Phase | None:
         num_parts = claim.held[chunk_id].num_parts
         runs = fullest_regions(claim.layout.chunks[chunk_id], claim.workload.parameters, num_parts)
         for dtype, scalars in runs:
-            highest = max(highest, level + extra_bytes((dtype, (scalars,)), optimizer))
+            highest = max(highest, level + extra_bytes((dtype, (scalars,)), optimizer, WIDENED_SCALARS))
     together = [s for c in found for s in ((p.dtype, p.shape) for p in c)]
     together += [s for chunk in claim.scattered for s in claim.held[chunk].stepped]
     scalars = sum(prod(shape) for dtype, shape in together if has_master(dtype, optimizer))
