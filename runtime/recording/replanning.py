@@ -18,7 +18,10 @@ LEAST_STEPS = WARM_UP + LEAST_TIMED + 1
 """The first ones warm up, and the last one ends outside of what was measured."""
 
 Replan = Callable[[Record], Plan | None]
-"""From what was measured to a better plan; None: there is none, or nothing can be said.  May raise ProtwinError."""
+"""From what was measured to a better plan; None: there is none, or nothing can be said.  May raise ProtwinError.
+
+Where it has a function ``tell``, as ``protwin.calibration.Replanner`` may, that hears why a plan stays in spite of it.
+"""
 
 
 class Changing(Protocol):

@@ -144,7 +144,7 @@ def replanning_of(plan: Plan, after: int | None, replan: Replan | None) -> Repla
             f"replan=protwin.calibration.Replanner(request)."
         )
     check_change(plan, plan)
-    return Replanning(after, replan)
+    return Replanning(after, replan, getattr(replan, "tell", None))
 
 
 def checked_plan(model: nn.Module, plan: Plan | None, workload: Workload) -> Plan | ProtwinError | None:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import protwin
 from protwin.calibration import Replanner
 from protwin.runtime import CpuDevice
-from protwin.shared import Plan, PlanError, ProtwinError, Record, parse_bytes
+from protwin.shared import CalibrationError, Plan, PlanError, ProtwinError, Record, parse_bytes
 from tests.calibration.fitting.test_budgeted import HERE
 from tests.runtime.models import SEED, differences, gpt2, hand_written, llama, snapshot, token_batches, uncached
 
@@ -160,6 +160,19 @@ def test_a_plan_is_searched_again_with_what_the_first_steps_measure() -> None:
     # On a busy machine nothing may be learnt, which is told.
     assert any("measured" in note or "the plan stays as it is" in note for note in trained.notes)
     assert len(trained.losses) == 13
+
+
+def test_why_nothing_can_be_learnt_is_in_the_notes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(self: Replanner, record: Record) -> Plan:
+        raise CalibrationError("something else runs here")
+
+    monkeypatch.setattr(Replanner, "__call__", refuse)
+    trained = train(llama(num_layers=2), token_batches(10), budget=None, replan_after=9, steps=10)
+    assert "the plan stays as it is: something else runs here" in trained.notes
+    assert len(trained.plans) == 1
+    assert "stays as it is" not in capsys.readouterr().err, "who asked is told, and nobody else"
 
 
 def test_what_is_trained_is_saved_and_told(tmp_path: Path) -> None:

@@ -100,13 +100,13 @@ def test_a_model_is_packed_from_files_with_one_weight_at_a_time(
 
 def test_random_weights_are_packed_as_they_are_drawn() -> None:
     with parameters_on_meta():
-        model = llama(num_layers=2)
+        model = llama(num_layers=2, hidden_size=64)  # bitsandbytes unpacks rows of part of a block wrongly by AVX-512
     torch.manual_seed(5)
     load_quantized(model, None, "nf4")
     weight = model.model.layers[1].mlp.up_proj.weight
     unpacked = bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
     assert unpacked.std().item() == pytest.approx(model.config.initializer_range, rel=0.1)
-    assert torch.equal(model.model.norm.weight, torch.ones(32))
+    assert torch.equal(model.model.norm.weight, torch.ones(64))
 
 
 def test_own_adapters_train_beside_a_packed_base_as_in_a_plain_loop() -> None:

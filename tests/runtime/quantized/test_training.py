@@ -212,4 +212,5 @@ def test_saved_adapters_load_in_peft_beside_the_packed_base(tmp_path: Path) -> N
     there = dict(loaded.named_parameters())
     assert trained_here
     assert all(torch.equal(there[name], parameter) for name, parameter in trained_here.items())
-    assert torch.equal(case.loss(loaded.eval(), case.batches[0]), case.loss(model.eval(), case.batches[0]))
+    # Neither drops anything out; for evaluation bitsandbytes may pack anew, which it cannot do with rows this short.
+    assert torch.equal(case.loss(loaded.train(), case.batches[0]), case.loss(model.train(), case.batches[0]))
