@@ -39,15 +39,8 @@ class MemoryBounds:
         completed = positions.backward(table.facts.gradients[1])
         self._is_made = completed < np.arange(positions.micro_length)[:, None]
         """(W, E)"""
-        self._swapped = np.zeros((len(compute.modes.n_swap), positions.micro_length), dtype=np.int64)
-        """(K, W) what has come back, and is there while the block's backward runs."""
-        swapping = np.flatnonzero(compute.modes.is_swap.any(axis=0))
-        self._swapped[:, positions.backward(1 + swapping)] = compute.swapped_bytes[:, swapping]
-        # Inputs are there while the block's forward runs, and its backward.
-        inputs = compute.modes.moved_inputs
-        moving = np.flatnonzero(inputs.any(axis=0))
-        for during in (positions.forward(1 + moving), positions.backward(1 + moving)):
-            self._swapped[:, during] += inputs[:, moving]
+        self._travelling = _travelling_bytes(compute)
+        """(K, W) what leaves or has come back, and is there while a task runs."""
 
     @cached_property
     def activation_bytes(self) -> IntArray:
@@ -90,9 +83,36 @@ class MemoryBounds:
         # Which of the two peaks a later backward has depends on the persistent chunks: the lesser is the bound.
         lesser = np.minimum(levels.peak_bytes, levels.adding_bytes)
         return tuple(
-            levels.alive_bytes[:, kind] + (lesser if kind else levels.peak_bytes) + self._swapped
+            levels.alive_bytes[:, kind] + (lesser if kind else levels.peak_bytes) + self._travelling
             for kind in range(levels.alive_bytes.shape[1])
         )
+
+
+def _travelling_bytes(compute: ComputeTable) -> IntArray:
+    """(K, W) device bytes of what blocks send to the host, that are there for every timing while each task may run.
+
+    An input is there while the block's forward runs, and all that came back while its backward does.  Besides, what
+    leaves has not gone before the step behind the forward ends, and what comes back comes during the step before the
+    backward at the latest: ways out are waited for ``prefetch_depth`` steps later, ways back may begin as many earlier.
+    """
+    modes, positions = compute.modes, compute.positions
+    travelling_bytes = np.zeros((len(modes.n_swap), positions.micro_length), dtype=np.int64)
+    inputs = modes.moved_inputs
+    moved = inputs + compute.swapped_bytes
+    blocks = np.flatnonzero(moved.any(axis=0))
+    if not len(blocks):
+        return travelling_bytes
+    by_step = np.zeros((len(moved), positions.micro_steps), dtype=np.int64)
+    forward, backward = positions.forward_step(1 + blocks), positions.backward_step(1 + blocks)
+    by_step[:, forward] = inputs[:, blocks]
+    by_step[:, backward] = moved[:, blocks]
+    by_step[:, forward + 1] += moved[:, blocks]
+    # Between forward and backward of the last block lies one step, the epilogue.
+    apart = blocks[backward - forward > 2]
+    by_step[:, positions.backward_step(1 + apart) - 1] += moved[:, apart]
+    begins = positions.step_begin(np.arange(positions.micro_steps))
+    travelling_bytes += by_step.repeat(np.diff(begins, append=positions.micro_length), axis=1)
+    return travelling_bytes
 
 
 class NoMemoryBounds:

@@ -15,7 +15,7 @@ from protwin.shared.schema.calibration import Calibration, Contention
 from protwin.shared.schema.hardware import Hardware
 from protwin.shared.schema.optimizer import HostGradients
 from protwin.shared.schema.schedule import LANES_ALONE, Lane, Memory, TaskKind
-from protwin.shared.schema.workload import DType
+from protwin.shared.schema.workload import BlockProfile, DType
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.bounds import lane_programs, replay
 from protwin.sim.bounds.exact_peaks import family_peaks
@@ -30,7 +30,7 @@ from protwin.sim.space.placements import Placements
 from protwin.sim.space.plan_family import CPU_OPTIM
 from tests.proof_size import examples
 from tests.sim.bound_cases import Case, case, cases, hand_made
-from tests.sim.hand_made import Seconds, machine, plan, workload
+from tests.sim.hand_made import Seconds, machine, phase, plan, workload
 from tests.sim.host_account import made_by_steps
 from tests.sim.ranked_cases import ranked_cases
 from tests.strategies.machines import contentions, hardware
@@ -103,6 +103,69 @@ def test_adding_all_buffers_to_the_activations_is_no_bound_of_memory() -> None:
     gradient_bytes = 256 * 6
     all_buffers = roomy.plan.n_buffer * 256 + int(levels) + gradient_bytes
     assert all_buffers > guaranteed_device_peak(roomy.schedule).size_bytes
+
+
+SPIKE_BYTES = 10**8
+"""Passes within one phase of one section, so that this phase has the peak."""
+
+
+@st.composite
+def travelling(draw: st.DrawFn) -> Case:
+    """Chunks of a few bytes, beside which blocks send large inputs and large activations to the host."""
+    small = workload(num_blocks=4)
+    spikes = ("forward", "recompute", "backward", "epilogue_forward", "epilogue_backward")
+    spike, block = draw(st.sampled_from(spikes)), draw(st.integers(0, 3))
+    sizes = draw(st.lists(st.integers(1, 50), min_size=4, max_size=4))
+    profiles = [_large(small.profiles[0], 10_000 * size, spike if at == block else "") for at, size in enumerate(sizes)]
+    model = small.model_copy(
+        update={
+            "profiles": tuple(profiles),
+            "blocks": tuple(one.model_copy(update={"profile": number}) for number, one in enumerate(small.blocks)),
+        }
+    )
+    if spike.startswith("epilogue"):
+        whole = phase(1.0, getattr(model, spike).net_bytes, SPIKE_BYTES)
+        model = model.model_copy(update={spike: whole})
+    n_swap, n_checkpoint, n_offload_input = draw(st.sampled_from(((4, 0, 0), (0, 4, 4), (2, 2, 2), (1, 3, 1))))
+    knobs = {
+        "n_swap": n_swap,
+        "n_checkpoint": n_checkpoint,
+        "n_offload_input": n_offload_input,
+        "micro_batches": draw(st.integers(1, 2)),
+        "prefetch_depth": draw(st.sampled_from((1, 1, 2, 3))),
+    }
+    n_persist = draw(st.integers(0, 4))
+    chosen = plan(model, n_persist=n_persist, n_buffer=min(4 - n_persist, draw(st.integers(1, 4))))
+    return hand_made(model, chosen.model_copy(update=knobs), machine())
+
+
+def _large(small: BlockProfile, size_bytes: int, spike: str) -> BlockProfile:
+    """The block with an output of this size, and three times as much to swap."""
+    saved_bytes = 3 * size_bytes
+    both_bytes = size_bytes + saved_bytes
+    high = {one: both_bytes + SPIKE_BYTES * (one == spike) for one in ("forward", "recompute", "backward")}
+    return small.model_copy(
+        update={
+            "output_bytes": size_bytes,
+            "swappable_bytes": saved_bytes,
+            "forward": phase(1.0, both_bytes, high["forward"]),
+            "backward": phase(2.0, 256 - both_bytes, high["backward"]),
+            "checkpoint_forward": phase(1.0, size_bytes, high["forward"]),
+            "recompute": phase(1.0, saved_bytes, high["recompute"]),
+            "checkpoint_backward": phase(2.0, 256 - both_bytes, high["backward"]),
+        }
+    )
+
+
+@given(travelling())
+@settings(max_examples=examples(400, 60))
+def test_what_travels_is_in_the_bound_while_it_is_on_the_device_for_every_timing(found: Case) -> None:
+    peak_bytes = guaranteed_device_peak(found.schedule).size_bytes
+    bound_bytes = found.memory_bound_bytes()
+    assert bound_bytes <= peak_bytes
+    if found.plan.prefetch_depth == 1:
+        # Nothing but chunks and their gradients is left out.
+        assert peak_bytes - bound_bytes <= 2 * 256 * found.workload.num_blocks
 
 
 # -- throughput ------------------------------------------------------------------------------------------------------

@@ -12,16 +12,18 @@ from hypothesis.strategies import DataObject
 
 from protwin.shared.basics.errors import InfeasibleError
 from protwin.shared.basics.units import parse_bytes
+from protwin.shared.catalogue.machines import load_hardware
 from protwin.shared.schema.hardware import DeviceKind, Hardware
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import Workload
+from protwin.shared.workloads.source import untraced_workload
 from protwin.sim.memory.host import default_reserve_bytes, memory_with_room
 from protwin.sim.searching import infeasible, least_memory
 from protwin.sim.searching.infeasible import Changes, smallest_changes
 from protwin.sim.searching.least_memory import least_device, least_host
 from protwin.sim.searching.problem import SearchProblem, search_problem
 from protwin.sim.searching.request import Effort
-from protwin.sim.searching.search import search
+from protwin.sim.searching.search import problems, search
 from protwin.sim.space.space import SearchSpace
 from protwin.sim.space.step_spec import StepSpec
 from tests.proof_size import examples
@@ -143,6 +145,19 @@ def test_peaks_are_worked_out_once_for_all_that_is_said() -> None:
         smallest_changes(problem)
     assert asked
     assert len(asked) == len(set(asked))
+
+
+def test_activations_that_outweigh_everything_take_few_looks() -> None:
+    """Of a sequence that no device holds, hundreds of residencies differ by less than one block's input."""
+    tiles = (512,)
+    model = untraced_workload("llama-3-8b", 1, sequence_length=4_000_000, dtype=None, mlp_tiles=tiles, loss_tiles=tiles)
+    assert model is not None
+    *_, widest = fastest_request(workload=model, hardware=load_hardware("rtx-3090")).tries
+    problem = next(problems(widest))
+    assert least_memory.least_device(problem) is not None
+    assert sum(len(layout.prefixes) for layout in problem.layouts) > 200
+    # Every layout is looked at where all that can leave does.
+    assert len(problem.cheapest) <= len(problem.layouts)
 
 
 def test_the_check_notices_changes_that_are_not_the_smallest() -> None:
