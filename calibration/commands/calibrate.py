@@ -15,39 +15,25 @@ from ...runtime.commands.run_ranks import in_one_voice, rank_at_hand, ranks_to_m
 from ...shared.basics.progress import progress_bar
 from ...shared.catalogue.machines import load_hardware
 from ...shared.catalogue.models import load_model_configuration
+from ...shared.cli.option_groups import with_groups
 from ...shared.cli.options import (
-    AutocastName,
     BatchSize,
     DeviceBudget,
-    DoubleQuantize,
     DTypeName,
-    FrozenParts,
     HardwareName,
-    ImageCount,
-    ImageSize,
     JsonFlag,
-    LoraDropout,
-    LoraDtype,
-    LoraRank,
-    LoraTargets,
-    LossName,
     OptimizerName,
-    OsftTargets,
     OutputPath,
-    QuantizationBlock,
-    QuantizedTo,
-    QuantizeHead,
     Seed,
     SequenceLength,
-    UnfreezeRankRatio,
-    UseDora,
     command_app,
     examples,
     keep_apart,
     writable_json,
 )
 from ...shared.cli.output import give
-from ...shared.cli.trained_as import images_of, options_of, osft_of, quantized_of, whole_loss
+from ...shared.cli.trained_as import check_whole_loss
+from ...shared.cli.training_choice import TrainingChoice
 from ...shared.schema.optimizer import Optimizer
 from ...shared.students.student import Student
 from ...shared.tables.calibration import calibration_tables
@@ -72,7 +58,9 @@ _STEPS: Final = 7
     )
 )
 @in_one_voice
+@with_groups
 def calibrate_command(
+    *,
     context: typer.Context,
     hardware: HardwareName,
     model: OptionalModel = None,
@@ -83,22 +71,7 @@ def calibrate_command(
     calibration: EarlierCalibration = None,
     forgetting: Forgetting = None,
     device_budget_bytes: DeviceBudget = None,
-    lora_rank: LoraRank = None,
-    lora_targets: LoraTargets = None,
-    lora_dropout: LoraDropout = None,
-    lora_dtype: LoraDtype = None,
-    use_dora: UseDora = False,
-    quantized_to: QuantizedTo = None,
-    double_quantize: DoubleQuantize = False,
-    quantization_blocksize: QuantizationBlock = None,
-    quantize_head: QuantizeHead = False,
-    unfreeze_rank_ratio: UnfreezeRankRatio = None,
-    osft_targets: OsftTargets = None,
-    frozen: FrozenParts = None,
-    image_size: ImageSize = None,
-    images: ImageCount = None,
-    autocast: AutocastName = None,
-    loss: LossName = None,
+    training: TrainingChoice,
     optimizer: OptimizerName = None,
     student: Annotated[
         Path | None,
@@ -154,20 +127,9 @@ def calibrate_command(
     assert sequence_length is not None
     machine = load_hardware(hardware)
     described = load_model_configuration(model)
+    check_whole_loss(training.loss)
     trained_as = TrainedAs(
-        options=options_of(
-            lora_rank,
-            lora_targets,
-            frozen,
-            autocast,
-            osft_of(None, unfreeze_rank_ratio, osft_targets),
-            quantized_of(quantized_to, double=double_quantize, blocksize=quantization_blocksize, head=quantize_head),
-            lora_dropout=lora_dropout,
-            lora_dtype=lora_dtype,
-            use_dora=use_dora,
-            images=images_of(image_size, images),
-            loss=whole_loss(loss),
-        ),
+        options=training.options(None),
         optimizer=optimizer or Optimizer.ADAMW,
         device_budget_bytes=device_budget_bytes,
         student=None if student is None else Student.load(student),

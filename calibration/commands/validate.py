@@ -15,40 +15,26 @@ from ...shared.basics.errors import PlanError
 from ...shared.basics.progress import progress_bar
 from ...shared.catalogue.machines import load_hardware
 from ...shared.catalogue.models import load_model_configuration
+from ...shared.cli.option_groups import with_groups
 from ...shared.cli.options import (
-    AutocastName,
     BatchSize,
     CalibrationPath,
     DeviceBudget,
-    DoubleQuantize,
     DTypeName,
-    FrozenParts,
     HardwareName,
-    ImageCount,
-    ImageSize,
     JsonFlag,
-    LoraDropout,
-    LoraDtype,
-    LoraRank,
-    LoraTargets,
-    LossName,
     OptimizerName,
-    OsftTargets,
     OutputPath,
-    QuantizationBlock,
-    QuantizedTo,
-    QuantizeHead,
     Seed,
     SequenceLength,
-    UnfreezeRankRatio,
-    UseDora,
     command_app,
     examples,
     keep_apart,
 )
 from ...shared.cli.output import give
 from ...shared.cli.report_options import ReportPath, write_report
-from ...shared.cli.trained_as import images_of, options_of, osft_of, quantized_of, whole_loss
+from ...shared.cli.trained_as import check_whole_loss
+from ...shared.cli.training_choice import TrainingChoice
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.plan import TrainingMethod
@@ -70,7 +56,9 @@ validate = command_app()
     )
 )
 @in_one_voice
+@with_groups
 def validate_command(
+    *,
     model: Annotated[
         str,
         typer.Option(
@@ -103,22 +91,7 @@ def validate_command(
         typer.Option("--student", metavar="FILE", help="Judge distillation into this student (student.toml)."),
     ] = None,
     device_budget_bytes: DeviceBudget = None,
-    lora_rank: LoraRank = None,
-    lora_targets: LoraTargets = None,
-    lora_dropout: LoraDropout = None,
-    lora_dtype: LoraDtype = None,
-    use_dora: UseDora = False,
-    quantized_to: QuantizedTo = None,
-    double_quantize: DoubleQuantize = False,
-    quantization_blocksize: QuantizationBlock = None,
-    quantize_head: QuantizeHead = False,
-    unfreeze_rank_ratio: UnfreezeRankRatio = None,
-    osft_targets: OsftTargets = None,
-    frozen: FrozenParts = None,
-    image_size: ImageSize = None,
-    images: ImageCount = None,
-    autocast: AutocastName = None,
-    loss: LossName = None,
+    training: TrainingChoice,
     optimizer: OptimizerName = None,
     dtype: DTypeName = None,
     disk_folder: Annotated[
@@ -152,20 +125,9 @@ def validate_command(
             "--method bypass distils into a student, and full training has none. Give --method bypass with --student "
             "student.toml, or leave both out."
         )
+    check_whole_loss(training.loss)
     trained_as = TrainedAs(
-        options=options_of(
-            lora_rank,
-            lora_targets,
-            frozen,
-            autocast,
-            osft_of(method, unfreeze_rank_ratio, osft_targets),
-            quantized_of(quantized_to, double=double_quantize, blocksize=quantization_blocksize, head=quantize_head),
-            lora_dropout=lora_dropout,
-            lora_dtype=lora_dtype,
-            use_dora=use_dora,
-            images=images_of(image_size, images),
-            loss=whole_loss(loss),
-        ),
+        options=training.options(method),
         optimizer=optimizer or Optimizer.ADAMW,
         device_budget_bytes=device_budget_bytes,
         student=None if student is None else Student.load(student),

@@ -11,39 +11,25 @@ from ...shared.basics.errors import ProtwinError
 from ...shared.basics.progress import progress_bar
 from ...shared.catalogue.machines import load_hardware
 from ...shared.catalogue.models import ModelConfiguration, load_model_configuration, published_dtype
+from ...shared.cli.option_groups import with_groups
 from ...shared.cli.options import (
-    AutocastName,
     ConfigurationName,
-    DoubleQuantize,
     DTypeName,
-    FrozenParts,
-    ImageCount,
-    ImageSize,
     JsonFlag,
-    LoraDropout,
-    LoraDtype,
-    LoraRank,
-    LoraTargets,
-    LossName,
     MethodName,
-    OsftTargets,
     OutputPath,
     PackedLengths,
-    QuantizationBlock,
-    QuantizedTo,
-    QuantizeHead,
     Seed,
     SequenceLength,
     StatedBatchSize,
-    UnfreezeRankRatio,
-    UseDora,
     command_app,
     examples,
     keep_apart,
     warn,
 )
 from ...shared.cli.output import give
-from ...shared.cli.trained_as import images_of, loss_tiles_of, options_of, osft_of, quantized_of
+from ...shared.cli.trained_as import loss_tiles_of
+from ...shared.cli.training_choice import TrainingChoice
 from ...shared.phases.packing import parse_packed_lengths
 from ...shared.phases.quadratic import attention_words
 from ...shared.phases.sequence_sharing import MOST_SEQUENCE_RANKS
@@ -113,30 +99,17 @@ MlpModules = Annotated[
         "protwin trace --model llama-3-8b --batch-size 1 --sequence-length 131072 --mlp-tiles 8 --output workload.json",
     )
 )
+@with_groups
 def trace_command(
+    *,
     model: ConfigurationName,
     batch_size: StatedBatchSize,
     sequence_length: SequenceLength = None,
     packed_lengths: PackedLengths = None,
     dtype: DTypeName = None,
     hardware: MachineToTrainOn = None,
-    lora_rank: LoraRank = None,
-    lora_targets: LoraTargets = None,
-    lora_dropout: LoraDropout = None,
-    lora_dtype: LoraDtype = None,
-    use_dora: UseDora = False,
-    quantized_to: QuantizedTo = None,
-    double_quantize: DoubleQuantize = False,
-    quantization_blocksize: QuantizationBlock = None,
-    quantize_head: QuantizeHead = False,
     method: MethodName = None,
-    unfreeze_rank_ratio: UnfreezeRankRatio = None,
-    osft_targets: OsftTargets = None,
-    frozen: FrozenParts = None,
-    image_size: ImageSize = None,
-    images: ImageCount = None,
-    autocast: AutocastName = None,
-    loss: LossName = None,
+    training: TrainingChoice,
     loss_tiles: LossTiles = None,
     is_real: Annotated[
         bool, typer.Option("--real", help="Build the model with random weights and time it on this machine.")
@@ -161,23 +134,8 @@ def trace_command(
     chosen = choose_dtype(published_dtype(described.config), dtype, device)
     if method is TrainingMethod.BYPASS:
         raise ProtwinError(f"--method {method} trains a student, which a search traces with its teacher. Leave it out.")
-    osft = osft_of(method, unfreeze_rank_ratio, osft_targets)
-    quantized = quantized_of(quantized_to, double=double_quantize, blocksize=quantization_blocksize, head=quantize_head)
-    pictures = images_of(image_size, images)
-    options = options_of(
-        lora_rank,
-        lora_targets,
-        frozen,
-        autocast,
-        osft,
-        quantized,
-        lora_dropout=lora_dropout,
-        lora_dtype=lora_dtype,
-        use_dora=use_dora,
-        images=pictures,
-        loss=loss,
-    )
-    loss_tiles = loss_tiles_of(loss, loss_tiles)
+    options = training.options(method)
+    loss_tiles = loss_tiles_of(training.loss, loss_tiles)
     if mlp_modules and not mlp_tiles:
         raise ProtwinError("--mlp-module names what runs in tiles. Say in how many: --mlp-tiles 4.")
     if is_real and options.autocast is not None:

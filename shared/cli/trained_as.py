@@ -9,7 +9,6 @@ from typing import Final
 from pydantic import ValidationError
 
 from ..basics.errors import ProtwinError
-from ..phases.operations import Compiled, Float8
 from ..phases.quantization import UNPACKED_TO, PackedProducts, Quantization, QuantizedType
 from ..phases.tiling import LossHead
 from ..schema.plan import Plan, TrainingMethod
@@ -75,8 +74,6 @@ def options_of(
     lora_dtype: str | None = None,
     images: ImageOptions | None = None,
     loss: LossHead | None = None,
-    compiled: Compiled | None = None,
-    float8: Float8 | None = None,
 ) -> TrainingOptions:
     """What the options say of how a model is trained, on which ``images``, and how its loss is made.
 
@@ -144,8 +141,6 @@ def options_of(
         autocast=computed,
         images=images,
         loss_head=head,
-        compiled=compiled,
-        float8=float8,
     )
 
 
@@ -171,14 +166,13 @@ def loss_tiles_of(loss: LossHead | None, loss_tiles: Sequence[int] | None) -> li
     return [1]
 
 
-def whole_loss(loss: LossHead | None) -> LossHead | None:
-    """How whole logits become a loss.  Raises ProtwinError if there are to be none: what is measured has no chunks."""
+def check_whole_loss(loss: LossHead | None) -> None:
+    """Raise ProtwinError if there are to be no whole logits: what is measured has no chunks."""
     if loss is LossHead.CHUNKED:
         raise ProtwinError(
             "--loss chunked is for plans in chunks, and the plans that are measured here have none. Write --loss "
             "eager, narrow or fused, or leave it out."
         )
-    return loss
 
 
 def check_loss_of_plan(loss: LossHead | None, plan: Plan, workload: Workload | None = None) -> None:

@@ -18,36 +18,21 @@ from ...shared.catalogue.list_prices import with_list_prices
 from ...shared.catalogue.machines import cluster_names, load_hardware, machine_names, override_hardware
 from ...shared.catalogue.prices import parse_prices, with_prices
 from ...shared.cli.exits import report_interruption
+from ...shared.cli.option_groups import with_groups
 from ...shared.cli.options import (
-    AutocastName,
     DeviceBudget,
-    DoubleQuantize,
     DTypeName,
-    FrozenParts,
     HardwareChanges,
     HostGradientsName,
-    ImageCount,
-    ImageSize,
     JsonFlag,
-    LoraDropout,
-    LoraDtype,
-    LoraRank,
-    LoraTargets,
-    LossName,
     ModelName,
     NoCacheFlag,
     OptimizerName,
-    OsftTargets,
     OutputPath,
     PackedLengths,
     PriceEntries,
-    QuantizationBlock,
-    QuantizedTo,
-    QuantizeHead,
     SequenceLength,
     Tokens,
-    UnfreezeRankRatio,
-    UseDora,
     cache_folder,
     changes_of,
     command_app,
@@ -58,7 +43,6 @@ from ...shared.cli.options import (
 )
 from ...shared.cli.output import save, tell
 from ...shared.cli.report_options import ReportPath, write_report
-from ...shared.cli.trained_as import images_of, loss_tiles_of, options_of, osft_of, quantized_of
 from ...shared.phases.tiling import LossHead
 from ...shared.schema.advice import Advice
 from ...shared.schema.calibration import Calibration
@@ -68,19 +52,14 @@ from ...shared.schema.optimizer import HostGradients, Optimizer
 from ...shared.schema.search_result import Goal
 from ..questions.advise import AdviceRequest, Offer, check_request, machines_with, search_machine, whole_machines
 from ..questions.advise import advise as advise_machines
-from ..questions.in_tiles import AskedTiles
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..space.step_spec import MOST_RANKS, check_shares
-from .model_choice import student_of
+from .model_choice import PredictedTraining, student_of
 from .options import (
     MOST_SAMPLES,
-    BitsandbytesRelease,
-    CompiledParts,
-    Float8Scaling,
     Margin,
     MaxGradientNorm,
     MethodName,
-    PackedFrom,
     StudentPath,
     check_budget,
     price_files,
@@ -91,7 +70,6 @@ from .space_options import (
     AllowedMlpTiles,
     AllowedProductStrides,
     product_strides,
-    whole_if_lowered,
 )
 
 if TYPE_CHECKING:
@@ -157,7 +135,9 @@ StatePath = Annotated[
         "protwin advise --model llama-3-8b --global-batch 8 --longest --report longest.html",
     )
 )
+@with_groups
 def advise_command(
+    *,
     model: ModelName,
     global_batch: SamplesPerStep,
     longest: LongestFlag = False,
@@ -168,26 +148,7 @@ def advise_command(
     dtype: DTypeName = None,
     hardware: Machines = None,
     ranks: AllowedRanks = None,
-    lora_rank: LoraRank = None,
-    lora_targets: LoraTargets = None,
-    lora_dropout: LoraDropout = None,
-    lora_dtype: LoraDtype = None,
-    use_dora: UseDora = False,
-    quantized_to: QuantizedTo = None,
-    double_quantize: DoubleQuantize = False,
-    quantization_blocksize: QuantizationBlock = None,
-    quantize_head: QuantizeHead = False,
-    unfreeze_rank_ratio: UnfreezeRankRatio = None,
-    osft_targets: OsftTargets = None,
-    frozen: FrozenParts = None,
-    image_size: ImageSize = None,
-    images: ImageCount = None,
-    autocast: AutocastName = None,
-    loss: LossName = None,
-    compiled: CompiledParts = None,
-    float8: Float8Scaling = None,
-    release: BitsandbytesRelease = None,
-    packed_from: PackedFrom = None,
+    training: PredictedTraining,
     changes: HardwareChanges = None,
     device_budget_bytes: DeviceBudget = None,
     margin: Margin = None,
@@ -232,15 +193,6 @@ def advise_command(
     machines, listed = _machines(hardware or (*machine_names(), *cluster_names()), changes_of(changes), prices)
     for box in machines.values() if hardware else ():
         check_budget(device_budget_bytes, box)
-    osft = osft_of(method, unfreeze_rank_ratio, osft_targets)
-    quantized = quantized_of(
-        quantized_to,
-        double=double_quantize,
-        blocksize=quantization_blocksize,
-        head=quantize_head,
-        release=release,
-        packed_from=packed_from,
-    )
     request = AdviceRequest(
         model,
         sequence_length,
@@ -248,21 +200,7 @@ def advise_command(
         global_batch,
         max_gradient_norm,
         _fingerprint(model, packed_lengths),
-        options=options_of(
-            lora_rank,
-            lora_targets,
-            frozen,
-            autocast,
-            osft,
-            quantized,
-            lora_dropout=lora_dropout,
-            lora_dtype=lora_dtype,
-            use_dora=use_dora,
-            images=images_of(image_size, images),
-            loss=loss,
-            compiled=compiled,
-            float8=float8,
-        ),
+        options=training.options(method),
         packed_lengths=packed_lengths,
         device_budget_bytes=device_budget_bytes,
         margin_frac=DEFAULT_MARGIN_FRAC if margin is None else margin / 100,
@@ -272,15 +210,15 @@ def advise_command(
         host_gradients=host_gradients or HostGradients.PARAMETERS,
         student=student_of(model, student, method),
         goal=Goal.LONGEST_SEQUENCE if longest else Goal.FASTEST,
-        tiles=AskedTiles.named(whole_if_lowered(mlp_tiles, compiled, float8), loss_tiles_of(loss, loss_tiles)),
+        tiles=training.tiles(mlp_tiles, loss_tiles),
         product_stride=product_strides(product_stride),
     )
     numbers = sorted(set(ranks or ()))
     for number in numbers:
         check_shares(global_batch, number)
     cache = None if no_cache else cache_folder()
-    num_parts = check_request(request, cache, method if osft is None else None)
-    if loss is LossHead.NARROW:
+    num_parts = check_request(request, cache, method if training.unfreeze_rank_ratio is None else None)
+    if training.loss is LossHead.NARROW:
         warn_of_loss(request.smallest_workload(cache))
     boxes = list(machines.values())
     asked = machines_with(boxes, numbers) if numbers else whole_machines(boxes, num_parts)

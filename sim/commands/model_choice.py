@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,12 +11,11 @@ from typing import TYPE_CHECKING
 from ...shared.basics.errors import ProtwinError, WorkloadError
 from ...shared.catalogue.models import known_model
 from ...shared.cli.options import cache_folder, warn
-from ...shared.cli.trained_as import options_of, osft_of
-from ...shared.phases.operations import Compiled, Float8
-from ...shared.phases.tiling import LossHead
+from ...shared.cli.trained_as import loss_tiles_of, quantized_of
+from ...shared.cli.training_choice import TrainingChoice
 from ...shared.schema.hardware import Device
 from ...shared.schema.plan import TrainingMethod
-from ...shared.schema.training_options import ImageOptions, OsftOptions, QuantizationOptions, TrainingOptions
+from ...shared.schema.training_options import QuantizationOptions, TrainingOptions
 from ...shared.schema.workload import Workload
 from ...shared.students.student import Student
 from ...shared.workloads.check import check_method
@@ -23,6 +23,7 @@ from ...shared.workloads.source import is_saved_workload, resolve_workload, save
 from ..questions.in_tiles import AskedTiles, Tiles
 from ..searching.request import GlobalBatch
 from ..space.step_spec import check_shares
+from .options import BitsandbytesRelease, CompiledParts, Float8Scaling, PackedFrom
 
 if TYPE_CHECKING:
     from ..questions.what_if_methods import MethodChange
@@ -50,6 +51,42 @@ class _NeedsTraceError(ProtwinError):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PredictedTraining(TrainingChoice):
+    """With what others' programs run, which is predicted alone."""
+
+    compiled: CompiledParts = None
+    float8: Float8Scaling = None
+    release: BitsandbytesRelease = None
+    packed_from: PackedFrom = None
+
+    @property
+    def quantized(self) -> QuantizationOptions | None:
+        """How weights are packed, and whose products they have."""
+        return quantized_of(
+            self.quantized_to,
+            double=self.double_quantize,
+            blocksize=self.quantization_blocksize,
+            head=self.quantize_head,
+            release=self.release,
+            packed_from=self.packed_from,
+        )
+
+    def options(self, method: TrainingMethod | None) -> TrainingOptions:
+        """How the model is trained, compiled and in float8."""
+        return super().options(method).model_copy(update={"compiled": self.compiled, "float8": self.float8})
+
+    def tiles(
+        self, mlp: Sequence[int] | None, loss: Sequence[int] | None, *, at_any_length: bool = False
+    ) -> AskedTiles:
+        """``AskedTiles.named``, where what is compiled, or in float8, runs whole unless tiles are named.
+
+        Raises what ``loss_tiles_of`` raises.
+        """
+        whole = [1] if self.compiled is not None or self.float8 is not None else None
+        return AskedTiles.named(mlp or whole, loss_tiles_of(self.loss, loss), at_any_length=at_any_length)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelChoice:
     """A model, how it is trained, and the batch that it is asked about with."""
 
@@ -60,26 +97,8 @@ class ModelChoice:
     sequence_length: int | None
     """Tokens per sample."""
     dtype: str | None
-    lora_rank: int | None
-    lora_targets: str | None
-    quantized: QuantizationOptions | None = field(default=None, kw_only=True)
-    lora_dropout: float | None = field(default=None, kw_only=True)
-    use_dora: bool = field(default=False, kw_only=True)
-    lora_dtype: str | None = field(default=None, kw_only=True)
-    """How linear maps are packed; None: none is."""
-    unfreeze_rank_ratio: float | None = field(default=None, kw_only=True)
-    """Part of the directions that orthogonal subspace fine-tuning trains; None: nothing is factorised."""
-    osft_targets: list[str] | None = field(default=None, kw_only=True)
-    frozen: list[str] | None
-    images: ImageOptions | None = field(default=None, kw_only=True)
-    """What is seen beside text; None: as the model's configuration says."""
-    autocast: str | None
-    loss: LossHead | None = field(default=None, kw_only=True)
-    """How the loss is made of hidden states; None: nobody says."""
-    compiled: Compiled | None = field(default=None, kw_only=True)
-    """What of it torch.compile has compiled; None: nothing."""
-    float8: Float8 | None = field(default=None, kw_only=True)
-    """How its linear maps multiply in float8; None: they do not."""
+    training: PredictedTraining
+    """How it is trained, as options say it."""
     device: Device
     """Decides the element type and the kernels."""
     has_cache: bool
@@ -120,33 +139,15 @@ class ModelChoice:
     @property
     def options(self) -> TrainingOptions:
         """How it is trained.  Raises ProtwinError if its options make no sense together."""
-        lora = self.lora_rank, self.lora_targets
-        return options_of(
-            *lora,
-            self.frozen,
-            self.autocast,
-            self._osft,
-            self.quantized,
-            lora_dropout=self.lora_dropout,
-            use_dora=self.use_dora,
-            lora_dtype=self.lora_dtype,
-            images=self.images,
-            loss=self.loss,
-            compiled=self.compiled,
-            float8=self.float8,
-        )
-
-    @property
-    def _osft(self) -> OsftOptions | None:
         # A saved workload was traced as it was to be trained.
-        asked = None if is_saved_workload(self.name) and self.unfreeze_rank_ratio is None else self.method
-        return osft_of(asked, self.unfreeze_rank_ratio, self.osft_targets)
+        method = None if is_saved_workload(self.name) and self.training.unfreeze_rank_ratio is None else self.method
+        return self.training.options(method)
 
     def workload(self) -> Workload:
         """What it does with the batch.  Raises what ``resolve_workload`` raises; WorkloadError of another method."""
         found = self._in_tiles(self.tiles)
         # Where the ratio leaves nothing to freeze, factors are trained as any other weights.
-        return check_method(found, self.name, self.method if self.unfreeze_rank_ratio is None else None)
+        return check_method(found, self.name, self.method if self.training.unfreeze_rank_ratio is None else None)
 
     def _in_tiles(self, tiles: AskedTiles) -> Workload:
         is_one = self.batch_size is None and self.sequence_length is not None and self.has_shapes
@@ -244,14 +245,14 @@ class ModelChoice:
 
     def changed(self, change: MethodChange) -> ModelChoice:
         """The model with another method, where the change says so, and as it is asked for else."""
-        lora_rank = change.lora_rank if "lora" in change.given else self.lora_rank
+        training = self.training
+        if "lora" in change.given:
+            training = replace(training, lora_rank=change.lora_rank)
+        if training.lora_rank is None:
+            training = replace(training, lora_targets=None, lora_dropout=None, lora_dtype=None, use_dora=False)
         return replace(
             self,
             batch_size=change.batch_size if "batch-size" in change.given else self.batch_size,
             sequence_length=change.sequence_length if "sequence-length" in change.given else self.sequence_length,
-            lora_rank=lora_rank,
-            lora_targets=self.lora_targets if lora_rank is not None else None,
-            lora_dropout=self.lora_dropout if lora_rank is not None else None,
-            use_dora=self.use_dora and lora_rank is not None,
-            lora_dtype=self.lora_dtype if lora_rank is not None else None,
+            training=training,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import zip_longest
 from pathlib import Path
@@ -448,33 +449,35 @@ def warn_of_memory(record: Record, host_bytes: int) -> None:
             warn(message)
 
 
-def runtime_profile(
-    runtime: Runtime,
-    reduce_dtype: ReducedAs | None,
-    *,
-    is_reentrant: bool,
-    loss_metrics: int | None = None,
-    bucket_scalars: int | None = None,
-    has_two_buckets: bool = False,
-    keeps_gradients: bool = False,
-    is_foreach: bool = False,
-    expandable_segments: bool = False,
-) -> RuntimeProfile:
-    """Who carries a plan out, and how.  Raises ProtwinError if the options make no sense together."""
-    if reduce_dtype is not None and runtime is Runtime.OURS:
-        raise ProtwinError(
-            f"--reduce-dtype is {reduce_dtype}, but --as names nobody who casts gradients: here they are reduced in "
-            f"their own type. Add --as fsdp2."
+@dataclass(frozen=True, kw_only=True)
+class RuntimeChoice:
+    """Who is to carry a plan out, and how; see [Note: Groups of options] in ``shared/cli/option_groups.py``."""
+
+    runtime: AsRuntime = Runtime.OURS
+    reduce_dtype: ReduceDType = None
+    reentrant: Reentrant = False
+    loss_metrics: LossMetrics = None
+    bucket_scalars: BucketScalars = None
+    two_buckets: TwoBuckets = False
+    keeps_gradients: KeepsGradients = False
+    foreach: Foreach = False
+    expandable_segments: ExpandableSegments = False
+
+    def profile(self) -> RuntimeProfile:
+        """Raises ProtwinError if the options make no sense together."""
+        if self.reduce_dtype is not None and self.runtime is Runtime.OURS:
+            raise ProtwinError(
+                f"--reduce-dtype is {self.reduce_dtype}, but --as names nobody who casts gradients: here they are "
+                f"reduced in their own type. Add --as fsdp2."
+            )
+        return RuntimeProfile(
+            self.runtime,
+            None if self.reduce_dtype is None else DType(self.reduce_dtype),
+            recomputes_whole=self.reentrant,
+            loss_metrics=self.loss_metrics,
+            bucket_scalars=self.bucket_scalars,
+            has_two_buckets=self.two_buckets,
+            keeps_gradients=self.keeps_gradients,
+            temporary_lists=1 if self.foreach else 0,
+            expandable_segments=self.expandable_segments,
         )
-    reduced_in = None if reduce_dtype is None else DType(reduce_dtype)
-    return RuntimeProfile(
-        runtime,
-        reduced_in,
-        recomputes_whole=is_reentrant,
-        loss_metrics=loss_metrics,
-        bucket_scalars=bucket_scalars,
-        has_two_buckets=has_two_buckets,
-        keeps_gradients=keeps_gradients,
-        temporary_lists=1 if is_foreach else 0,
-        expandable_segments=expandable_segments,
-    )

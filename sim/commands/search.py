@@ -11,39 +11,24 @@ from ...shared.basics.errors import InfeasibleError
 from ...shared.basics.gc_pause import gc_paused
 from ...shared.basics.progress import OnProgress, progress_bar
 from ...shared.cli.exits import report_interruption
+from ...shared.cli.option_groups import with_groups
 from ...shared.cli.options import (
-    AutocastName,
     BatchSize,
     CalibrationPath,
     DeviceBudget,
-    DoubleQuantize,
     DTypeName,
-    FrozenParts,
     HardwareChanges,
     HardwareName,
     HostGradientsName,
-    ImageCount,
-    ImageSize,
     JsonFlag,
-    LoraDropout,
-    LoraDtype,
-    LoraRank,
-    LoraTargets,
-    LossName,
     ModelName,
     NoCacheFlag,
     OptimizerName,
-    OsftTargets,
     OutputPath,
     PackedLengths,
     PriceEntries,
-    QuantizationBlock,
-    QuantizedTo,
-    QuantizeHead,
     SequenceLength,
     Tokens,
-    UnfreezeRankRatio,
-    UseDora,
     command_app,
     examples,
     keep_apart,
@@ -51,7 +36,7 @@ from ...shared.cli.options import (
 )
 from ...shared.cli.output import save, tell
 from ...shared.cli.report_options import ReportPath, write_report
-from ...shared.cli.trained_as import images_of, loss_tiles_of, quantized_of
+from ...shared.cli.trained_as import loss_tiles_of
 from ...shared.compile.compile import compile_schedule
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
@@ -62,18 +47,13 @@ from ...shared.schema.workload import Workload
 from ..memory.libraries import rank_host_bytes
 from ..questions.goals import SEQUENCE_STEP, Shapes, search_goal
 from ..questions.host_bound import with_host_bound
-from ..questions.in_tiles import AskedTiles
 from ..questions.remedies import with_remedies
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..searching.request import GlobalBatch, SearchRequest, Step
-from ..space.space import SearchSpace
 from ..space.step_spec import SEVERAL
-from .model_choice import ModelChoice
+from .model_choice import ModelChoice, PredictedTraining
 from .options import (
     BaselinePlans,
-    BitsandbytesRelease,
-    CompiledParts,
-    Float8Scaling,
     GlobalBatchSize,
     GoalName,
     Margin,
@@ -81,7 +61,6 @@ from .options import (
     MethodName,
     MicroBatches,
     NumRanks,
-    PackedFrom,
     RiskName,
     StudentPath,
     WhatIfCommand,
@@ -102,28 +81,12 @@ from .options import (
 )
 from .pipelines import may_be_pipeline, refuse, search_pipelines
 from .space_options import (
-    AllowedBuffers,
-    AllowedCheckpoints,
-    AllowedChunkBytes,
-    AllowedDisk,
-    AllowedDiskState,
-    AllowedHostStepped,
-    AllowedLossTiles,
-    AllowedMlpTiles,
+    AllowedKnobs,
     AllowedModes,
-    AllowedOffloadedInputs,
-    AllowedPersistent,
-    AllowedPrefetchDepths,
-    AllowedProductStrides,
     AllowedSequenceRanks,
     AllowedShardRanks,
-    AllowedShards,
-    AllowedStaging,
-    AllowedSwaps,
-    LooksUpRows,
     groups_that_share,
     shard_groups_to_search,
-    whole_if_lowered,
 )
 
 if TYPE_CHECKING:
@@ -149,7 +112,9 @@ search = command_app()
     ),
 )
 @gc_paused()
+@with_groups
 def search_command(
+    *,
     model: ModelName,
     hardware: HardwareName,
     method: MethodName = None,
@@ -158,45 +123,11 @@ def search_command(
     sequence_length: SequenceLength = None,
     packed_lengths: PackedLengths = None,
     dtype: DTypeName = None,
-    lora_rank: LoraRank = None,
-    lora_targets: LoraTargets = None,
-    lora_dropout: LoraDropout = None,
-    lora_dtype: LoraDtype = None,
-    use_dora: UseDora = False,
-    quantized_to: QuantizedTo = None,
-    double_quantize: DoubleQuantize = False,
-    quantization_blocksize: QuantizationBlock = None,
-    quantize_head: QuantizeHead = False,
-    unfreeze_rank_ratio: UnfreezeRankRatio = None,
-    osft_targets: OsftTargets = None,
-    frozen: FrozenParts = None,
-    image_size: ImageSize = None,
-    images: ImageCount = None,
-    autocast: AutocastName = None,
-    loss: LossName = None,
-    compiled: CompiledParts = None,
-    float8: Float8Scaling = None,
-    release: BitsandbytesRelease = None,
-    packed_from: PackedFrom = None,
+    training: PredictedTraining,
     changes: HardwareChanges = None,
     device_budget_bytes: DeviceBudget = None,
     calibration: CalibrationPath = None,
-    chunk_bytes: AllowedChunkBytes = None,
-    n_persist: AllowedPersistent = None,
-    n_host_stepped: AllowedHostStepped = None,
-    n_shard: AllowedShards = None,
-    looks_up_rows: LooksUpRows = False,
-    n_disk_state: AllowedDiskState = None,
-    n_disk: AllowedDisk = None,
-    n_staging: AllowedStaging = None,
-    n_buffer: AllowedBuffers = None,
-    prefetch_depth: AllowedPrefetchDepths = None,
-    n_checkpoint: AllowedCheckpoints = None,
-    n_swap: AllowedSwaps = None,
-    n_offload_input: AllowedOffloadedInputs = None,
-    product_stride: AllowedProductStrides = None,
-    mlp_tiles: AllowedMlpTiles = None,
-    loss_tiles: AllowedLossTiles = None,
+    knobs: AllowedKnobs,
     micro_batches: MicroBatches = None,
     max_gradient_norm: MaxGradientNorm = None,
     optimizer: OptimizerName = None,
@@ -253,66 +184,24 @@ def search_command(
     num_ranks = ranks_to_search(machine, num_ranks, parallel or ())
     if goal is not Goal.CHEAPEST and (unused := unused_devices(machine, num_ranks)) is not None:
         warn(unused)
-    loss_tiles = loss_tiles_of(loss, loss_tiles)
     what_ifs = _what_ifs(questions, machine, factors)
-    allowed = {
-        "chunk_bytes": chunk_bytes,
-        "n_persist": n_persist,
-        "n_host_stepped": n_host_stepped,
-        "n_shard": n_shard,
-        "n_disk_state": n_disk_state,
-        "n_disk": n_disk,
-        "n_staging": n_staging,
-        "n_buffer": n_buffer,
-        "prefetch_depth": prefetch_depth,
-        "n_checkpoint": n_checkpoint,
-        "n_swap": n_swap,
-        "n_offload_input": n_offload_input,
-        "product_stride": product_stride,
-        "mlp_tiles": mlp_tiles,
-        "loss_tiles": loss_tiles,
-        "sequence_ranks": sequence_ranks,
-    }
     num_groups = groups_that_share(sequence_ranks, num_ranks)
-    space = SearchSpace.model_validate(
-        {knob: tuple(values) for knob, values in allowed.items() if values} | {"looks_up_rows": looks_up_rows}
-    )
-
+    space = knobs.space(loss_tiles=loss_tiles_of(training.loss, knobs.loss_tiles), sequence_ranks=sequence_ranks)
     choice = ModelChoice(
         name=model,
         batch_size=batch_size,
         sequence_length=sequence_length,
         dtype=dtype,
-        lora_rank=lora_rank,
-        lora_targets=lora_targets,
-        lora_dropout=lora_dropout,
-        lora_dtype=lora_dtype,
-        use_dora=use_dora,
-        quantized=quantized_of(
-            quantized_to,
-            double=double_quantize,
-            blocksize=quantization_blocksize,
-            head=quantize_head,
-            release=release,
-            packed_from=packed_from,
-        ),
-        unfreeze_rank_ratio=unfreeze_rank_ratio,
-        osft_targets=osft_targets,
-        frozen=frozen,
-        images=images_of(image_size, images),
-        autocast=autocast,
-        loss=loss,
-        compiled=compiled,
-        float8=float8,
+        training=training,
         device=machine.device,
         has_cache=not no_cache,
         method=method,
         student_path=student,
         packed_lengths=packed_lengths,
         sequence_ranks=tuple(sequence_ranks or ()),
-        tiles=AskedTiles.named(
-            whole_if_lowered(mlp_tiles, compiled, float8),
-            loss_tiles,
+        tiles=training.tiles(
+            knobs.mlp_tiles,
+            knobs.loss_tiles,
             at_any_length=goal in (Goal.LONGEST_SEQUENCE, Goal.LARGEST_BATCH, Goal.LEAST_MEMORY),
         ),
     )

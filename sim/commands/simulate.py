@@ -13,39 +13,24 @@ from ...shared.basics.gc_pause import gc_paused
 from ...shared.basics.progress import progress_bar
 from ...shared.basics.units import format_bytes
 from ...shared.catalogue.rank_share import machine_of_rank
+from ...shared.cli.option_groups import with_groups
 from ...shared.cli.options import (
-    AutocastName,
     BatchSize,
     CalibrationPath,
     DeviceBudget,
-    DoubleQuantize,
     DTypeName,
-    FrozenParts,
     HardwareChanges,
     HardwareName,
-    ImageCount,
-    ImageSize,
     JsonFlag,
-    LoraDropout,
-    LoraDtype,
-    LoraRank,
-    LoraTargets,
-    LossName,
     ModelName,
     NoCacheFlag,
     OptimizerName,
-    OsftTargets,
     OutputPath,
     PackedLengths,
     PriceEntries,
-    QuantizationBlock,
-    QuantizedTo,
-    QuantizeHead,
     SequenceLength,
     TimelinePath,
     Tokens,
-    UnfreezeRankRatio,
-    UseDora,
     command_app,
     examples,
     keep_apart,
@@ -54,10 +39,9 @@ from ...shared.cli.options import (
 )
 from ...shared.cli.output import save, tell
 from ...shared.cli.report_options import ReportPath, write_report
-from ...shared.cli.trained_as import check_loss_of_plan, images_of, quantized_of
+from ...shared.cli.trained_as import check_loss_of_plan
 from ...shared.compile.compile import compile_schedule
 from ...shared.methods.known import method_named
-from ...shared.methods.runtime_profile import Runtime
 from ...shared.pipelines.pipeline import Pipeline, load_plan_or_pipeline
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import DeviceKind, Hardware
@@ -73,31 +57,18 @@ from ..questions.in_tiles import AskedTiles
 from ..questions.leaner_plans import Room
 from ..questions.remedies import remedies
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
-from .model_choice import ModelChoice
+from .model_choice import ModelChoice, PredictedTraining
 from .options import (
-    AsRuntime,
-    BitsandbytesRelease,
-    BucketScalars,
-    CompiledParts,
-    ExpandableSegments,
-    Float8Scaling,
-    Foreach,
-    KeepsGradients,
-    LossMetrics,
     MethodName,
     NumRanks,
-    PackedFrom,
     Parallel,
-    ReduceDType,
-    Reentrant,
+    RuntimeChoice,
     ShardRanks,
     Shards,
     StudentPath,
-    TwoBuckets,
     check_budget,
     machine_of,
     price_files,
-    runtime_profile,
     unused_devices,
     warn_of_attention,
     warn_of_dtype,
@@ -124,7 +95,9 @@ simulate = command_app()
     )
 )
 @gc_paused()
+@with_groups
 def simulate_command(
+    *,
     plan: Annotated[Path, typer.Option("--plan", metavar="FILE", help="What to simulate.")],
     model: ModelName,
     hardware: HardwareName,
@@ -134,22 +107,7 @@ def simulate_command(
     sequence_length: SequenceLength = None,
     packed_lengths: PackedLengths = None,
     dtype: DTypeName = None,
-    lora_rank: LoraRank = None,
-    lora_targets: LoraTargets = None,
-    lora_dropout: LoraDropout = None,
-    lora_dtype: LoraDtype = None,
-    use_dora: UseDora = False,
-    quantized_to: QuantizedTo = None,
-    double_quantize: DoubleQuantize = False,
-    quantization_blocksize: QuantizationBlock = None,
-    quantize_head: QuantizeHead = False,
-    unfreeze_rank_ratio: UnfreezeRankRatio = None,
-    osft_targets: OsftTargets = None,
-    frozen: FrozenParts = None,
-    image_size: ImageSize = None,
-    images: ImageCount = None,
-    autocast: AutocastName = None,
-    loss: LossName = None,
+    training: PredictedTraining,
     changes: HardwareChanges = None,
     device_budget_bytes: DeviceBudget = None,
     calibration: CalibrationPath = None,
@@ -157,19 +115,7 @@ def simulate_command(
     parallel: Parallel = None,
     n_shard: Shards = None,
     shard_ranks: ShardRanks = None,
-    runtime: AsRuntime = Runtime.OURS,
-    reduce_dtype: ReduceDType = None,
-    compiled: CompiledParts = None,
-    float8: Float8Scaling = None,
-    release: BitsandbytesRelease = None,
-    packed_from: PackedFrom = None,
-    reentrant: Reentrant = False,
-    loss_metrics: LossMetrics = None,
-    bucket_scalars: BucketScalars = None,
-    two_buckets: TwoBuckets = False,
-    keeps_gradients: KeepsGradients = False,
-    foreach: Foreach = False,
-    expandable_segments: ExpandableSegments = False,
+    carried_out: RuntimeChoice,
     optimizer: OptimizerName = None,
     tokens: Tokens = None,
     prices: PriceEntries = None,
@@ -199,17 +145,7 @@ def simulate_command(
         },
         as_json=as_json,
     )
-    profile = runtime_profile(
-        runtime,
-        reduce_dtype,
-        is_reentrant=reentrant,
-        loss_metrics=loss_metrics,
-        bucket_scalars=bucket_scalars,
-        has_two_buckets=two_buckets,
-        keeps_gradients=keeps_gradients,
-        is_foreach=foreach,
-        expandable_segments=expandable_segments,
-    )
+    profile = carried_out.profile()
     machine = machine_of(hardware, changes, prices)
     loaded = load_plan_or_pipeline(plan)
     check_budget(device_budget_bytes, machine)
@@ -219,27 +155,7 @@ def simulate_command(
         batch_size=batch_size,
         sequence_length=sequence_length,
         dtype=dtype,
-        lora_rank=lora_rank,
-        lora_targets=lora_targets,
-        lora_dropout=lora_dropout,
-        lora_dtype=lora_dtype,
-        use_dora=use_dora,
-        quantized=quantized_of(
-            quantized_to,
-            double=double_quantize,
-            blocksize=quantization_blocksize,
-            head=quantize_head,
-            release=release,
-            packed_from=packed_from,
-        ),
-        unfreeze_rank_ratio=unfreeze_rank_ratio,
-        osft_targets=osft_targets,
-        frozen=frozen,
-        images=images_of(image_size, images),
-        autocast=autocast,
-        loss=loss,
-        compiled=compiled,
-        float8=float8,
+        training=training,
         device=machine.device,
         has_cache=not no_cache,
         method=method,
@@ -258,7 +174,7 @@ def simulate_command(
         asked = Asked(device_budget_bytes, output, as_json=as_json)
         simulate_stages(loaded, choice.workload(), machine, factors, asked)
         return
-    check_loss_of_plan(loss, loaded)
+    check_loss_of_plan(training.loss, loaded)
     chosen = with_ranks(load_plan(plan, optimizer), machine, num_ranks, parallel, n_shard, shard_ranks)
     workload = choice.workload()
     with progress_bar("simulating") as on_progress:
@@ -281,7 +197,7 @@ def simulate_command(
     _warn(record, machine, budget_bytes)
     warn_of_attention(workload)
     warn_of_loss(workload)
-    if foreach and machine.device.kind is DeviceKind.CPU:
+    if carried_out.foreach and machine.device.kind is DeviceKind.CPU:
         warn(
             "--foreach is asked about on a CPU, where PyTorch takes lists of tensors if it is told foreach=True alone, "
             "and its operations on lists go tensor by tensor: the step is predicted as a loop's, beside a list of "

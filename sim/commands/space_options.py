@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from math import gcd
 from typing import Annotated, Any
 
@@ -10,10 +11,9 @@ import typer
 
 from ...shared.basics.errors import PlanError
 from ...shared.cli.options import size_option
-from ...shared.phases.operations import Compiled, Float8
 from ...shared.phases.sequence_sharing import why_not_shared
 from ...shared.schema.plan import MOST_RANKS, ParallelMode, why_not_shard_ranks
-from ..space.space import ALL, LARGEST_KNOB
+from ..space.space import ALL, LARGEST_KNOB, SearchSpace
 
 
 def _allowed(name: str, help_text: str, *, least: int = 0) -> Any:
@@ -145,18 +145,40 @@ AllowedModes = Annotated[
 ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class AllowedKnobs:
+    """The values that each knob may take; see [Note: Groups of options] in ``shared/cli/option_groups.py``."""
+
+    chunk_bytes: AllowedChunkBytes = None
+    n_persist: AllowedPersistent = None
+    n_host_stepped: AllowedHostStepped = None
+    n_shard: AllowedShards = None
+    looks_up_rows: LooksUpRows = False
+    n_disk_state: AllowedDiskState = None
+    n_disk: AllowedDisk = None
+    n_staging: AllowedStaging = None
+    n_buffer: AllowedBuffers = None
+    prefetch_depth: AllowedPrefetchDepths = None
+    n_checkpoint: AllowedCheckpoints = None
+    n_swap: AllowedSwaps = None
+    n_offload_input: AllowedOffloadedInputs = None
+    product_stride: AllowedProductStrides = None
+    mlp_tiles: AllowedMlpTiles = None
+    loss_tiles: AllowedLossTiles = None
+
+    def space(self, *, loss_tiles: Sequence[int] | None, sequence_ranks: Sequence[int] | None) -> SearchSpace:
+        """The plans that these values leave, with those of ``loss_tiles`` and ``sequence_ranks``."""
+        named = {knob.name: getattr(self, knob.name) for knob in fields(self) if knob.name != "looks_up_rows"}
+        named |= {"loss_tiles": loss_tiles, "sequence_ranks": sequence_ranks}
+        allowed = {knob: tuple(values) for knob, values in named.items() if values}
+        return SearchSpace.model_validate(allowed | {"looks_up_rows": self.looks_up_rows})
+
+
 def product_strides(named: Sequence[int | str] | None) -> tuple[int, ...] | None:
     """What checkpointed blocks may keep, as ``SearchSpace.product_stride`` has it."""
     if ALL in (named or ()):
         return None
     return tuple(number for number in named or () if isinstance(number, int)) or (0,)
-
-
-def whole_if_lowered(
-    mlp_tiles: Sequence[int] | None, compiled: Compiled | None, float8: Float8 | None
-) -> Sequence[int] | None:
-    """The numbers of tiles that MLPs may run in: what is compiled, or in float8, runs whole unless they are named."""
-    return mlp_tiles or ([1] if compiled is not None or float8 is not None else None)
 
 
 def groups_that_share(sequence_ranks: Sequence[int] | None, num_ranks: int) -> int:

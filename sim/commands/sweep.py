@@ -12,37 +12,22 @@ from ...shared.basics.errors import PlanError, WorkloadError
 from ...shared.basics.progress import progress_bar
 from ...shared.catalogue.list_prices import with_list_prices
 from ...shared.cli.exits import report_interruption
+from ...shared.cli.option_groups import with_groups
 from ...shared.cli.options import (
-    AutocastName,
     CalibrationPath,
     DeviceBudget,
-    DoubleQuantize,
     DTypeName,
-    FrozenParts,
     HardwareChanges,
     HardwareName,
     HostGradientsName,
-    ImageCount,
-    ImageSize,
     JsonFlag,
-    LoraDropout,
-    LoraDtype,
-    LoraRank,
-    LoraTargets,
-    LossName,
     MethodName,
     ModelName,
     NoCacheFlag,
     OptimizerName,
-    OsftTargets,
     OutputPath,
     PackedLengths,
     PriceEntries,
-    QuantizationBlock,
-    QuantizedTo,
-    QuantizeHead,
-    UnfreezeRankRatio,
-    UseDora,
     command_app,
     examples,
     keep_apart,
@@ -51,29 +36,23 @@ from ...shared.cli.options import (
 from ...shared.cli.output import save, tell
 from ...shared.cli.ranges import Numbers, numbers_option
 from ...shared.cli.report_options import ReportPath, write_report
-from ...shared.cli.trained_as import images_of, loss_tiles_of, quantized_of
 from ...shared.phases.operations import lowering_notes
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.optimizer import HostGradients, Optimizer
 from ...shared.sweeps.sweep import Sweep, crossovers
 from ...shared.workloads.source import is_saved_workload
-from ..questions.in_tiles import AskedTiles
 from ..questions.sweep import SweepRequest
 from ..questions.sweep import sweep as sweep_points
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..searching.request import SearchRequest, Step
 from ..space.step_spec import SEVERAL
 from .advise import NumProcesses
-from .model_choice import ModelChoice
+from .model_choice import ModelChoice, PredictedTraining
 from .options import (
-    BitsandbytesRelease,
-    CompiledParts,
-    Float8Scaling,
     Margin,
     MaxGradientNorm,
     MicroBatches,
     NumRanks,
-    PackedFrom,
     StudentPath,
     check_budget,
     machine_of,
@@ -92,7 +71,6 @@ from .space_options import (
     groups_that_share,
     product_strides,
     shard_groups_to_search,
-    whole_if_lowered,
 )
 
 if TYPE_CHECKING:
@@ -131,7 +109,9 @@ BatchSizes = Annotated[
         "--lora-rank 16 --report sweep.html",
     )
 )
+@with_groups
 def sweep_command(
+    *,
     model: ModelName,
     hardware: HardwareName,
     sequences: SequenceLengths,
@@ -140,26 +120,7 @@ def sweep_command(
     student: StudentPath = None,
     packed_lengths: PackedLengths = None,
     dtype: DTypeName = None,
-    lora_rank: LoraRank = None,
-    lora_targets: LoraTargets = None,
-    lora_dropout: LoraDropout = None,
-    lora_dtype: LoraDtype = None,
-    use_dora: UseDora = False,
-    quantized_to: QuantizedTo = None,
-    double_quantize: DoubleQuantize = False,
-    quantization_blocksize: QuantizationBlock = None,
-    quantize_head: QuantizeHead = False,
-    unfreeze_rank_ratio: UnfreezeRankRatio = None,
-    osft_targets: OsftTargets = None,
-    frozen: FrozenParts = None,
-    image_size: ImageSize = None,
-    images: ImageCount = None,
-    autocast: AutocastName = None,
-    loss: LossName = None,
-    compiled: CompiledParts = None,
-    float8: Float8Scaling = None,
-    release: BitsandbytesRelease = None,
-    packed_from: PackedFrom = None,
+    training: PredictedTraining,
     changes: HardwareChanges = None,
     device_budget_bytes: DeviceBudget = None,
     margin: Margin = None,
@@ -212,34 +173,14 @@ def sweep_command(
         batch_size=batch_sizes[0],
         sequence_length=sequence_lengths[0],
         dtype=dtype,
-        lora_rank=lora_rank,
-        lora_targets=lora_targets,
-        quantized=quantized_of(
-            quantized_to,
-            double=double_quantize,
-            blocksize=quantization_blocksize,
-            head=quantize_head,
-            release=release,
-            packed_from=packed_from,
-        ),
-        lora_dropout=lora_dropout,
-        lora_dtype=lora_dtype,
-        use_dora=use_dora,
-        unfreeze_rank_ratio=unfreeze_rank_ratio,
-        osft_targets=osft_targets,
-        frozen=frozen,
-        images=images_of(image_size, images),
-        autocast=autocast,
-        loss=loss,
-        compiled=compiled,
-        float8=float8,
+        training=training,
         device=machine.device,
         has_cache=not no_cache,
         method=method,
         student_path=student,
         packed_lengths=packed_lengths,
         sequence_ranks=tuple(sequence_ranks or ()),
-        tiles=AskedTiles.named(whole_if_lowered(mlp_tiles, compiled, float8), loss_tiles_of(loss, loss_tiles)),
+        tiles=training.tiles(mlp_tiles, loss_tiles),
     )
     if num_ranks > 1 and choice.student is not None:
         raise PlanError(
@@ -293,7 +234,7 @@ def sweep_command(
         points=tuple(points),
         crossovers=crossovers(points),
         list_price=listed[0] if listed else None,
-        emulated=lowering_notes(compiled, float8, choice.options.packed_products),
+        emulated=lowering_notes(training.compiled, training.float8, choice.options.packed_products),
         is_complete=is_complete,
     )
     save(found, output)

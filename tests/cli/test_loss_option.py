@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from protwin.shared.basics.errors import ProtwinError
-from protwin.shared.cli.trained_as import USUAL_CHUNKS, check_loss_of_plan, loss_tiles_of, options_of, whole_loss
+from protwin.shared.cli.trained_as import USUAL_CHUNKS, check_loss_of_plan, check_whole_loss, loss_tiles_of, options_of
 from protwin.shared.phases.tiling import LossHead
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.record import Record
@@ -57,9 +57,10 @@ def test_chunks_are_no_part_of_the_options() -> None:
 
 
 def test_what_is_measured_has_no_chunks() -> None:
-    assert [whole_loss(loss) for loss in (None, *list(LossHead)[:3])] == [None, *list(LossHead)[:3]]
+    for loss in (None, LossHead.EAGER, LossHead.NARROW, LossHead.FUSED):
+        check_whole_loss(loss)
     with pytest.raises(ProtwinError, match="Write --loss eager, narrow or fused"):
-        whole_loss(LossHead.CHUNKED)
+        check_whole_loss(LossHead.CHUNKED)
 
 
 def test_plans_that_make_it_another_way_are_refused() -> None:

@@ -15,7 +15,7 @@ from protwin.shared.schema.hardware import Hardware
 from protwin.shared.schema.plan import ParallelMode
 from protwin.shared.schema.plan_kind import PlanKind
 from protwin.shared.sweeps.sweep import SweepPoint
-from protwin.sim.commands.model_choice import ModelChoice
+from protwin.sim.commands.model_choice import ModelChoice, PredictedTraining
 from protwin.sim.engine.simulator import simulate
 from protwin.sim.questions.sweep import Shape, SweepRequest, _ToDo, search_point, sweep
 from protwin.sim.searching.least_memory import some_plan_fits
@@ -35,10 +35,7 @@ def request_of(hardware: Hardware = SMALL, step: Step | None = None) -> SweepReq
         batch_size=1,
         sequence_length=256,
         dtype=None,
-        lora_rank=None,
-        lora_targets=None,
-        frozen=None,
-        autocast=None,
+        training=PredictedTraining(),
         device=hardware.device,
         has_cache=False,
     )
