@@ -71,11 +71,11 @@ def check_disk_reads(claim: Claim) -> None:
 
     Or they are read for gradients to be projected against them.
     """
-    steps = [task for task in claim.tasks_of(TaskKind.DISK_READ) if _reads_state(claim, task)]
-    _check_served(claim, steps)
-    for task in claim.tasks_of(TaskKind.DISK_READ):
+    reads = claim.tasks_of(TaskKind.DISK_READ)
+    _check_served(claim, [task for task in reads if _reads_state(claim, task)])
+    for task in reads:
         chunk = chunk_of(claim, task)
-        if task in steps:
+        if _reads_state(claim, task):
             filled, homes = _stepped(claim, chunk.id), _homes(claim, chunk.id)
         else:
             if chunk.id not in claim.on_disk:

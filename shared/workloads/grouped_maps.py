@@ -179,7 +179,7 @@ def _without_bias(call: OperatorCall) -> tuple[OperatorCall, OperatorCall | None
     (made_bytes,) = call.writes_bytes
     product = replace(call, name="mm", reads=tuple((number, size) for number, (_, size) in enumerate(rest)))
     count = made_bytes // call.dtype.item_bytes
-    return product, _call("add", call.dtype, count, (made_bytes, bias_bytes), made_bytes)
+    return product, elementwise("add", call.dtype, count, (made_bytes, bias_bytes), made_bytes)
 
 
 def _steps(sizes: Sizes, dtype: DType, how: Quantization) -> Steps:
@@ -195,7 +195,7 @@ def _steps(sizes: Sizes, dtype: DType, how: Quantization) -> Steps:
     found: list[tuple[OperatorCall, int]] = []
 
     def add(name: str, kind: DType, number: int, reads: tuple[int, ...], writes_bytes: int, there_bytes: int) -> None:
-        found.append((_call(name, kind, number, reads, writes_bytes), there_bytes))
+        found.append((elementwise(name, kind, number, reads, writes_bytes), there_bytes))
 
     for number, narrow_bytes, before in ((zeros, few_zeros, 0), (count, few, few_zeros)):
         wide = number * _WORD
@@ -210,7 +210,8 @@ def _steps(sizes: Sizes, dtype: DType, how: Quantization) -> Steps:
     return found
 
 
-def _call(name: str, dtype: DType, flops: int, reads: Sequence[int], writes_bytes: int) -> OperatorCall:
+def elementwise(name: str, dtype: DType, flops: int, reads: Sequence[int], writes_bytes: int) -> OperatorCall:
+    """An operation that reads tensors of ``reads`` bytes and writes one."""
     return OperatorCall(
         name=name,
         operation_class=OperationClass.ELEMENTWISE,

@@ -18,8 +18,8 @@ from ..observed.assembly import TracedShape
 from ..observed.observation import Observation, OperatorCall
 from ..phases.quantization import BLOCKSIZE, NESTED_BLOCKSIZE, NUM_CODES, NUM_NESTED_CODES, Quantization, QuantizedType
 from ..schema.schedule import TaskKind
-from ..schema.workload import DType, OperationClass, Parameter
-from .grouped_maps import GROUPED_CLASS, Written, grouped_parameters, unpacking_groups
+from ..schema.workload import DType, Parameter
+from .grouped_maps import GROUPED_CLASS, Written, elementwise, grouped_parameters, unpacking_groups
 
 PACKED_CLASSES: Final = {
     QuantizedType.NF4: "Linear4bit",
@@ -162,33 +162,23 @@ def _steps(
     weight_bytes = count * dtype.item_bytes
     if how.type is QuantizedType.INT8:
         scales_bytes = num_out * _FLOAT
+        both_bytes = weight_bytes + scales_bytes
         return [
-            (_call("_to_copy", dtype, count, (count,), weight_bytes), weight_bytes),
-            (_call("mul", DType.FLOAT32, num_out, (scales_bytes,), scales_bytes), weight_bytes + scales_bytes),
-            (_call("mul_", dtype, count, (weight_bytes, scales_bytes), weight_bytes), weight_bytes + scales_bytes),
+            (elementwise("_to_copy", dtype, count, (count,), weight_bytes), weight_bytes),
+            (elementwise("mul", DType.FLOAT32, num_out, (scales_bytes,), scales_bytes), both_bytes),
+            (elementwise("mul_", dtype, count, (weight_bytes, scales_bytes), weight_bytes), both_bytes),
         ], scales_bytes
     num_scales = -(-count // (how.blocksize or BLOCKSIZE))
     scales_bytes = num_scales * _FLOAT
-    whole = _call("bitsandbytes::dequantize_4bit", dtype, count, (-(-count // 2), scales_bytes), weight_bytes)
+    whole = elementwise("bitsandbytes::dequantize_4bit", dtype, count, (-(-count // 2), scales_bytes), weight_bytes)
     if not how.double:
         return [(whole, weight_bytes)], 0
     nested_bytes = -(-num_scales // NESTED_BLOCKSIZE) * _FLOAT
     read = (num_scales, nested_bytes, NUM_NESTED_CODES * _FLOAT)
-    scales = _call("bitsandbytes::dequantize_blockwise", DType.FLOAT32, num_scales, read, scales_bytes)
+    scales = elementwise("bitsandbytes::dequantize_blockwise", DType.FLOAT32, num_scales, read, scales_bytes)
     name = "add_" if is_backward else "add"
-    added = _call(name, DType.FLOAT32, num_scales, (scales_bytes, _FLOAT), scales_bytes)
+    added = elementwise(name, DType.FLOAT32, num_scales, (scales_bytes, _FLOAT), scales_bytes)
     # Forward adds into a tensor of its own, and lets its scales go behind the product; backward before it.
     at_once = scales_bytes if is_backward else 2 * scales_bytes
     steps = [(scales, scales_bytes), (added, at_once), (whole, weight_bytes + scales_bytes)]
     return steps, scales_bytes if is_backward else 0
-
-
-def _call(name: str, dtype: DType, flops: int, reads: Sequence[int], writes_bytes: int) -> OperatorCall:
-    return OperatorCall(
-        name=name,
-        operation_class=OperationClass.ELEMENTWISE,
-        dtype=dtype,
-        flops=flops,
-        reads=tuple(enumerate(reads)),
-        writes_bytes=(writes_bytes,),
-    )

@@ -46,7 +46,7 @@ class LeastWork:
 
         # What the host steps comes once at least; gradients leave in every micro-batch, or when they are added up.
         sums_s = (facts.num_offloads - 1) * stepped_s(TaskKind.GRADIENT_ACCUMULATE, facts.accumulate_work)
-        if step.widens:
+        if step.knobs.widens:
             sums_s += stepped_s(TaskKind.GRADIENT_ACCUMULATE, facts.widen_work)
         cpu_s = stepped_s(TaskKind.CPU_ADAM, facts.cpu_adam_work) + sums_s
         cpu_s, projected_s = cpu_s + _projected_s(table, alone_s, on_host=True), _projected_s(table, alone_s)
@@ -118,7 +118,7 @@ def _together_s(table: ChunkTable, compute: ComputeTable) -> FloatArray:
 
     summed_s = stepped_s(TaskKind.ALL_REDUCE, facts.all_reduce_work)
     leaving_s, brought_s = summed_s, np.zeros_like(summed_s)
-    if step.is_sharded:
+    if step.knobs.is_sharded:
         leaving_s = stepped_s(TaskKind.REDUCE_SCATTER, facts.scatter_work)
         brought_s = alone_s(TaskKind.ALL_GATHER, facts.all_gather_work)
     replicated_s = np.zeros_like(summed_s)

@@ -197,7 +197,7 @@ class _Windows:
 def _trips(table: ChunkTable, compute: ComputeTable) -> list[_Trip]:
     """Round trips of a chunk that the host steps last, and under a limit of the norm of one that it steps first."""
     facts, layout = table.facts, table.layout
-    order, limits_norm = facts.update_order, table.step.limits_norm
+    order, limits_norm = facts.update_order, table.step.knobs.limits_norm
     steps = order if not limits_norm else np.sort(order)
     num_chunks = len(layout.chunks)
 

@@ -60,21 +60,6 @@ _UNMEASURED_CONTENTION: Final = Source("contention unmeasured", 0.5, 2.0)
 """Of the excess over 1 of slowdowns: fair shares of what lanes draw on, against measured pairs of lanes."""
 
 
-def with_intervals(
-    record: Record,
-    durations_s: Sequence[float],
-    contention: ContentionModel,
-    schedule: Schedule,
-    timing: Timing,
-    errors: ErrorModel,
-    *,
-    limit_bytes: int,
-) -> Record:
-    """The record of ``drawn_record``."""
-    record, _ = drawn_record(record, durations_s, contention, schedule, timing, errors, limit_bytes=limit_bytes)
-    return record
-
-
 @dataclass(frozen=True, eq=False)
 class PlanDraws:
     """One plan's time under every draw."""

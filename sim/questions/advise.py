@@ -12,9 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, as_completed
 from dataclasses import asdict, dataclass, field, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Final
 
@@ -50,7 +49,7 @@ from ..space.step_spec import StepSpec
 from ..space.tilings import tile_counts
 from .goals import SEQUENCE_STEP, Shapes, search_goal
 from .in_tiles import AskedTiles, Tiles
-from .processes import end_with_parent, interruptions_held
+from .processes import interruptions_held, searching_processes
 
 _SECONDS_PER_HOUR: Final = 3600
 _MOST_WORK: Final = 8_000
@@ -322,29 +321,16 @@ def _answers(
     """Answers as they come.  Ctrl-C ends all processes."""
     if not asked:
         return
-    if num_processes == 1 or len(asked) == 1:
+    num_processes = min(num_processes, len(asked))
+    if num_processes == 1:
         for one in asked:
             yield one, search_one(request, one)
         return
-    pool = ProcessPoolExecutor(
-        min(num_processes, len(asked)), mp_context=get_context("spawn"), initializer=end_with_parent
-    )
-    try:
+    with searching_processes(num_processes, advice=", and --state FILE to keep what is known") as pool:
         with interruptions_held():
             futures: dict[Future[MachineAdvice], Offer] = {pool.submit(search_one, request, one): one for one in asked}
         for future in as_completed(futures):
             yield futures[future], future.result()
-    except BrokenExecutor as error:
-        raise ProtwinError(
-            f"one of {min(num_processes, len(asked))} processes that search ended by itself: out of memory, most "
-            f"likely. Ask again with --processes {max(1, num_processes // 2)}, and --state FILE to keep what is known."
-        ) from error
-    except BaseException:
-        for process in list((pool._processes or {}).values()):
-            process.terminate()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def check_request(request: AdviceRequest, cache: Path | None, method: TrainingMethod | None = None) -> int:

@@ -15,10 +15,9 @@ is searched over all sizes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from multiprocessing import get_context
 from typing import Final
 
 from ...shared.basics.errors import InfeasibleError, PlanError, ProtwinError
@@ -36,7 +35,7 @@ from ..searching.request import SearchRequest
 from ..searching.search import search_batches
 from ..space.space import SearchSpace
 from .in_tiles import AskedTiles
-from .processes import end_with_parent, interruptions_held
+from .processes import interruptions_held, searching_processes
 
 _UNLIMITED_BYTES: Final = 2**50
 """More than any batch needs."""
@@ -225,9 +224,8 @@ def _answers(asked: SweepRequest, ordered: Sequence[Shape], num_processes: int) 
             yield shape, todo.taken(search_point(asked, shape))
         yield from todo.skipped()
         return
-    pool = ProcessPoolExecutor(num_processes, mp_context=get_context("spawn"), initializer=end_with_parent)
     searching: dict[Future[SweepPoint], Shape] = {}
-    try:
+    with searching_processes(num_processes) as pool:
         while True:
             for shape in islice(todo, num_processes - len(searching)):
                 with interruptions_held():
@@ -237,17 +235,6 @@ def _answers(asked: SweepRequest, ordered: Sequence[Shape], num_processes: int) 
                 return
             for future in wait(searching, return_when=FIRST_COMPLETED).done:
                 yield searching.pop(future), todo.taken(future.result())
-    except BrokenExecutor as error:
-        raise ProtwinError(
-            f"one of {num_processes} processes that search ended by itself: out of memory, most likely. Ask again with "
-            f"--processes {max(1, num_processes // 2)}."
-        ) from error
-    except BaseException:
-        for process in list((pool._processes or {}).values()):
-            process.terminate()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 @dataclass

@@ -96,5 +96,5 @@ def _is_left_out(request: SearchRequest, problem: SearchProblem, sort: LeftOutSo
 
 def _may_look_up(problem: SearchProblem) -> bool:
     """Whether plans of ``problem`` may look rows up."""
-    is_alone = problem.step.parallel is ParallelMode.SINGLE and not problem.step.widens
+    is_alone = problem.step.parallel is ParallelMode.SINGLE and not problem.step.knobs.widens
     return is_alone and any(why_not_looked_up(problem.workload, one.grid.layout) is None for one in problem.layouts)

@@ -15,7 +15,7 @@ from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import ParallelMode
 from ...shared.schema.record import Record
 from ...shared.schema.search_result import BatchChoice, Certificate, ModeChoice, PlanOutcome, SearchResult
-from ..engine.intervals import FloatArray, interval_of, ratio_interval, with_intervals
+from ..engine.intervals import FloatArray, drawn_record, interval_of, ratio_interval
 from ..engine.prediction import RankMachine, predicted_record
 from ..memory.libraries import collective_bytes
 from .branch_and_bound import BranchAndBound, Simulated
@@ -84,7 +84,7 @@ def _prediction(problem: SearchProblem, chosen: Simulated) -> Record:
         layout=problem.layouts[chosen.candidate.layout].grid.layout,
         method=problem.method,
     )
-    return with_intervals(
+    found, _ = drawn_record(
         record.asking(device_budget_bytes=problem.device_budget_bytes, host_budget_bytes=problem.host_budget_bytes),
         problem.costs.durations_s(chosen.schedule),
         problem.contention,
@@ -93,6 +93,7 @@ def _prediction(problem: SearchProblem, chosen: Simulated) -> Record:
         problem.errors,
         limit_bytes=problem.device_budget_bytes,
     )
+    return found
 
 
 def certify(branches: Sequence[BranchAndBound], chosen_s: float, *, is_interrupted: bool = False) -> Certificate:

@@ -8,11 +8,10 @@ from typing import Final
 
 import numpy as np
 
-from ...shared.compile.chunk_facts import ChunkFacts, StepKnobs
+from ...shared.compile.chunk_facts import ChunkFacts
 from ...shared.drafts.program import NOT_THERE, Work
 from ...shared.layout.layout import Layout
 from ...shared.layout.residencies import STEPPED_BY_HOST, ChunkResidency
-from ...shared.schema.plan import ProjectionPlace
 from ...shared.schema.schedule import Task, TaskId, TaskKind
 from ...shared.schema.workload import Workload
 from ..costs.task_costs import CostModel
@@ -40,18 +39,7 @@ class ChunkTable:
     @cached_property
     def facts(self) -> ChunkFacts:
         """The compiler's facts of the chunks."""
-        step = self.step
-        knobs = StepKnobs(
-            step.micro_batches,
-            step.limits_norm,
-            step.parallel,
-            step.num_ranks,
-            step.optimizer,
-            step.host_gradients,
-            step.shard_ranks,
-            step.projects_gradients_on is ProjectionPlace.DEVICE,
-        )
-        return ChunkFacts.of(self.layout, self.workload.parameters, knobs)
+        return ChunkFacts.of(self.layout, self.workload.parameters, self.step.knobs)
 
     def is_any_of(self, prefix: int, *some: ChunkResidency) -> BoolArray:
         """(C,) whether a chunk has one of these residencies."""
@@ -108,7 +96,7 @@ class ChunkTable:
         """(P,) pinned host memory."""
         facts, part = self.facts, self.facts.part
         # Of what nobody leaves but lookups of rows, none arrives whole; what leaves once arrives where it stays.
-        arrives = (facts.left_by != NOT_THERE) & ~facts.leaves_once & self.step.has_arrivals
+        arrives = (facts.left_by != NOT_THERE) & ~facts.leaves_once & self.step.knobs.has_arrivals
         arrival_bytes = np.where(arrives, part("arrival_bytes"), 0)
         rows_bytes = facts.of_rows("forward_bytes") + facts.of_rows("gradient_bytes")
         buffer_bytes = self._trained(part("staging_bytes") + arrival_bytes) + rows_bytes
@@ -156,7 +144,7 @@ class ChunkTable:
 
         What each of them reads adds up: its seconds are some for itself, and some for each byte.
         """
-        if not self.step.limits_norm:
+        if not self.step.knobs.limits_norm:
             return np.zeros(len(self.places.counts))
         facts, sum_of = self.facts, self.places.sum_of
         read_bytes = sum_of(self._trained(facts.part("summed_bytes")), *STEPPED_BY_HOST)

@@ -77,7 +77,7 @@ def enumerate_space(
             prefix
             for prefix in distinct_placements(layout, space.n_persist, others, on_disk)
             if (without_offload if prefix.is_persistent else is_offloading is not False)
-            and (layout.num_owned if step.is_sharded else 0) <= sum(prefix.counts) <= _first_on_host(layout)
+            and (layout.num_owned if step.knobs.is_sharded else 0) <= sum(prefix.counts) <= _first_on_host(layout)
         ]
         found = _residencies(layout, prefixes, space)
         largest_has_persistent |= any(prefix.is_persistent for prefix in prefixes)
@@ -276,7 +276,7 @@ def _looking_up(workload: Workload, layouts: Sequence[Layout], step: StepSpec) -
             f"the space holds no plan: looks_up_rows with parallel {step.parallel}, but gradients of rows are added up "
             f"on one host, so that a rank alone knows them. Leave looks_up_rows out."
         )
-    if step.widens:
+    if step.knobs.widens:
         raise PlanError(
             f"the space holds no plan: looks_up_rows with host_gradients {step.host_gradients}, but gradients of rows "
             f"are added up in their own type alone. Leave one of the two out."
@@ -352,7 +352,11 @@ def _buffer_counts(fewest: int, num_gathered: int, wanted: Iterable[int] | None)
 def _empty_space(
     layouts: Sequence[Layout], space: SearchSpace, step: StepSpec, is_offloading: bool | None
 ) -> PlanError:
-    if step.is_sharded and (space.n_persist or space.n_shard) and (owned := max(one.num_owned for one in layouts)):
+    if (
+        step.knobs.is_sharded
+        and (space.n_persist or space.n_shard)
+        and (owned := max(one.num_owned for one in layouts))
+    ):
         return PlanError(
             f"the space holds no plan: parallel is {step.parallel}, and chunks with orthogonal subspaces cannot lie on "
             f"hosts in parts, but n_persist and n_shard together count fewer than the first {owned} chunks. Allow more "

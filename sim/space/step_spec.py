@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import isfinite
 from typing import Final
 
 from ...shared.basics.errors import PlanError
+from ...shared.compile.chunk_facts import StepKnobs
 from ...shared.phases.sequence_sharing import why_not_shared
 from ...shared.schema.optimizer import HostGradients, Optimizer
 from ...shared.schema.plan import (
@@ -17,7 +19,6 @@ from ...shared.schema.plan import (
     why_not_held,
     why_not_parallel,
     why_not_shard_ranks,
-    widens_on_host,
 )
 
 __all__ = ["MOST_MICRO_BATCHES", "MOST_RANKS", "SEVERAL", "StepSpec", "check_ranks", "check_shares"]
@@ -101,22 +102,16 @@ class StepSpec:
         if self.shard_ranks == self.num_ranks:
             object.__setattr__(self, "shard_ranks", None)
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether each host has a part of every offloaded chunk."""
-        return self.parallel is ParallelMode.SHARDED
-
-    @property
-    def limits_norm(self) -> bool:
-        """Whether CPU Adam waits for a norm."""
-        return self.max_gradient_norm is not None
-
-    @property
-    def widens(self) -> bool:
-        """Whether gradients arrive on the host beside float32 sums."""
-        return widens_on_host(self.host_gradients, self.micro_batches, limits_norm=self.limits_norm)
-
-    @property
-    def has_arrivals(self) -> bool:
-        """Whether gradients arrive on the host beside those that they are added to."""
-        return self.micro_batches > 1 or self.widens
+    @cached_property
+    def knobs(self) -> StepKnobs:
+        """What the compiler reads of it."""
+        return StepKnobs(
+            self.micro_batches,
+            self.max_gradient_norm is not None,
+            self.parallel,
+            self.num_ranks,
+            self.optimizer,
+            self.host_gradients,
+            self.shard_ranks,
+            self.projects_gradients_on is ProjectionPlace.DEVICE,
+        )

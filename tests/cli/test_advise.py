@@ -33,10 +33,10 @@ from tests.sim.slow_search import search_one
 
 commands.search_machine = search_one
 if {begin!r}:
-    import protwin.sim.questions.advise
+    import protwin.sim.questions.processes
     import tests.sim.slow_search
 
-    protwin.sim.questions.advise.end_with_parent = getattr(tests.sim.slow_search, {begin!r})
+    protwin.sim.questions.processes.end_with_parent = getattr(tests.sim.slow_search, {begin!r})
 main()
 """
 Start = Callable[..., "subprocess.Popen[str]"]
