@@ -17,7 +17,8 @@ from ...shared.compile.compile import compile_schedule
 from ...shared.pipelines.pipeline import Pipeline
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.plan import Plan
-from ...shared.schema.workload import Workload, check_plan
+from ...shared.schema.plan_check import check_plan
+from ...shared.schema.workload import Workload
 from ..checkpoints.manifest import CONFIGURATION
 from ..chunks.saved_weights import SavedWeights
 from ..devices.device import TrainingDevice

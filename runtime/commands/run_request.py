@@ -14,8 +14,9 @@ from ...shared.cli.options import cache_folder, warn
 from ...shared.compile.compile import compile_schedule
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import Plan
+from ...shared.schema.plan_check import check_plan
 from ...shared.schema.record import Record
-from ...shared.schema.workload import Workload, check_plan
+from ...shared.schema.workload import Workload
 from ...shared.workloads.check import has_fused_dropout, narrow_words
 from ...shared.workloads.dtypes import TRAINABLE
 from ...shared.workloads.source import resolve_workload

@@ -15,8 +15,9 @@ from ...shared.basics.errors import PlanError, ProtwinError, ScheduleError
 from ...shared.pipelines.pipeline import Pipeline
 from ...shared.schema.hardware import Disk
 from ...shared.schema.plan import Plan
+from ...shared.schema.plan_check import check_plan
 from ...shared.schema.schedule import Memory
-from ...shared.schema.workload import Workload, check_plan
+from ...shared.schema.workload import Workload
 from ..devices.device import TrainingDevice
 from ..model.identity import model_hash
 from ..model.ownership import check_untaken, taken_over

@@ -112,8 +112,9 @@ from ..layout.looked_up import as_planned
 from ..layout.shards import stepped_bytes
 from ..layout.tiling import tiled
 from ..schema.plan import Plan, TrainingMethod
+from ..schema.plan_check import check_plan
 from ..schema.schedule import Schedule
-from ..schema.workload import Workload, check_plan
+from ..schema.workload import Workload
 from .family import Family, family_of
 from .homes import add_buckets, add_homes
 from .pairs import Pairs

@@ -14,10 +14,9 @@ from .optimizer import Optimizer
 from .plan import Plan
 from .plan_kind import PlanKind
 from .question import Question
-from .record import Factorisation
+from .record import Factorisation, TrainingRun
 from .schedule import Lane
 from .search_result import Goal
-from .training_run import TrainingRun
 
 
 class MachineAdvice(FrozenModel):

@@ -15,7 +15,6 @@ from .memory_accounts import DeviceReserved, HostMemory
 from .plan import Plan
 from .question import Question
 from .schedule import LANES_ALONE, Content, Lane, Memory, TaskKind
-from .training_run import TrainingRun
 
 _SECONDS_PER_HOUR: Final = 3600
 
@@ -216,6 +215,22 @@ class Factorisation(FrozenModel):
     """On the hosts of all ranks together, each with its share of the weights."""
     working_bytes: PositiveInt
     """Memory that the largest one takes on the way."""
+
+
+class TrainingRun(FrozenModel):
+    """Time, energy and cost of training on so many tokens, at the pace of one steady iteration."""
+
+    num_tokens: PositiveInt
+    """As asked for."""
+    num_steps: PositiveInt
+    """Optimizer steps that go through them, the last one whole."""
+    time_s: PositiveFloat
+    """Of all steps, without starting up, evaluating and saving."""
+    energy_kwh: NonNegativeFloat | None = None
+    """Kilowatt-hours of all devices at their limit of power, hosts and cooling not among them: an upper estimate.  None
+    where no power is known."""
+    cost_usd: NonNegativeFloat | None = None
+    """Rent of the machines for this time, in US dollars; None where no price is known."""
 
 
 class Record(Document):

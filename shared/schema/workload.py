@@ -24,7 +24,7 @@ from pydantic import (
 
 from ..basics.documents import Document, FrozenModel, Name
 from ..basics.errors import PlanError
-from ..basics.made_for import mismatch, words_of
+from ..basics.made_for import words_of
 from ..phases.block_profile import BlockProfile as BlockProfile
 from ..phases.block_profile import Tiling as Tiling
 from ..phases.distillation import Distillation, StagePlace
@@ -46,7 +46,7 @@ from ..phases.phase import Phase as Phase
 from ..phases.quadratic import QuadraticMemory as QuadraticMemory
 from ..phases.quantization import PackedProducts
 from ..phases.sequence_sharing import SequenceSharing as SequenceSharing
-from ..phases.sequence_sharing import why_no_sequence_ranks, why_no_sharings, why_not_shared
+from ..phases.sequence_sharing import why_no_sequence_ranks, why_no_sharings
 from ..phases.shared_inputs import SharedInput as SharedInput
 from ..phases.subspaces import Subspace as Subspace
 from ..phases.subspaces import SubspaceAxis as SubspaceAxis
@@ -54,7 +54,7 @@ from ..phases.subspaces import why_no_subspaces
 from ..phases.tiling import LossHead as LossHead
 from ..phases.tiling import LossTiling as LossTiling
 from ..phases.tiling import why_no_loss_tiles, why_no_mlp_tiles, why_no_tilings
-from .plan import Plan, TrainingMethod
+from .plan import TrainingMethod
 
 BlockId = NewType("BlockId", int)
 
@@ -470,31 +470,3 @@ def why_no_pairs(workload: Workload) -> str | None:
     if any(phase != Phase() for phase in outside):
         return "prologue's backward and epilogue do nothing; their phases are empty"
     return None
-
-
-def check_plan(plan: Plan, workload: Workload) -> None:
-    """Raise PlanError if ``plan`` was made for another workload, or for another method of training.
-
-    A plan of a composed distillation goes with a trace of the same (``Workload.composed_identity``).
-    """
-    if plan.method is not workload.method:
-        raise PlanError(
-            f"the plan is one of method {plan.method}, the workload ({workload.model_name}) one of method "
-            f"{workload.method}. Name the other method, or another workload."
-        )
-    if plan.workload_id not in (workload.identity, workload.composed_identity):
-        raise PlanError(mismatch(plan.workload_id, plan.made_for, workload.identity, workload.words))
-    reason = why_not_shared(plan.sequence_ranks, plan.num_ranks)
-    reason = reason or why_no_sequence_ranks(plan.sequence_ranks, workload.sequence_sharings, workload.model_name)
-    if reason is not None:
-        raise PlanError(f"{reason}.")
-    workload = workload.shared_among(plan.sequence_ranks)
-    if (reason := why_no_mlp_tiles(plan.mlp_tiles, workload.tilings, workload.model_name)) is not None:
-        raise PlanError(f"{reason}.")
-    if (reason := why_no_loss_tiles(plan.loss_tiles, workload.loss_tilings, workload.model_name)) is not None:
-        raise PlanError(f"{reason}.")
-    if plan.n_disk_state and workload.num_stages > 1:
-        raise PlanError(
-            f"n_disk_state: {plan.n_disk_state} in a stage of a pipeline; one rank alone knows chunks on a disk. Set "
-            f"it to 0."
-        )

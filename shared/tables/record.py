@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from ..basics.units import format_bytes, format_count, format_duration, format_flop_per_s, format_number, format_seconds
 from ..records.ranks import name_of_rank, ranks_shown
 from ..schema.plan import Plan
-from ..schema.record import Factorisation, IterationPhase, MemoryCurve, Record
+from ..schema.record import Factorisation, IterationPhase, MemoryCurve, Record, TrainingRun
 from ..schema.schedule import Lane, Memory
-from ..schema.training_run import TrainingRun
 from .labels import (
     LANE_NAMES,
     MEMORY_NAMES,

@@ -19,8 +19,9 @@ from ..layout.looked_up import check_looked_up
 from ..layout.tiling import tiled
 from ..order.happens_before import HappensBefore
 from ..schema.plan import Plan, TrainingMethod
+from ..schema.plan_check import check_plan
 from ..schema.schedule import Memory, Schedule, Task
-from ..schema.workload import Workload, check_plan
+from ..schema.workload import Workload
 from .bypass import BYPASS
 from .claim import Claim, reject
 from .compute_tasks import check_arrivals

@@ -14,7 +14,8 @@ from protwin.shared.basics.errors import PlanError
 from protwin.shared.catalogue.models import model_configuration
 from protwin.shared.phases.distillation import KeyToLearn
 from protwin.shared.schema.plan import Plan, TrainingMethod
-from protwin.shared.schema.workload import COMPOSED, OperationClass, Phase, Workload, check_plan
+from protwin.shared.schema.plan_check import check_plan
+from protwin.shared.schema.workload import COMPOSED, OperationClass, Phase, Workload
 from protwin.shared.students.student import BlockLoss, BlockOverrides, Student, Subblock
 from protwin.shared.workloads.catalogue_pairs import distillation_of_shipped
 from tests.proof_size import some_quick

@@ -6,8 +6,9 @@ import pytest
 
 from protwin.shared.basics.errors import PlanError
 from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.plan_check import check_plan
 from protwin.shared.schema.training_options import LoraOptions, TrainingOptions
-from protwin.shared.schema.workload import Workload, check_plan
+from protwin.shared.schema.workload import Workload
 from protwin.shared.workloads.source import load_workload
 
 

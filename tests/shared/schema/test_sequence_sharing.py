@@ -17,7 +17,8 @@ from protwin.shared.phases.phase import Phase
 from protwin.shared.phases.sequence_sharing import SequenceSharing
 from protwin.shared.phases.tiling import LossTiling
 from protwin.shared.schema.plan import ParallelMode, Plan, TrainingMethod
-from protwin.shared.schema.workload import Workload, check_plan
+from protwin.shared.schema.plan_check import check_plan
+from protwin.shared.schema.workload import Workload
 from tests.proof_size import examples
 from tests.shared.small_models import chain
 from tests.strategies.sharings import changed, shared_workloads, sharings

@@ -9,6 +9,7 @@ from hypothesis import given
 from pydantic import ValidationError
 
 from protwin.shared.basics.errors import PlanError
+from protwin.shared.schema.plan_check import check_plan
 from protwin.shared.schema.workload import (
     Block,
     BlockProfile,
@@ -18,7 +19,6 @@ from protwin.shared.schema.workload import (
     Parameter,
     Phase,
     Workload,
-    check_plan,
 )
 from tests.shared.small_models import chain, parameter, phase, plan, workload
 from tests.strategies.workloads import workloads

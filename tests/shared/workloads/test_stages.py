@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from protwin.shared.basics.errors import PlanError, WorkloadError
 from protwin.shared.phases.distillation import StagePlace
-from protwin.shared.schema.workload import OuterSection, Parameter, Uses, Workload, check_plan
+from protwin.shared.schema.plan_check import check_plan
+from protwin.shared.schema.workload import OuterSection, Parameter, Uses, Workload
 from protwin.shared.workloads.stages import stage_workload, stage_workloads
 from tests.proof_size import examples
 from tests.shared.bypass_models import bypass_plan, pairs
