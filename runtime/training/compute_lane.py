@@ -6,7 +6,7 @@ when it ends, its chunks are released, its gradients leave, and whoever waits fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Final
@@ -199,17 +199,14 @@ class ComputeLane:
         micro_batch = self.task_at_hand.micro_batch
         moved_bytes = self._exchanges.get((kind, micro_batch))
         stage = self._lanes.work.stage
-        try:
+        with self.failing():
             if moved_bytes is None or stage is None:
                 raise ScheduleError(f"the model exchanges an activation ({kind}) where the schedule has no such task.")
             stage.lend(kind, self.iteration, micro_batch, activation, moved_bytes)
-        except BaseException as error:
-            self.failed(error)
-            raise
 
     def end_backward(self) -> None:
         """The walker's announcement that backward is over."""
-        try:
+        with self.failing():
             self._finish_running()
             self._project()
             is_last = self.task_at_hand.kind is TaskKind.DEVICE_ADAM
@@ -221,9 +218,6 @@ class ComputeLane:
                 self._placed.hand_over(self._lanes.norms(self.iteration))
             else:
                 self._placed.watch_gradients()
-        except BaseException as error:
-            self.failed(error)
-            raise
 
     def _wait_for_ranks(self) -> None:
         """Wait until gradients that stay have been added up over ranks."""
@@ -234,7 +228,7 @@ class ComputeLane:
 
     def step_on_device(self) -> IterationLog:
         """Step the persistent chunks, end the iteration and queue the one after next; gives the iteration's log."""
-        try:
+        with self.failing():
             self._run_on(TaskKind.DEVICE_ADAM, None)
             with torch.profiler.record_function("protwin::device_adam"):
                 self._placed.step_on_device(self._lanes.work.clipped_in(self.iteration))
@@ -249,9 +243,6 @@ class ComputeLane:
             self._place = 0
             self._progress.advance(Call.STEP)
             self._logs[self.iteration + 1] = self._submit(self.iteration + 1)
-        except BaseException as error:
-            self.failed(error)
-            raise
         return log
 
     def failed(self, error: BaseException) -> None:
@@ -267,10 +258,11 @@ class ComputeLane:
         self._progress.fail(error)
         self._lanes.separate(error)
 
-    def failing_with(self, work: Callable[[], None]) -> None:
-        """Do ``work``; what it raises ends training."""
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """What is raised within the block ends training."""
         try:
-            work()
+            yield
         except BaseException as error:
             self.failed(error)
             raise
@@ -344,7 +336,7 @@ class ComputeLane:
 
     def _run_on(self, kind: TaskKind, section: Section | None) -> None:
         """The running task ends; the one of ``kind`` and ``section`` begins when what it waits for has ended."""
-        try:
+        with self.failing():
             self._finish_running()
             self._project()
             task = self.task_at_hand
@@ -357,9 +349,6 @@ class ComputeLane:
                 self._lanes.wait_for_steps(self.iteration)
                 self._lanes.check()
             self._begin_at_hand()
-        except BaseException as error:
-            self.failed(error)
-            raise
         self._placed.rows.is_in_prologue = (task.kind, task.section) == (TaskKind.FORWARD, OuterSection.PROLOGUE)
         if task.section is OuterSection.PROLOGUE and task.kind in _FORWARDS:
             self._progress.advance(Call.FORWARD)

@@ -167,7 +167,8 @@ class Training(Counted):
         self.optimizer.begin_step()
         self._recorder.add(self._compute.step_on_device())
         if self._buffers is not None:
-            self._compute.failing_with(self._buffers.settle)
+            with self._compute.failing():
+                self._buffers.settle()
         self.optimizer.end_step()
         if self.loss_scaler is not None:
             self.loss_scaler.end_step()
