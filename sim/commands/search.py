@@ -19,11 +19,9 @@ from ...shared.cli.options import (
     DTypeName,
     HardwareChanges,
     HardwareName,
-    HostGradientsName,
     JsonFlag,
     ModelName,
     NoCacheFlag,
-    OptimizerName,
     OutputPath,
     PackedLengths,
     PriceEntries,
@@ -40,7 +38,6 @@ from ...shared.cli.trained_as import loss_tiles_of
 from ...shared.compile.compile import compile_schedule
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
-from ...shared.schema.optimizer import HostGradients, Optimizer
 from ...shared.schema.plan import Plan
 from ...shared.schema.search_result import BatchSearchResult, Goal, Risk, SearchResult
 from ...shared.schema.workload import Workload
@@ -49,18 +46,14 @@ from ..questions.goals import SEQUENCE_STEP, Shapes, search_goal
 from ..questions.host_bound import with_host_bound
 from ..questions.remedies import with_remedies
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
-from ..searching.request import GlobalBatch, SearchRequest, Step
-from ..space.step_spec import SEVERAL
+from ..searching.request import GlobalBatch, SearchRequest
 from .model_choice import ModelChoice, PredictedTraining
 from .options import (
     BaselinePlans,
     GlobalBatchSize,
     GoalName,
     Margin,
-    MaxGradientNorm,
     MethodName,
-    MicroBatches,
-    NumRanks,
     RiskName,
     StudentPath,
     WhatIfCommand,
@@ -71,7 +64,6 @@ from .options import (
     check_risk,
     machine_of,
     price_files,
-    ranks_to_search,
     unused_devices,
     warn_of_attention,
     warn_of_dtype,
@@ -82,11 +74,9 @@ from .options import (
 from .pipelines import may_be_pipeline, refuse, search_pipelines
 from .space_options import (
     AllowedKnobs,
-    AllowedModes,
     AllowedSequenceRanks,
-    AllowedShardRanks,
+    StepChoice,
     groups_that_share,
-    shard_groups_to_search,
 )
 
 if TYPE_CHECKING:
@@ -128,14 +118,8 @@ def search_command(
     device_budget_bytes: DeviceBudget = None,
     calibration: CalibrationPath = None,
     knobs: AllowedKnobs,
-    micro_batches: MicroBatches = None,
-    max_gradient_norm: MaxGradientNorm = None,
-    optimizer: OptimizerName = None,
-    host_gradients: HostGradientsName = None,
     global_batch: GlobalBatchSize = None,
-    num_ranks: NumRanks = None,
-    parallel: AllowedModes = None,
-    shard_ranks: AllowedShardRanks = None,
+    steps: StepChoice,
     sequence_ranks: AllowedSequenceRanks = None,
     questions: WhatIfQuestions = None,
     goal: GoalName = Goal.FASTEST,
@@ -157,7 +141,7 @@ def search_command(
     stages and replicas, and --output writes a pipeline.  Ctrl-C ends the search with the best plan so far; what
     --output and --report write then says that it is not certified.
     """
-    check_batch(global_batch, batch_size, micro_batches)
+    check_batch(global_batch, batch_size, steps.micro_batches)
     check_goal(
         goal,
         batch_size=batch_size,
@@ -181,7 +165,7 @@ def search_command(
     machine = machine_of(hardware, changes, prices)
     check_budget(device_budget_bytes, machine)
     factors = Calibration.load(calibration) if calibration is not None else None
-    num_ranks = ranks_to_search(machine, num_ranks, parallel or ())
+    num_ranks = steps.ranks_of(machine)
     if goal is not Goal.CHEAPEST and (unused := unused_devices(machine, num_ranks)) is not None:
         warn(unused)
     what_ifs = _what_ifs(questions, machine, factors)
@@ -222,20 +206,12 @@ def search_command(
             baselines=tuple((str(path), Plan.load(path)) for path in baseline or ()),
             space=space,
             risk=risk,
-            step=Step(
-                micro_batches=micro_batches or 1,
-                max_gradient_norm=max_gradient_norm,
-                optimizer=optimizer or Optimizer.ADAMW,
-                host_gradients=host_gradients or HostGradients.PARAMETERS,
-                num_ranks=num_ranks,
-                modes=tuple(parallel or ()) or SEVERAL,
-                shard_ranks=shard_groups_to_search(shard_ranks, num_ranks, parallel or ()),
-            ),
+            step=steps.step(num_ranks),
         )
     if may_be_pipeline(request):
         of_one = {"--what-if": questions, "--goal": goal is not Goal.FASTEST, "--baseline": baseline}
         of_one["--risk"] = risk is not Risk.MEAN
-        others = {"--tokens": tokens, "--shard-ranks": shard_ranks, "--report": report}
+        others = {"--tokens": tokens, "--shard-ranks": steps.shard_ranks, "--report": report}
         refuse({**of_one, **others}, "a distillation on several ranks")
         search_pipelines(request, output=output, as_json=as_json)
         return

@@ -10,10 +10,15 @@ from typing import Annotated, Any
 import typer
 
 from ...shared.basics.errors import PlanError
-from ...shared.cli.options import size_option
+from ...shared.cli.options import HostGradientsName, OptimizerName, size_option
 from ...shared.phases.sequence_sharing import why_not_shared
+from ...shared.schema.hardware import Hardware
+from ...shared.schema.optimizer import HostGradients, Optimizer
 from ...shared.schema.plan import MOST_RANKS, ParallelMode, why_not_shard_ranks
+from ..searching.request import Step
 from ..space.space import ALL, LARGEST_KNOB, SearchSpace
+from ..space.step_spec import SEVERAL
+from .options import MaxGradientNorm, MicroBatches, NumRanks, ranks_to_search
 
 
 def _allowed(name: str, help_text: str, *, least: int = 0) -> Any:
@@ -192,18 +197,46 @@ def groups_that_share(sequence_ranks: Sequence[int] | None, num_ranks: int) -> i
     return num_ranks // gcd(*(sequence_ranks or (1,)))
 
 
-def shard_groups_to_search(
-    shard_ranks: Sequence[int | str] | None, num_ranks: int, parallel: Sequence[ParallelMode]
-) -> tuple[int, ...] | None:
-    """Sizes of shard groups as ``Step.shard_ranks`` has them.
+@dataclass(frozen=True, kw_only=True)
+class StepChoice:
+    """What is the same for every plan; see [Note: Groups of options] in ``shared/cli/option_groups.py``."""
 
-    Raises PlanError if one of them makes no equal groups, or if no mode that is named has any.
-    """
-    if not shard_ranks:
-        return None
-    mode = ParallelMode.SHARDED if ParallelMode.SHARDED in parallel or not parallel else parallel[0]
-    named = tuple(number for number in shard_ranks if isinstance(number, int))
-    for number in named or (num_ranks,):
-        if (reason := why_not_shard_ranks(number, num_ranks, mode)) is not None:
-            raise PlanError(f"{reason}.")
-    return () if ALL in shard_ranks else named
+    micro_batches: MicroBatches = None
+    max_gradient_norm: MaxGradientNorm = None
+    optimizer: OptimizerName = None
+    host_gradients: HostGradientsName = None
+    num_ranks: NumRanks = None
+    parallel: AllowedModes = None
+    shard_ranks: AllowedShardRanks = None
+
+    def ranks_of(self, machine: Hardware) -> int:
+        """How many ranks take it.  Raises what ``ranks_to_search`` raises."""
+        return ranks_to_search(machine, self.num_ranks, self.parallel or ())
+
+    def step(self, num_ranks: int) -> Step:
+        """The step of so many ranks.
+
+        Raises PlanError if they make no equal groups, or if no mode that is named has any.
+        """
+        return Step(
+            micro_batches=self.micro_batches or 1,
+            max_gradient_norm=self.max_gradient_norm,
+            optimizer=self.optimizer or Optimizer.ADAMW,
+            host_gradients=self.host_gradients or HostGradients.PARAMETERS,
+            num_ranks=num_ranks,
+            modes=tuple(self.parallel or ()) or SEVERAL,
+            shard_ranks=self._shard_groups(num_ranks),
+        )
+
+    def _shard_groups(self, num_ranks: int) -> tuple[int, ...] | None:
+        """As ``Step.shard_ranks`` has them."""
+        named: Sequence[int | str] = self.shard_ranks or ()
+        if not named:
+            return None
+        parallel = self.parallel or [ParallelMode.SHARDED]
+        mode = ParallelMode.SHARDED if ParallelMode.SHARDED in parallel else parallel[0]
+        numbers = tuple(number for number in named if isinstance(number, int))
+        for number in numbers or (num_ranks,):
+            if (reason := why_not_shard_ranks(number, num_ranks, mode)) is not None:
+                raise PlanError(f"{reason}.")
+        return () if ALL in named else numbers

@@ -19,12 +19,10 @@ from ...shared.cli.options import (
     DTypeName,
     HardwareChanges,
     HardwareName,
-    HostGradientsName,
     JsonFlag,
     MethodName,
     ModelName,
     NoCacheFlag,
-    OptimizerName,
     OutputPath,
     PackedLengths,
     PriceEntries,
@@ -38,39 +36,31 @@ from ...shared.cli.ranges import Numbers, numbers_option
 from ...shared.cli.report_options import ReportPath, write_report
 from ...shared.phases.operations import lowering_notes
 from ...shared.schema.calibration import Calibration
-from ...shared.schema.optimizer import HostGradients, Optimizer
 from ...shared.sweeps.sweep import Sweep, crossovers
 from ...shared.workloads.source import is_saved_workload
 from ..questions.sweep import SweepRequest
 from ..questions.sweep import sweep as sweep_points
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
-from ..searching.request import SearchRequest, Step
-from ..space.step_spec import SEVERAL
+from ..searching.request import SearchRequest
 from .advise import NumProcesses
 from .model_choice import ModelChoice, PredictedTraining
 from .options import (
     Margin,
-    MaxGradientNorm,
-    MicroBatches,
-    NumRanks,
     StudentPath,
     check_budget,
     machine_of,
     price_files,
-    ranks_to_search,
     unused_devices,
     warn_of_loss,
 )
 from .space_options import (
     AllowedLossTiles,
     AllowedMlpTiles,
-    AllowedModes,
     AllowedProductStrides,
     AllowedSequenceRanks,
-    AllowedShardRanks,
+    StepChoice,
     groups_that_share,
     product_strides,
-    shard_groups_to_search,
 )
 
 if TYPE_CHECKING:
@@ -128,13 +118,7 @@ def sweep_command(
     product_stride: AllowedProductStrides = None,
     mlp_tiles: AllowedMlpTiles = None,
     loss_tiles: AllowedLossTiles = None,
-    micro_batches: MicroBatches = None,
-    max_gradient_norm: MaxGradientNorm = None,
-    optimizer: OptimizerName = None,
-    host_gradients: HostGradientsName = None,
-    num_ranks: NumRanks = None,
-    parallel: AllowedModes = None,
-    shard_ranks: AllowedShardRanks = None,
+    steps: StepChoice,
     sequence_ranks: AllowedSequenceRanks = None,
     prices: PriceEntries = None,
     processes: NumProcesses = None,
@@ -164,7 +148,7 @@ def sweep_command(
     _check_shapes(model, sequence_lengths, batch_sizes)
     (machine,), listed = with_list_prices([machine_of(hardware, changes, prices)])
     check_budget(device_budget_bytes, machine)
-    num_ranks = ranks_to_search(machine, num_ranks, parallel or ())
+    num_ranks = steps.ranks_of(machine)
     if (unused := unused_devices(machine, num_ranks)) is not None:
         warn(unused)
     groups_that_share(sequence_ranks, num_ranks)
@@ -204,15 +188,7 @@ def sweep_command(
                         "sequence_ranks": tuple(sequence_ranks) if sequence_ranks else None,
                     }
                 ),
-                step=Step(
-                    micro_batches=micro_batches or 1,
-                    max_gradient_norm=max_gradient_norm,
-                    optimizer=optimizer or Optimizer.ADAMW,
-                    host_gradients=host_gradients or HostGradients.PARAMETERS,
-                    num_ranks=num_ranks,
-                    modes=tuple(parallel or ()) or SEVERAL,
-                    shard_ranks=shard_groups_to_search(shard_ranks, num_ranks, parallel or ()),
-                ),
+                step=steps.step(num_ranks),
             ),
         )
         warn_of_loss(asked.request.smallest_workload())
@@ -228,7 +204,7 @@ def sweep_command(
         hardware_name=machine.name,
         device_budget_bytes=device_budget_bytes,
         num_ranks=num_ranks,
-        micro_batches=micro_batches or 1,
+        micro_batches=steps.micro_batches or 1,
         sequence_lengths=sequence_lengths,
         batch_sizes=batch_sizes,
         points=tuple(points),
