@@ -16,7 +16,7 @@ from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
-from ...shared.schema.search_result import Lack, SearchResult
+from ...shared.schema.search_result import Baseline, Lack, SearchResult
 from ...shared.schema.workload import Workload
 from ...shared.tables.memory import allocator_warning
 from ...shared.workloads.check import check_lowering
@@ -81,8 +81,12 @@ def explain(
         for words, plan in configured.other_plans
         for other in [_predicted(plan, workload, machine, asked, configured.runtime)]
     ]
-    found, why = _searched(settled, record, asked, warn, on_progress) if asked.searches else (None, None)
     lacking = _lacking(record, settled.machine, asked)
+    found, why = None, None
+    if asked.searches:
+        found, why = _searched(settled, record, asked, warn, on_progress)
+    if found is not None:
+        found = found.model_copy(update={"baselines": _with_own_row(found.baselines, record, lacking)})
     return Explanation(
         file=asked.file,
         reading=reading,
@@ -184,12 +188,24 @@ def _searched(
             found = search_batches(tiled, on_progress=on_progress).result
         except InfeasibleError as still:
             return None, str(still)
-    # A search knows plans alone, and not who carries them out.
-    beside = [
-        one.model_copy(update={"iteration_s": configured.iteration_s}) if one.name == _OWN else one
-        for one in found.baselines
-    ]
-    return found.model_copy(update={"baselines": tuple(beside)}), None
+    return found, None
+
+
+def _with_own_row(
+    baselines: tuple[Baseline, ...], configured: Record, lacking: tuple[Lack, ...]
+) -> tuple[Baseline, ...]:
+    """The run's row as its own prediction has it: a search knows plans alone, and not who carries them out or how."""
+    host, reserved = configured.host_memory, configured.device_reserved
+    own = {
+        "iteration_s": configured.iteration_s,
+        "guaranteed_peak_device_bytes": configured.guaranteed_peak_device_bytes,
+        "expected_segments_bytes": None if lacking or reserved is None else reserved.expected_bytes,
+        "lacking": lacking,
+    }
+    if host is not None:
+        pinned_bytes = host.pinned_requested_bytes
+        own |= {"pinned_host_bytes": pinned_bytes, "host_bytes": host.planned_bytes - pinned_bytes}
+    return tuple(one.model_copy(update=own) if one.name == _OWN else one for one in baselines)
 
 
 def _tiles(settled: Settled) -> AskedTiles:

@@ -342,6 +342,23 @@ def test_attention_is_that_of_the_file_in_the_run_and_pytorchs_in_the_plan() -> 
     assert own.iteration_s == flash.configured.iteration_s
 
 
+def test_the_row_of_the_run_beside_plans_is_what_the_answer_says_of_it() -> None:
+    """Where compiled blocks and another tool's copies keep other memory than the plan by itself would."""
+    on = "h100-80gb-x8"
+    asked = Asked(file="file.json", hardware_name=on, machine=machine(on))
+    changes = {"split": Split.PARAMETERS, "compiled": "blocks", "batch_size": 8, "sequence_length": 8192}
+    run = AskedRun.model_validate(GOOD | changes)
+    told = explain(Reading(tool=Tool.TORCHTITAN, run=run), Said(), asked, never)
+    assert told.found is not None
+    (row,) = [one for one in told.found.baselines if one.name == "the run of the file"]
+    own = told.configured
+    assert own.host_memory is not None
+    assert row.iteration_s == own.iteration_s
+    assert row.guaranteed_peak_device_bytes == own.guaranteed_peak_device_bytes
+    assert row.pinned_host_bytes + row.host_bytes == own.host_memory.planned_bytes
+    assert row.lacking == told.lacking
+
+
 def test_the_answer_is_that_of_the_simulator_and_of_the_search() -> None:
     told = told_of(micro_batches=2)
     configured, workload, settled = planned(Tool.TRAINING_ARGUMENTS, on="rtx-3090", micro_batches=2)
