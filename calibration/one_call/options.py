@@ -13,6 +13,7 @@ from ...runtime.commands.run_options import Schedule
 from ...runtime.devices.device import TrainingDevice
 from ...runtime.model.batches import Loss
 from ...runtime.recording.replanning import LEAST_STEPS
+from ...shared.basics.arguments import as_number
 from ...shared.basics.errors import ProtwinError
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
@@ -60,7 +61,7 @@ class TrainOptions(TypedDict, total=False):
     plan: Plan | str | Path | None
     workload: Workload | str | Path | None
     knobs: Mapping[str, Any]
-    device: TrainingDevice | str | None
+    device: TrainingDevice | torch.device | str | None
     replan_after: int | None
     probe_s: float
     name: str | None
@@ -133,8 +134,8 @@ class Wanted:
     """The model, traced; None: it is traced."""
     knobs: Mapping[str, Any] = field(default_factory=dict)
     """Knobs of the plan that are fixed: ``{"n_persist": 4}``."""
-    device: TrainingDevice | str | None = None
-    """``"cpu"``, ``"cuda"`` or a device; None: where the model is."""
+    device: TrainingDevice | torch.device | str | None = None
+    """``"cpu"``, ``"cuda"``, ``"cuda:1"``, one of torch or of protwin; None: where the model is."""
     replan_after: int | None = REPLAN_AFTER
     """Steps after which a better plan is searched with what they have measured; None for never.  Not done where the
     plan is given, training is shorter, or there are several ranks."""
@@ -157,7 +158,7 @@ class Wanted:
             raise ProtwinError(f"schedule is {self.schedule!r}. Choose from {', '.join(Schedule)}.")
         if self.scheduler is not None and (self.schedule != Schedule.CONSTANT or self.warmup_steps):
             raise ProtwinError("scheduler and schedule or warmup_steps both set the learning rate. Give one of them.")
-        if not 0 <= self.learning_rate < float("inf"):
+        if not 0 <= as_number("learning_rate", self.learning_rate) < float("inf"):
             raise ProtwinError(f"learning_rate is {self.learning_rate}; it must be finite and at least 0.")
         if self.checkpoint is None and (self.resume or self.checkpoint_every is not None):
             option = "resume" if self.resume else "checkpoint_every"

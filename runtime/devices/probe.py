@@ -7,6 +7,7 @@ copied over and over come from the cache: ten times faster than chunks are.  So 
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -20,6 +21,8 @@ from typing import Final
 
 import torch
 
+from ...shared.basics.arguments import as_number
+from ...shared.basics.errors import HardwareError
 from ...shared.schema.hardware import Device, DeviceKind, Disk, Hardware, Host, Link, LinkPoint
 from ...shared.schema.schedule import Lane
 from ...shared.schema.workload import DType
@@ -79,8 +82,10 @@ def probe_hardware(
     ``device`` is what is measured: the first CUDA device where there is one, else the CPU as a device.  Links are
     measured with the copies that gathers and gradient offloads make: into freshly allocated device memory.
     ``disk_folder``: the machine has a disk then, measured there and with the room that it has left.  Raises FileError
-    if it cannot be written.
+    if it cannot be written, HardwareError unless ``seconds`` is a number above 0.
     """
+    if not 0 < as_number("seconds", seconds) < math.inf:
+        raise HardwareError(f"seconds is {seconds}; it must be finite and above 0.")
     chosen = device or (CudaDevice() if torch.cuda.is_available() else CpuDevice())
     if leaves_a_core and isinstance(chosen, CpuDevice):
         leave_a_core_for_lanes()

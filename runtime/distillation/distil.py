@@ -45,7 +45,7 @@ class DistilOptions(TypedDict, total=False):
 
     optimizer: MakeOptimizer | None
     parameter_groups: Sequence[Mapping[str, Any]] | None
-    device: TrainingDevice | str | None
+    device: TrainingDevice | torch.device | str | None
     meter_every: int | None
     check_gradients: bool
     loss_scaling: LossScaling | None

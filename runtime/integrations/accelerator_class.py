@@ -51,7 +51,7 @@ def planned_accelerator(
     *,
     batch: Batch | None = None,
     loss: Loss | None = None,
-    device: TrainingDevice | str | None = None,
+    device: TrainingDevice | torch.device | str | None = None,
     carry_out: Mapping[str, Any] | None = None,
     tell: Tell = tell_stderr,
     **request: Any,

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final, TypeVar
 
+import torch
 from torch import nn
 
 from ...shared.basics.errors import PlanError
@@ -30,7 +31,7 @@ def planned_trainer(
     *,
     batch: Batch | None = None,
     loss: Loss | None = None,
-    device: TrainingDevice | str | None = None,
+    device: TrainingDevice | torch.device | str | None = None,
     carry_out: Mapping[str, Any] | None = None,
     tell: Tell = tell_stderr,
     **request: Any,

@@ -22,7 +22,7 @@ from ..model.batches import Batch, Loss
 from ..model.snapshot import random_states_kept
 from ..planning.planned import Planned, planned
 from ..planning.request import PlanRequest, Tell
-from ..ranks.own_device import device_of_rank
+from ..ranks.own_device import device_of_rank, torch_device_of
 from ..recording.counts import Counts
 from ..training.carry_out import carry_out, fill_step
 from ..training.training import Training
@@ -51,7 +51,7 @@ class Wishes:
     """Fields of a ``PlanRequest``; the step's are the loop's."""
     batch: Batch | None = None
     loss: Loss | None = None
-    device: TrainingDevice | str | None = None
+    device: TrainingDevice | torch.device | str | None = None
     carrying_out: Mapping[str, Any]
     """Options of ``carry_out``."""
     tell: Tell
@@ -68,7 +68,7 @@ def wishes_of(
     whose: str,
     batch: Batch | None,
     loss: Loss | None,
-    device: TrainingDevice | str | None,
+    device: TrainingDevice | torch.device | str | None,
     carrying_out: Mapping[str, Any] | None,
     tell: Tell,
     request: Mapping[str, Any],
@@ -155,7 +155,8 @@ class TrainerRun:
         assert workload is None or isinstance(workload, Workload)
         refuse_other_step(arguments, plan, workload)
         device = self._wishes.device
-        kind = device if isinstance(device, str) else None if device is None else device.torch_device.type
+        named = device.torch_device if isinstance(device, TrainingDevice) else device
+        kind = None if named is None else torch_device_of(named).type
         if kind is not None and kind != arguments.device.type:
             raise PlanError(
                 f"the Trainer trains on {arguments.device.type}, but the plan is to be carried out on {kind}. "

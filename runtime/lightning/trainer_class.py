@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final, TypeVar
 
+import torch
+
 from ..devices.device import TrainingDevice
 from ..integrations.trainer_run import Wishes, tell_stderr, wishes_of
 from ..planning.request import Tell
@@ -26,7 +28,7 @@ def planned_lightning(
     trainer_class: _T,
     *,
     batch: Any = None,
-    device: TrainingDevice | str | None = None,
+    device: TrainingDevice | torch.device | str | None = None,
     carry_out: Mapping[str, Any] | None = None,
     tell: Tell = tell_stderr,
     **request: Any,

@@ -40,7 +40,8 @@ def loss_of(model: nn.Module, batch: Batch, loss: Loss | None) -> torch.Tensor:
     value = scalar_of(model, batch, loss)
     if not value.requires_grad:
         raise WorkloadError(
-            f"the loss of {type(model).__name__} depends on no trainable parameter. Set requires_grad on some."
+            f"the loss of {type(model).__name__} depends on no trainable parameter, though some require gradients: it "
+            f"was computed without gradients, or detached. Leave detach(), item() and torch.no_grad() out of it."
         )
     return value
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ...shared.basics.arguments import shown
 from ...shared.basics.errors import WorkloadError
 
 
@@ -27,6 +28,8 @@ def find_blocks(model: nn.Module, names: str | Sequence[str] | None = None) -> t
     ``ModuleList`` may take turns (attention and state-space layers).  Encoder and decoder of one model are found
     together.  Raises WorkloadError if there are none, naming what the model has.
     """
+    if names is not None and not isinstance(names, Sequence):
+        raise WorkloadError(f"blocks is {shown(names)}; it must be the path of a list of modules, or a list of paths.")
     if names is not None:
         return _members(model, names) if isinstance(names, str) else _named(model, list(names))
     found: list[NamedBlock] = []

@@ -35,8 +35,8 @@ def check_model(model: nn.Module, workload: Workload, *, traced_hash: str | None
         )
     if (traced_hash or model_hash(model)) != workload.model_hash:
         raise PlanError(
-            f"the workload was traced from another model ({workload.model_name}): module classes, parameter names, "
-            f"shapes, strides, dtypes or requires_grad differ. Trace this model again."
+            f"the workload was traced from another model ({workload.model_name}): {_difference(model, workload)}. "
+            f"Trace this model again."
         )
     wrong = overlap_of(model) or unkept_strides(model)
     if wrong is not None:
@@ -108,3 +108,25 @@ def _parts_of(module: nn.Module) -> dict[str, int]:
     """The names and identities of a module's own parts, whose order may change: a parametrization puts one last."""
     parts = (*module._modules.items(), *module._parameters.items())
     return {name: id(part) for name, part in parts}
+
+
+def _difference(model: nn.Module, workload: Workload) -> str:
+    """In what ``model`` differs first from the one that was traced."""
+    traced = {parameter.name: parameter for parameter in workload.parameters}
+    given = dict(model.named_parameters())
+    for lacking, has, how in (
+        (traced.keys() - given.keys(), traced, "has a parameter {}, which this one lacks"),
+        (given.keys() - traced.keys(), given, "lacks the parameter {} of this one"),
+    ):
+        if lacking:
+            return f"that one {how.format(next(name for name in has if name in lacking))}"
+    for name, parameter in traced.items():
+        one = given[name]
+        for what, then, now in (
+            ("shape", list(parameter.shape), list(one.shape)),
+            ("element type", str(parameter.dtype), str(one.dtype).removeprefix("torch.")),
+            ("requires_grad", parameter.trainable, one.requires_grad),
+        ):
+            if then != now:
+                return f"{what} of {name} was {then}, and is {now} here"
+    return "module classes, buffers or strides differ"

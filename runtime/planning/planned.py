@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
 
+import torch
 from torch import nn
 
 from ...shared.basics.plugins import plugin
@@ -66,7 +67,7 @@ def planned(
     batch: Batch,
     request: PlanRequest,
     *,
-    device: TrainingDevice | str | None = None,
+    device: TrainingDevice | torch.device | str | None = None,
     tell: Tell | None = None,
 ) -> Planned:
     """What ``model`` is to be trained by, on batches such as ``batch``.
@@ -93,7 +94,7 @@ def _planned(
     model: nn.Module,
     batch: Batch,
     request: PlanRequest,
-    device: TrainingDevice | str | None,
+    device: TrainingDevice | torch.device | str | None,
     world: World | None,
     tell: Tell,
 ) -> Planned:
@@ -137,7 +138,7 @@ def _of_first(world: World | None, work: Callable[[], _T]) -> _T:
 
 
 def _device(
-    model: nn.Module, request: PlanRequest, device: TrainingDevice | str | None, world: World | None
+    model: nn.Module, request: PlanRequest, device: TrainingDevice | torch.device | str | None, world: World | None
 ) -> TrainingDevice:
     budget_bytes = request.budget_bytes
     if isinstance(device, TrainingDevice):

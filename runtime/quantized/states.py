@@ -9,6 +9,8 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from torch import nn
 
+from ...shared.basics.arguments import shown
+from ...shared.basics.errors import WorkloadError
 from ...shared.phases.parameters import Parameter
 from ...shared.phases.quantization import QuantizedType
 from . import eight_bit, releases
@@ -33,6 +35,8 @@ def states_as_parameters(model: nn.Module) -> Iterator[None]:
     places that the parameters have by then.  Does nothing within such a block.  Raises WorkloadError, with nothing
     changed, if a quantized part of the model cannot be trained with.
     """
+    if not isinstance(model, nn.Module):
+        raise WorkloadError(f"model is {shown(model)}; it must be an nn.Module.")
     found = list(quantized_layers(model))
     layers = [layer for layer in found if not layer.quantization.type.is_grouped]
     if any(_is_registered(layer) for layer in layers):

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import torch
 
-from ...shared.basics.errors import RanksError
+from ...shared.basics.errors import PlanError, RanksError
 from ..devices.cpu_device import CpuDevice
 from ..devices.cuda_device import CudaDevice
 from ..devices.device import TrainingDevice
 from .world import World, exchanged
 
 
-def device_of_rank(kind: str, local_rank: int, *, budget_bytes: int | str | None = None) -> TrainingDevice:
-    """The device of the rank with this number on its machine; ``kind`` is "cpu" or "cuda".
+def device_of_rank(
+    named: torch.device | str, local_rank: int, *, budget_bytes: int | str | None = None
+) -> TrainingDevice:
+    """The device that is ``named`` as torch has it; "cuda" without a number is that of the rank's number.
 
-    Raises RanksError if there are fewer CUDA devices than that, and HardwareError as the devices themselves do.
+    Raises PlanError if it is neither the CPU nor a CUDA device, RanksError if there are fewer CUDA devices than that,
+    and HardwareError as the devices themselves do.
     """
-    if kind == "cpu":
+    found = torch_device_of(named)
+    if found.type == "cpu":
         return CpuDevice(budget_bytes)
+    if ":" in str(found):
+        return CudaDevice(found.index, budget_bytes=budget_bytes)
     num_devices = torch.cuda.device_count()
     if 0 < num_devices <= local_rank:
         raise RanksError(
@@ -27,6 +33,17 @@ def device_of_rank(kind: str, local_rank: int, *, budget_bytes: int | str | None
             f"CUDA_VISIBLE_DEVICES show more."
         )
     return CudaDevice(local_rank, budget_bytes=budget_bytes)
+
+
+def torch_device_of(named: object) -> torch.device:
+    """What torch calls so.  Raises PlanError if it is neither the CPU nor a CUDA device."""
+    try:
+        found = torch.device(named) if isinstance(named, str) else named
+    except RuntimeError:
+        found = None
+    if not isinstance(found, torch.device) or found.type not in ("cpu", "cuda"):
+        raise PlanError(f'device is {named!r}; it must be "cpu", "cuda", "cuda:1", CpuDevice(...) or CudaDevice(...).')
+    return found
 
 
 def check_own_device(world: World, device: TrainingDevice) -> None:

@@ -34,21 +34,17 @@ from ...shared.phases.tiling import LossHead, checked_loss_head
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import ActivationMode
 from ...shared.schema.schedule import OuterSection, TaskKind
-from ...shared.schema.workload import BlockId, Compiled, DType, Float8, Workload
-from ..adapters.refusals import refused_adapter
+from ...shared.schema.workload import BlockId, Compiled, Float8, Workload
 from ..data.packed_batches import is_told_ends, packing_of_batch, samples_apart
 from ..devices.device import device_description
 from ..hooks.row_reads import agreed
 from ..model.batches import Batch, BatchRefusedError, Loss, batch_shapes, batch_tensors, count_samples_and_tokens
 from ..model.blocks import NamedBlock, find_blocks
-from ..model.compiled import compiled_part
 from ..model.identity import model_hash, software_versions
 from ..model.kept_tensors import attributes_as_found
-from ..model.memory_overlaps import overlap_of
 from ..model.ownership import check_untaken
 from ..model.parameters import SeenUses, TracedUses, compute_dtype, describe_parameters
 from ..model.snapshot import left_as_found
-from ..model.strides import unkept_strides
 from ..osft.subspaces import described_subspaces
 from ..quantized.states import described, products_of, with_states
 from ..routing.forced_choices import ForcedChoices
@@ -67,6 +63,7 @@ from .known_values import values_known, with_values_if_wanted
 from .observing import SeenIterations, observe_sections
 from .progress import OnProgress, Progress, parts_of
 from .stopwatch import WARM_UP_ITERATIONS, time_sections
+from .traceable import check_traceable
 
 TRACED_MODES: Final = (ActivationMode.KEEP, ActivationMode.CHECKPOINT)
 """SWAP computes what KEEP does; how much of it can travel is counted along with it."""
@@ -112,7 +109,7 @@ def trace(
     the model cannot be traced, or the batch mixes packed samples, PlanError if its loss cannot be computed by tiles, or
     ranks cannot share its sequences.
     """
-    _check_model(model)
+    check_traceable(model, batch, loss)
     _, num_tokens = count_samples_and_tokens(batch)
     check_untaken(model)
     mlp_counts, loss_counts = checked_tiles(mlp_tiles, num_tokens), loss_tile_counts(loss_tiles, loss)
@@ -443,23 +440,6 @@ def _uses_of(seen: _Seen, blocks: Sequence[NamedBlock], stands_for: Sequence[int
     joined: dict[str, SeenUses] = {}
     _join_uses(joined, seen)
     return TracedUses(joined, [block.name for block in blocks], stands_for)
-
-
-def _check_model(model: nn.Module) -> None:
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    if not trainable:
-        raise WorkloadError(f"{type(model).__name__} has no trainable parameter. Set requires_grad on some.")
-    if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
-        raise WorkloadError(
-            "the model checkpoints activations itself. Call model.gradient_checkpointing_disable(): the plan decides "
-            "which blocks are checkpointed (n_checkpoint)."
-        )
-    unknown = {str(p.dtype) for p in model.parameters()} - {f"torch.{dtype}" for dtype in DType}
-    if unknown:
-        raise WorkloadError(f"parameters of dtype {', '.join(sorted(unknown))} are not supported.")
-    wrong = compiled_part(model) or refused_adapter(model) or overlap_of(model) or unkept_strides(model)
-    if wrong is not None:
-        raise WorkloadError(wrong)
 
 
 def _resident_bytes(model: nn.Module, batch: Batch) -> int:

@@ -46,7 +46,7 @@ def carry_out(
     *,
     optimizer: MakeOptimizer | None = None,
     parameter_groups: Sequence[Mapping[str, Any]] | None = None,
-    device: TrainingDevice | str | None = None,
+    device: TrainingDevice | torch.device | str | None = None,
     meter_every: int | None = None,
     check_gradients: bool = True,
     loss_scaling: LossScaling | None = None,
@@ -267,12 +267,10 @@ def fill_step(training: Training, loss: Callable[[], torch.Tensor]) -> int:
     return missing
 
 
-def device_for(model: nn.Module, named: str | None, world: World | None = None) -> TrainingDevice:
-    """The device of this rank where it is ``named``, else the model's own."""
+def device_for(model: nn.Module, named: torch.device | str | None, world: World | None = None) -> TrainingDevice:
+    """The device of this rank where it is ``named`` as torch has it, else the model's own."""
     if named is None:
         return _device_of(model)
-    if named not in ("cpu", "cuda"):
-        raise PlanError(f'device is {named!r}; it must be "cpu", "cuda", CpuDevice(...) or CudaDevice(...).')
     return device_of_rank(named, 0 if world is None else world.local_rank)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum, auto
-from typing import Final
+from typing import Any, Final, Never
+from weakref import WeakSet
 
 from ...shared.basics.errors import ScheduleError
 from ...shared.schema.schedule import Task
@@ -85,7 +87,14 @@ class Progress:
         """Iterations that are complete."""
         self.failure: BaseException | None = None
         """What ended training, or the iteration."""
+        self._is_forked = False
         self._micro_batches = micro_batches
+        _OF_PROCESS.add(self)
+
+    def end_in_fork(self) -> None:
+        """Nothing can go on: the process was forked from the one that trains, and has none of its threads."""
+        self._is_forked = True
+        self.phase = TrainingPhase.CLOSED
 
     @property
     def is_idle(self) -> bool:
@@ -159,6 +168,12 @@ class Progress:
 
     def check_open(self) -> None:
         """Raise ScheduleError if the training is closed."""
+        if self._is_forked:
+            raise ScheduleError(
+                "this process was forked while a plan was being carried out: the lanes that bring the model's weights "
+                "run in the process that it was forked from. Fork before carry_out() or after close(), or start "
+                "processes by multiprocessing.get_context('spawn') with weights of training.state_dict()."
+            )
         if self.phase is TrainingPhase.CLOSED:
             raise ScheduleError("this training is closed. Carry the plan out again.")
 
@@ -181,3 +196,24 @@ class Progress:
         """Raise ScheduleError if something was left half done."""
         if self.phase is TrainingPhase.LOST:
             raise ScheduleError(f"this training cannot go on: {self.failure}. Close it.") from self.failure
+
+
+def refuse_copy(training: object, *_: Any) -> Never:
+    """In the place of ``__reduce_ex__``: raises ScheduleError."""
+    raise ScheduleError(
+        f"a {type(training).__name__} was to be copied or pickled, but it has threads, and memory of the device. Save "
+        f"it by save(folder), or take the weights by state_dict()."
+    )
+
+
+_OF_PROCESS: Final[WeakSet[Progress]] = WeakSet()
+"""Of every training of this process."""
+
+
+def _end_in_fork() -> None:
+    for progress in _OF_PROCESS:
+        progress.end_in_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_end_in_fork)

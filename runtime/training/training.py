@@ -42,7 +42,7 @@ from .assembly import Assembly, Callbacks, Kept, Parts, TrainingSettings
 from .evaluation import refuse_other_gradient_mode
 from .guards import refuse_own_checkpointing, refuse_with_ranks, state_on_host, weight_of_rank
 from .plan_changes import changed_parts
-from .progress import Call, Progress, TrainingPhase
+from .progress import Call, Progress, TrainingPhase, refuse_copy
 
 
 class Training(Counted):
@@ -446,8 +446,7 @@ class Training(Counted):
     def close(self) -> None:
         """Wait for the steps of completed iterations and give the model ordinary parameters again.  Idempotent.
 
-        Ranks that have parts of weights give each other the whole, so that all of them have to call it; after an error
-        of one of them such weights are NaN.
+        Ranks with parts of weights give each other the whole: all have to call it; after an error of one they are NaN.
         Raises what a lane raised since the last step, after the model was given back.  Chunks whose CPU Adam has run
         in an iteration that did not complete keep that step, unless ``keep_last_step`` was chosen.
         """
@@ -475,6 +474,8 @@ class Training(Counted):
         That of earlier ones has: every gather waits for its chunk's.
         """
         self._lanes.wait_for_steps(self._progress.iteration - 1)
+
+    __reduce_ex__ = refuse_copy
 
     def __del__(self) -> None:
         # The collector may come by on any thread, a lane's among them, and the model goes too: nothing to give back.

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from itertools import chain, cycle, repeat
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from protwin.runtime import CpuDevice
 from protwin.runtime.devices import probe
 from protwin.runtime.devices.repeated_timing import repeated_s, undisturbed_s
+from protwin.shared.basics.errors import ProtwinError
 
 
 class Work:
@@ -114,6 +116,12 @@ def test_a_product_that_would_take_too_long_is_made_smaller(
     calls = cycle((9.0, 0.5, 0.0, 7.0, 8.0))
     monkeypatch.setattr(probe, "_host_timer", lambda _: lambda: 2 * 128**3 / flop_per_s + next(calls))
     assert probe._affordable_matrix(torch.bfloat16, budget_s) == side
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), "1", None])
+def test_a_probe_takes_some_seconds_and_not_for_ever(seconds: Any) -> None:
+    with pytest.raises(ProtwinError, match="seconds is"):
+        probe.probe_hardware(seconds=seconds)
 
 
 @pytest.mark.slow

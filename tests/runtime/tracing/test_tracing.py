@@ -168,8 +168,27 @@ def test_models_that_cannot_be_traced() -> None:
     model.model.norm.weight.requires_grad_(True)
     with pytest.raises(WorkloadError, match="no scalar loss"):
         trace(model, batch, loss=lambda output, _: output.logits)
-    with pytest.raises(WorkloadError, match="depends on no trainable parameter"):
+    with pytest.raises(WorkloadError, match=r"depends on no trainable parameter, .* detached"):
         trace(model, batch, loss=lambda output, _: output.loss.detach())
+    for off in (torch.no_grad(), torch.inference_mode()):
+        with off, pytest.raises(WorkloadError, match="gradients are off"):
+            trace(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"model": None}, "model is None; it must be an nn.Module"),
+        ({"batch": None}, "batch is None; it must be a tensor"),
+        ({"batch": "text"}, "batch is 'text'; it must be a tensor"),
+        ({"loss": "mse"}, "loss is 'mse'; it must be a function"),
+        ({"blocks": 2}, "blocks is 2; it must be the path"),
+    ],
+)
+def test_what_is_no_model_batch_loss_or_block_is_told(given: dict[str, Any], words: str) -> None:
+    arguments = {"model": llama(num_layers=2), "batch": token_batches(1)[0]} | given
+    with pytest.raises(WorkloadError, match=words):
+        trace(arguments.pop("model"), arguments.pop("batch"), **arguments)
 
 
 def test_every_error_of_a_trace_is_a_message() -> None:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import pickle
+import select
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -195,6 +201,74 @@ def test_a_closed_training(case: Case, model: nn.Module, training: Training) -> 
         with pytest.raises(ScheduleError, match=r"closed. Carry the plan out again"):
             attempt()
     model(**case.batches[0])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks")
+def test_a_forked_process_is_told_that_no_lane_is_there_and_ends(
+    case: Case, model: nn.Module, training: Training
+) -> None:
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, from Python 3.12 on
+        child = os.fork()
+    if child == 0:
+        told = b"nothing"
+        try:
+            model(**case.batches[0])
+        except ScheduleError as error:
+            told = str(error).encode()
+        finally:
+            training.close()
+            os.write(writer, told)
+            os._exit(0)
+    os.close(writer)
+    assert select.select([reader], [], [], 30.0)[0], "the forked process waits for what never comes"
+    assert b"this process was forked while a plan was being carried out" in os.read(reader, 10_000)
+    os.waitpid(child, 0)
+    check_goes_on(case, model, training)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_training_is_not_copied(
+    case: Case, model: nn.Module, training: Training, copied: Callable[[Training], object]
+) -> None:
+    with pytest.raises(ScheduleError, match=r"a Training was to be copied or pickled"):
+        copied(training)
+    check_goes_on(case, model, training)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda model: model.model.layers.pop(-1), r"that one has a parameter model\.layers\.\d+\.\S+, which this one"),
+        (
+            lambda model: model.register_parameter("more", nn.Parameter(torch.ones(2))),
+            "lacks the parameter more",
+        ),
+        (lambda model: model.model.norm.weight.requires_grad_(False), r"requires_grad of model\.norm\.weight was True"),
+        (lambda model: model.to(torch.float64), r"element type of \S+ was float32, and is float64 here"),
+        (lambda model: model.register_buffer("mask", torch.ones(2)), "module classes, buffers or strides differ"),
+    ],
+)
+def test_another_model_than_the_traced_one_is_told_by_what_differs(
+    case: Case, change: Callable[[nn.Module], object], words: str
+) -> None:
+    model = case.build()
+    change(model)
+    with pytest.raises(PlanError, match=words):
+        carry_out(model, plan_for(case.workload), case.workload)
+
+
+@pytest.mark.parametrize("named", ["cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)])
+def test_a_device_is_named_as_torch_names_it(case: Case, named: torch.device | str) -> None:
+    with carry_out(case.build(), plan_for(case.workload), case.workload, device=named) as training:
+        assert training.device.torch_device.type == "cpu"
+
+
+@pytest.mark.parametrize("named", ["tpu", "cuda:", "mps", torch.device("meta"), 0])
+def test_what_is_no_device_is_told_with_those_there_are(case: Case, named: Any) -> None:
+    with pytest.raises(PlanError, match=r'device is .*; it must be "cpu", "cuda", "cuda:1", CpuDevice'):
+        carry_out(case.build(), plan_for(case.workload), case.workload, device=named)
 
 
 def test_a_record_of_too_few_iterations(training: Training) -> None:

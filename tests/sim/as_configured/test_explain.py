@@ -353,8 +353,8 @@ def test_the_row_of_the_run_beside_plans_is_what_the_answer_says_of_it() -> None
     (row,) = [one for one in told.found.baselines if one.name == "the run of the file"]
     own = told.configured
     assert own.host_memory is not None
-    assert row.iteration_s == own.iteration_s
-    assert row.guaranteed_peak_device_bytes == own.guaranteed_peak_device_bytes
+    figures = (row.iteration_s, row.guaranteed_peak_device_bytes)
+    assert figures == (own.iteration_s, own.guaranteed_peak_device_bytes)
     assert row.pinned_host_bytes + row.host_bytes == own.host_memory.planned_bytes
     assert row.lacking == told.lacking
 
