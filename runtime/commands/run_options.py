@@ -100,7 +100,9 @@ LossWeightingName = Annotated[
 ]
 Steps = Annotated[
     int | None,
-    typer.Option("--steps", metavar="N", min=1, help=f"Steps to train: {TEXT_STEPS}, or one epoch of data."),
+    typer.Option(
+        "--steps", metavar="N", min=1, help=f"Steps to train, instead of {TEXT_STEPS}, or of one epoch of --data."
+    ),
 ]
 Epochs = Annotated[
     int | None, typer.Option("--epochs", metavar="N", min=1, help="Times to go through --data, instead of --steps.")
@@ -139,8 +141,12 @@ StatedMachine = Annotated[
     typer.Option("--hardware", metavar="NAME|FILE", help="What the plan was made for: a slower disk is told of."),
 ]
 HostToDevice = Annotated[
-    float | None, typer.Option("--host-to-device", parser=rate_option, metavar="RATE", help="Throttle the CPU's link.")
+    float | None,
+    typer.Option(
+        "--host-to-device", parser=rate_option, metavar="RATE", help="Throttle copies to a CPU as the device (12GB/s)."
+    ),
 ]
 DeviceToHost = Annotated[
-    float | None, typer.Option("--device-to-host", parser=rate_option, metavar="RATE", help="Throttle the CPU's link.")
+    float | None,
+    typer.Option("--device-to-host", parser=rate_option, metavar="RATE", help="Throttle copies from it (12GB/s)."),
 ]

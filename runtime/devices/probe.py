@@ -23,7 +23,7 @@ import torch
 
 from ...shared.basics.arguments import as_number
 from ...shared.basics.errors import HardwareError
-from ...shared.schema.hardware import Device, DeviceKind, Disk, Hardware, Host, Link, LinkPoint
+from ...shared.schema.hardware import PROBED, Device, DeviceKind, Disk, Hardware, Host, Link, LinkPoint
 from ...shared.schema.schedule import Lane
 from ...shared.schema.workload import DType
 from ..model.snapshot import random_states_kept
@@ -59,7 +59,6 @@ no slowdown of the device."""
 _WARM_UP_S: Final = 0.05
 _ROW_S: Final = 0.005
 """How long an accelerator is kept busy for one measurement."""
-_SOURCE: Final = "measured by probe_hardware"
 _DISK_BYTES: Final = 256 * 2**20
 """Of a file that is written and read: more than a disk's own memory hides."""
 
@@ -136,7 +135,7 @@ def _device(chosen: TrainingDevice, share_s: float, advance: Callable[[], None])
         peak_flop_per_s=peaks,
         vector_flop_per_s=vector,
         launch_overhead_s=overhead_s,
-        source=_SOURCE,
+        source=PROBED,
     )
 
 
@@ -155,7 +154,7 @@ def _host(chosen: TrainingDevice, device: Device, share_s: float, advance: Calla
         memory_bandwidth_bytes_per_s=bandwidth,
         adam_bytes_per_s=adam,
         matrix_flop_per_s=products,
-        source=_SOURCE,
+        source=PROBED,
     )
 
 
@@ -168,7 +167,7 @@ def _disk(folder: str | Path, device: TrainingDevice) -> Disk:
         capacity_bytes=max(1, place.f_bavail * place.f_frsize),
         read_bytes_per_s=read_bytes_per_s,
         write_bytes_per_s=write_bytes_per_s,
-        source="; ".join([_SOURCE, *device.emulated, "capacity_bytes: what is free"]),
+        source="; ".join([PROBED, *device.emulated, "capacity_bytes: what is free"]),
     )
 
 
@@ -278,7 +277,7 @@ def _link(device: TrainingDevice, lane: Lane, budget_s: float, advance: Callable
     rate = largest.size_bytes / largest.seconds
     latency_s = max(0.0, points[0].seconds - points[0].size_bytes / rate)
     direction = "host to device" if lane is Lane.H2D else "device to host"
-    source = "; ".join([_SOURCE, *device.emulated])
+    source = "; ".join([PROBED, *device.emulated])
     return Link(name=direction, latency_s=latency_s, bandwidth_bytes_per_s=rate, table=ascending(points), source=source)
 
 

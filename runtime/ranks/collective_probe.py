@@ -20,7 +20,7 @@ from typing import Final
 
 import torch
 
-from ...shared.schema.hardware import Collective, LinkPoint, MeasuredCollective
+from ...shared.schema.hardware import PROBED, Collective, LinkPoint, MeasuredCollective
 from ...shared.schema.schedule import Lane
 from ..devices.device import TrainingDevice
 from ..devices.lanes import Mark, WorkerLane
@@ -120,7 +120,7 @@ def measure_collectives(
                 if not goes_on:
                     break
             of_ranks = exchanged(world, (measured, alone_s))
-            source = "; ".join(["measured by probe_hardware", *device.emulated])
+            source = "; ".join([PROBED, *device.emulated])
             found.append(_together(collective, of_ranks, source))
     finally:
         bench.close()

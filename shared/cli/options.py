@@ -143,7 +143,7 @@ HardwareName = Annotated[
         "--hardware", metavar="NAME|FILE", help="A machine of the catalogue (protwin hardware list), or its file."
     ),
 ]
-_BATCH_SIZE: Final = typer.Option("--batch-size", metavar="N", min=1, help="Samples per iteration.")
+_BATCH_SIZE: Final = typer.Option("--batch-size", metavar="N", min=1, help="Samples of a micro-batch, on one rank.")
 _SEQUENCE_LENGTH: Final = typer.Option("--sequence-length", metavar="N", min=1, help="Tokens per sample.")
 BatchSize = Annotated[int | None, _BATCH_SIZE]
 SequenceLength = Annotated[int | None, _SEQUENCE_LENGTH]

@@ -9,7 +9,7 @@ from typing import Final
 
 from ..optimizers.state import master_bytes, state_tensors, stepped_dtype, summed_dtype
 from ..schema.calibration import Calibration
-from ..schema.hardware import Hardware
+from ..schema.hardware import PROBED, Hardware
 from ..schema.optimizer import Optimizer
 from ..schema.plan import Plan
 from ..schema.question import Question
@@ -81,6 +81,7 @@ def question_of(
         host_budget_bytes=host_budget_bytes,
         margin_frac=margin_frac,
         calibrated_on=None if calibration is None else calibration.machine or calibration.hardware_name,
+        is_probed=hardware is not None and hardware.device.source.startswith(PROBED),
     )
 
 

@@ -77,6 +77,9 @@ class AttentionKernel(StrEnum):
     """The kernel of xformers and CUTLASS, which takes every type and mask."""
 
 
+PROBED: Final = "measured by probe_hardware"
+"""How the ``source`` of what a probe has measured begins."""
+
 _WIDER: Final[dict[DType, tuple[DType, ...]]] = {
     DType.FLOAT8_E4M3FN: (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32),
     DType.FLOAT8_E5M2: (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32),

@@ -75,7 +75,9 @@ class Question(FrozenModel):
     margin_frac: NonNegativeFloat | None = None
     """Share of the device that segments of its allocator are to leave free; None where nobody says."""
     calibrated_on: str | None = None
-    """The machine that the calibration was measured on; None: figures of data sheets."""
+    """The machine that the calibration was measured on; None: nothing was fitted to measured steps."""
+    is_probed: bool = False
+    """Whether the device's figures were measured on the machine (``protwin hardware probe``), and are no sheet's."""
 
     @property
     def num_samples(self) -> int:

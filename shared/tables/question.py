@@ -141,7 +141,9 @@ def packing_words(packing: Packing) -> str:
 
 def _machine(question: Question) -> str:
     changed = f" with {', '.join(question.overrides)}" if question.overrides else ""
-    figures = "data sheets" if question.calibrated_on is None else f"a calibration on {question.calibrated_on}"
+    figures = "what a probe measured" if question.is_probed else "data sheets"
+    if question.calibrated_on is not None:
+        figures = f"a calibration on {question.calibrated_on}"
     return f"{question.hardware_name}{changed}, by {figures}"
 
 

@@ -205,11 +205,11 @@ def _request(asked: _Asked, described: ModelConfiguration, dtype: DType | None) 
     """What to trace, or to find among what was traced.  Raises WorkloadError if the batch has no shape."""
     batch_size, sequence_length = asked.batch_size, asked.sequence_length
     if batch_size is None or (sequence_length is None and _has_sequence(described)):
-        raise WorkloadError(
-            f"{asked.model} is a configuration, which fixes no batch. Say its shape, for example "
-            f"--batch-size {batch_size or 1} --sequence-length {sequence_length or 2048} (in Python batch_size "
-            f"and sequence_length)."
-        )
+        options, names = f"--batch-size {batch_size or 1}", "batch_size"
+        if _has_sequence(described):
+            options += f" --sequence-length {sequence_length or _usual_length(described)}"
+            names += " and sequence_length"
+        raise WorkloadError(f"{asked.model} fixes no batch. Say its shape, for example {options} (in Python {names}).")
     return TraceRequest(
         described.config,
         described.name,
@@ -225,6 +225,12 @@ def _request(asked: _Asked, described: ModelConfiguration, dtype: DType | None) 
         _beside_one(asked.loss_tiles),
         _beside_one(asked.sequence_ranks),
     )
+
+
+def _usual_length(described: ModelConfiguration) -> int:
+    """Tokens that people train on, if the model has positions for as many."""
+    known = (described.config.get(name) for name in ("max_position_embeddings", "n_positions"))
+    return min([2048, *(length for length in known if isinstance(length, int) and length > 0)])
 
 
 def _packing(

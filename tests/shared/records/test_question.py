@@ -6,9 +6,13 @@ from dataclasses import dataclass
 
 import pytest
 
+from protwin.shared.catalogue.machines import load_hardware
+from protwin.shared.catalogue.overrides import override_hardware
 from protwin.shared.records.question import frozen_modules, question_of
+from protwin.shared.schema.hardware import PROBED
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import DType, Parameter, Workload
+from protwin.shared.tables.question import question_table
 from protwin.shared.workloads.source import load_workload
 
 
@@ -63,3 +67,18 @@ def test_images_have_no_sequence() -> None:
     workload = load_workload("vit-huge", batch_size=4, dtype="bfloat16")
     asked = question_of(workload, _plan(workload))
     assert (asked.sequence_length, asked.num_tokens, asked.num_samples) == (None, None, 12)
+
+
+def test_figures_that_a_probe_measured_are_no_data_sheets() -> None:
+    workload = load_workload("smollm2-135m", batch_size=1, sequence_length=64, dtype="bfloat16")
+    sheet = load_hardware("rtx-3090")
+    device = sheet.device.model_copy(update={"source": f"{PROBED}; copies throttled"})
+    probed = sheet.model_copy(update={"device": device})
+    replaced = override_hardware(probed, {"device": "rtx-4090"})
+    words = [
+        dict(question_table(question_of(workload, _plan(workload), machine)).rows)["machine"]
+        for machine in (sheet, probed, replaced)
+    ]
+    assert words[0] == "rtx-3090, by data sheets"
+    assert words[1] == "rtx-3090, by what a probe measured"
+    assert words[2].endswith("by data sheets")

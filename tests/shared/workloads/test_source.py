@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,7 +193,7 @@ def test_images_have_no_sequence(ask: Ask, tracer: Tracer) -> None:
     assert ask("vit-huge", batch_size=4, sequence_length=None).batch_shapes["pixel_values"] == (4, 3, 224, 224)
     with pytest.raises(WorkloadError, match="sequence_length is 8, but vit-huge has none"):
         ask("vit-huge")
-    with pytest.raises(WorkloadError, match="fixes no batch"):
+    with pytest.raises(WorkloadError, match=r"fixes no batch. Say its shape, for example --batch-size 1 \(in Python b"):
         ask("vit-huge", batch_size=None, sequence_length=None)
 
 
@@ -297,8 +298,11 @@ def test_a_saved_workload_has_one_shape(ask: Ask, tmp_path: Path, change: dict[s
 
 @pytest.mark.parametrize("missing", ["batch_size", "sequence_length"])
 def test_a_configuration_needs_a_shape(ask: Ask, missing: str) -> None:
-    with pytest.raises(WorkloadError, match="fixes no batch"):
+    with pytest.raises(WorkloadError, match=r"fixes no batch. .* --sequence-length \d+ ") as refused:
         ask("gpt2", **{missing: None})
+    said = re.search(r"--batch-size (\d+) --sequence-length (\d+)", str(refused.value))
+    assert said is not None
+    ask("gpt2", batch_size=int(said[1]), sequence_length=int(said[2]))  # what is proposed can be asked
 
 
 def test_what_is_no_model_is_refused(ask: Ask, tmp_path: Path) -> None:
