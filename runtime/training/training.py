@@ -483,12 +483,11 @@ class Training(Counted):
             self._progress.advance(Call.CLOSE)
             self._lanes.let_end()
             self._placed.let_end()
-            warnings.warn(
+            words = (
                 f"a training of {type(self.model).__name__} was dropped with its model and without close(); steps "
-                f"since the latest checkpoint are lost. Use it as a context manager, or call close().",
-                ResourceWarning,
-                stacklevel=2,
+                f"since the latest checkpoint are lost. Use it as a context manager, or call close()."
             )
+            warnings.warn(words, ResourceWarning, stacklevel=2)
 
     def __enter__(self) -> Self:
         return self

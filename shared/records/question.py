@@ -38,7 +38,7 @@ def question_of(
         workload: One rank's micro-batch.
         plan: Its micro-batches and ranks count; the rest is the answer.
         hardware: The machine; None where it is not known.
-        calibration: Factors measured on it; None for its data sheet.
+        calibration: Factors measured on it; None for its own figures.
         device_budget_bytes: Device memory of one rank that the plan may fill.
         host_budget_bytes: Host memory of one rank that the plan may fill.
         margin_frac: Share of the device that segments of its allocator are to leave free.
@@ -46,8 +46,7 @@ def question_of(
     trained = [parameter for parameter in workload.parameters if parameter.trainable]
     lora = [parameter for parameter in trained if _LORA.search(parameter.name)]
     unpacked = [parameter for parameter in workload.parameters if parameter.num_scalars is None]
-    weight_dtype, trained_dtype = _most_common(unpacked), _most_common(trained)
-    compute_dtype = matrix_dtype(workload)
+    weight_dtype, trained_dtype, compute_dtype = _most_common(unpacked), _most_common(trained), matrix_dtype(workload)
     return Question(
         model_name=workload.model_name,
         num_parameters=workload.num_parameters,
