@@ -15,7 +15,7 @@ nothing before it needs gradients, is announced where its place is, so that a wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -25,9 +25,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ...shared.basics.errors import ScheduleError
-from ...shared.schema.plan import ActivationMode
+from ...shared.phases.activation_modes import KeptResults
+from ...shared.schema.plan import ActivationMode, Plan
 from ...shared.schema.schedule import OuterSection, Section, TaskKind
-from ...shared.schema.workload import BlockId
+from ...shared.schema.workload import BlockId, Workload
 from ..model.blocks import NamedBlock
 from ..model.nested_tensors import containers_as_they_are, tensors_in
 from .offloaded_inputs import HandedOn, OffloadedInput, as_given
@@ -71,6 +72,27 @@ class Recomputing:
     """Those of blocks in mode OFFLOAD_INPUT."""
     product_stride: int = 1
     """Of the products of blocks in mode SELECTIVE, the first of every so many is kept."""
+    changed: Mapping[int, Collection[int]] = field(default_factory=dict)
+    """By block in mode SELECTIVE, ``SelectiveRecomputation.changed``."""
+
+    @classmethod
+    def of(cls, inputs: Mapping[int, OffloadedInput], plan: Plan, workload: Workload) -> Recomputing:
+        """What blocks begin from by ``plan``."""
+        return cls(
+            inputs,
+            plan.product_stride,
+            {
+                block: of.changed
+                for block, mode in enumerate(plan.modes(workload.num_blocks))
+                if mode is ActivationMode.SELECTIVE
+                for of in workload.profile_of(block).selective
+                if of.product_stride == plan.product_stride
+            },
+        )
+
+    def kept_results(self, block: int) -> KeptResults:
+        """Of one forward of a block in mode SELECTIVE."""
+        return KeptResults(self.product_stride, self.changed.get(block, ()))
 
 
 class SectionWalker:
@@ -266,7 +288,7 @@ class SectionWalker:
             state = BlockState(self._names[block], modules, is_training=self._is_training)
             again = Recomputation(module, state, lambda: self._advance(TaskKind.BACKWARD, block))
             if self._modes[block] is ActivationMode.SELECTIVE:
-                return selecting(self._names[block], self._recomputing.product_stride, state.noting(), again)
+                return selecting(self._names[block], self._recomputing.kept_results(block), state.noting(), again)
             return state.noting(), again
 
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Final
 
+import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
 from ...shared.basics.errors import ScheduleError
@@ -28,12 +29,19 @@ def draws_dropout(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     return any(name in _DROPOUTS and bool(value) for name, value in zip(names, args, strict=False))
 
 
+def written_by(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a call changes in place."""
+    arguments = operator._schema.arguments
+    named = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
+    return list(tensors_in([named.get(argument.name) for argument in arguments if argument.is_write]))
+
+
 class _Policy:
     """Which results of one forward of one block are kept."""
 
-    def __init__(self, block: str, product_stride: int) -> None:
+    def __init__(self, block: str, kept: KeptResults) -> None:
         self._block = block
-        self._kept = KeptResults(product_stride)
+        self._kept = kept
         self._storages: set[int] = set()
         """Of what was kept so far, which lives as long as this."""
 
@@ -51,14 +59,13 @@ class _Policy:
 
     def _check_left_alone(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise ScheduleError if ``operator`` changes a result that is kept."""
-        arguments = operator._schema.arguments
-        named = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
-        written = [named.get(argument.name) for argument in arguments if argument.is_write]
-        if any(tensor.untyped_storage()._cdata in self._storages for tensor in tensors_in(written)):
+        written = written_by(operator, args, kwargs)
+        if any(tensor.untyped_storage()._cdata in self._storages for tensor in written):
             raise ScheduleError(
                 f"block {self._block} changes what a matrix product or attention gave in place "
-                f"({operator._schema.name}), so that mode selective cannot hand it to the recomputation. Checkpoint or "
-                f"keep this block (n_selective, activation_modes), or let it make a new tensor."
+                f"({operator._schema.name}), which it did not when it was traced, so that mode selective cannot hand "
+                f"it to the recomputation. Trace the model anew, or checkpoint or keep this block (n_selective, "
+                f"activation_modes)."
             )
 
 
@@ -82,9 +89,9 @@ class _Both:
 
 
 def selecting(
-    block: str, product_stride: int, forward: AbstractContextManager[Any], again: AbstractContextManager[Any]
+    block: str, kept: KeptResults, forward: AbstractContextManager[Any], again: AbstractContextManager[Any]
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Both contexts of the checkpointed ``block``, within which results are kept and handed back."""
-    policy = _Policy(block, product_stride)
+    policy = _Policy(block, kept)
     keeping, handing = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
     return _Both(forward, keeping), _Both(again, handing)

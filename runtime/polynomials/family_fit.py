@@ -152,6 +152,7 @@ class Sheet:
             tuple((storage, self._add(size, f"bytes read by {label}")) for storage, size in call.reads),
             tuple(self._add(size, f"bytes written by {label}") for size in call.writes_bytes),
             tuple(self._add(dim, f"shape of {label}") for dim in call.shape),
+            call.is_changed,
         )
 
 
@@ -276,7 +277,7 @@ def piece_of_sheet(sheet: Sheet, numbers: Sequence[int], **rest: Any) -> FamilyP
         observations[::2], observations[1::2], strict=True
     ):
         indices = []
-        for name, operation_class, dtype, flops, reads, writes, shape in made:
+        for name, operation_class, dtype, flops, reads, writes, shape, is_changed in made:
             call = FamilyCall(
                 name=name,
                 operation_class=operation_class,
@@ -285,6 +286,7 @@ def piece_of_sheet(sheet: Sheet, numbers: Sequence[int], **rest: Any) -> FamilyP
                 reads=tuple((storage, numbers[size]) for storage, size in reads),
                 writes=tuple(numbers[size] for size in writes),
                 shape=tuple(numbers[dim] for dim in shape),
+                is_changed=is_changed,
             )
             indices.append(calls.setdefault(call, len(calls)))
         found = FamilySection(

@@ -21,7 +21,8 @@ Terms = tuple[tuple[int, Fraction], ...]
 def kind_of(call: OperatorCall) -> tuple[Any, ...]:
     """What of a call is no number."""
     storages = tuple(storage for storage, _ in call.reads)
-    return call.name, call.operation_class, call.dtype, storages, len(call.writes_bytes), len(call.shape)
+    counts = len(call.writes_bytes), len(call.shape)
+    return call.name, call.operation_class, call.dtype, storages, *counts, call.is_changed
 
 
 def fitted_call(made: Sequence[OperatorCall], number: Callable[[Sequence[int], str], int]) -> FamilyCall:
@@ -29,7 +30,7 @@ def fitted_call(made: Sequence[OperatorCall], number: Callable[[Sequence[int], s
 
     ``number`` gives the index of the polynomial through figures, one for each of ``made``; its text is what they are.
     """
-    name, operation_class, dtype, storages, num_writes, num_dims = kind_of(made[0])
+    name, operation_class, dtype, storages, num_writes, num_dims, is_changed = kind_of(made[0])
     return FamilyCall(
         name=name,
         operation_class=operation_class,
@@ -43,6 +44,7 @@ def fitted_call(made: Sequence[OperatorCall], number: Callable[[Sequence[int], s
             number([one.writes_bytes[i] for one in made], f"bytes written by {name}") for i in range(num_writes)
         ),
         shape=tuple(number([one.shape[i] for one in made], f"shape of {name}") for i in range(num_dims)),
+        is_changed=is_changed,
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final
@@ -36,6 +36,7 @@ from ..routing.value_dependence import ValueWatch
 from ..sequences.exchange import exchanges_heard
 from ..tiles.passes import passes_heard
 from .block_inputs import GivenTensor, GivenTensors
+from .expensive_results import ExpensiveResults
 from .operations import observe_call
 
 _FORWARDS: Final = frozenset({TaskKind.FORWARD, TaskKind.TEACHER_FORWARD})
@@ -87,6 +88,7 @@ class SectionObserver:
         """Of loops over tiles, since the last operation."""
         self.outlived_bytes: dict[int, int] = {}
         """By block: what its forward made that lived until the forward of the epilogue, and no longer."""
+        self._results = ExpensiveResults()
         self.values = ValueWatch()
         """Which blocks' memory may depend on values."""
         self._handles: list[Any] = [
@@ -123,6 +125,7 @@ class SectionObserver:
         self.outlived_bytes.clear()
         self._with_gradient.clear()
         self._heard.clear()
+        self._results.forget()
         self._current = self._next = None
 
     def remove(self) -> None:
@@ -167,6 +170,7 @@ class SectionObserver:
         call = observe_call(operator, args, kwargs, result)
         if call is not None:
             current.calls.append(call)
+            self._results.note(current, call, operator, args, kwargs, result)
             current.operations.append(call.operation())
             # Until its end, square_bytes is minus what there was at its start.
             more_bytes = current.square_bytes + self._squares.total_bytes
@@ -270,6 +274,7 @@ def observe_sections(
                 GivenParameters(observer),
                 passes_heard(observer.heard),
                 exchanges_heard(observer.exchanged),
+                _blocks_run_again(model, mode),
             ):
                 value = loss_of(model, batch, loss)
                 value.backward()  # type: ignore[no-untyped-call]
@@ -292,6 +297,27 @@ def observe_sections(
     return SeenIterations(
         observer.sections, found, kept_bytes, outlived_bytes, observer.uses, observer.lookups, observer.values
     )
+
+
+@contextmanager
+def _blocks_run_again(model: nn.Module, mode: ActivationMode) -> Iterator[None]:
+    """Within the block, an iteration in ``mode`` runs, that in mode KEEP before all others.
+
+    Raises WorkloadError if the model fails in others alone: then it is a recomputation that fails.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, LookupError, ValueError, TypeError) as error:
+        if mode is ActivationMode.KEEP:
+            raise
+        said = str(error).partition("\n")[0]
+        raise WorkloadError(
+            f"blocks of {type(model).__name__} cannot run a second time, as plans have them when they recompute: they "
+            f"change in place what they are given, or a cache or another object that they share ({said:.200}). Let "
+            f"blocks leave what they are given as it is, or name others (trace(..., blocks=...))."
+        ) from error
 
 
 def _note_blocks(

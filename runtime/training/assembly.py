@@ -352,7 +352,7 @@ class Assembly:
         compute = ComputeLane(schedule, held.placed, lanes, metering, device, travelling, self.progress)
         undo.enter_context(loss_of_plan(model, plan, workload, blocks))
         compute.peers = undo.enter_context(sharing_sequences(model, world, device))
-        walker = self._follow(blocks, compute, swapping, Recomputing(inputs, plan.product_stride))
+        walker = self._follow(blocks, compute, swapping, Recomputing.of(inputs, plan, workload))
         undo.callback(walker.remove)
         for handle in self._hooks(held.placed, compute):
             undo.callback(handle.remove)

@@ -27,9 +27,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import accumulate
 from math import prod
-from typing import ClassVar, Final, Protocol, Self
+from typing import Any, ClassVar, Final, Protocol, Self
 
-from pydantic import PositiveInt, ValidationError, model_validator
+from pydantic import PositiveInt, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
 
 from ..basics.documents import Document, FrozenModel
 from ..basics.errors import WorkloadError
@@ -79,6 +79,15 @@ class FamilyCall(FrozenModel):
     """(storage, bytes)."""
     writes: tuple[Number, ...]
     shape: tuple[Number, ...] = ()
+    is_changed: bool = False
+    """A file has the field where it is true."""
+
+    @model_serializer(mode="wrap")
+    def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        if not self.is_changed:
+            fields.pop("is_changed", None)
+        return fields
 
 
 class FamilySection(FrozenModel):
@@ -249,6 +258,7 @@ def call_at(call: FamilyCall, numbers: Numbers) -> OperatorCall:
         writes_bytes=tuple(numbers[size] for size in call.writes),
         shape=tuple(numbers[dim] for dim in call.shape),
         draws=call.name == FUSED_DROPOUT,
+        is_changed=call.is_changed,
     )
 
 

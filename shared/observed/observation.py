@@ -31,6 +31,9 @@ class OperatorCall:
     """``Operation.shape``."""
     draws: bool = False
     """Whether it draws random numbers beside what it computes: attention with dropout."""
+    is_changed: bool = field(default=False, repr=False)
+    """Whether what it gives is changed in place later: no later call can be handed it as it was.  Fingerprints of
+    shipped files are of what is shown, and older than this."""
 
     def operation(self) -> Operation:
         """The call as a workload counts it."""

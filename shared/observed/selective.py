@@ -70,7 +70,8 @@ def _recomputation(
     forward: Observation, recompute: Observation, num_before: int, num_kept: int, product_stride: int
 ) -> SelectiveRecomputation:
     """``num_kept``: of the forward's calls those whose results may be kept, from the first on."""
-    kept = KeptResults(product_stride)
+    changed = _changed(forward, product_stride)
+    kept = KeptResults(product_stride, changed)
     is_kept = [kept.keeps(call.name, draws=call.draws) and n < num_kept for n, call in enumerate(forward.calls)]
     sizes = [sum(call.writes_bytes) if keeps else 0 for call, keeps in zip(forward.calls, is_kept, strict=True)]
     num_again = len(recompute.calls) - num_before
@@ -80,11 +81,19 @@ def _recomputation(
     return SelectiveRecomputation(
         product_stride=product_stride,
         kept_bytes=kept_bytes,
+        changed=changed,
         unused_bytes=kept_bytes - used_bytes,
         forward_curve=keeping.curve(),
         forward_changes=keeping.changes(),
         recompute=_phase(_without_kept(recompute, [False] * num_before + is_kept[:num_again], handed_bytes)),
     )
+
+
+def _changed(forward: Observation, product_stride: int) -> tuple[int, ...]:
+    """``SelectiveRecomputation.changed``."""
+    kept = KeptResults(product_stride)
+    chosen = [call for call in forward.calls if kept.keeps(call.name, draws=call.draws)]
+    return tuple(number for number, call in enumerate(chosen) if call.is_changed)
 
 
 def _with_kept(forward: Observation, is_kept: list[bool]) -> list[int]:

@@ -3,14 +3,15 @@
 [Note: Kept results]
 Products with a weight (``mm``, ``addmm``), attention, and reductions among ranks are kept; norms, activations, casts,
 rotary positions and sums run again.  Products of two activations (``bmm``) are no part of it: where attention falls
-apart into them, their results grow with the square of the sequence.
+apart into them, their results grow with the square of the sequence.  Nor is a result that the model changes in place
+later: it could not be handed over as it was, and is computed again.
 Source: the list that torchtitan keeps (``_op_sac_save_list`` in ``models/llama3/infra/parallelize.py``), and
 ``addmm``, a product whose weight has a bias.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import StrEnum
 from typing import Final
 
@@ -95,9 +96,13 @@ def place_activation_modes(
 class KeptResults:
     """Says of the operations of one forward, one after the other, whether their results are kept."""
 
-    def __init__(self, product_stride: int) -> None:
+    def __init__(self, product_stride: int, changed: Collection[int] = ()) -> None:
+        """``changed``: of the results that would be kept, the numbers of those that are changed in place later."""
         self._stride = product_stride
+        self._changed = changed
         self._num_products = 0
+        self.num_chosen = 0
+        """Results so far that would be kept, were none changed."""
 
     def keeps(self, name: str, *, draws: bool = False) -> bool:
         """Of the next operation, by its name without overload.
@@ -105,6 +110,12 @@ class KeptResults:
         One that ``draws`` random numbers is never kept: did it not run again, all later ones of the recomputation would
         draw the numbers that it drew.
         """
+        if not self._chooses(name, draws=draws):
+            return False
+        self.num_chosen += 1
+        return self.num_chosen - 1 not in self._changed
+
+    def _chooses(self, name: str, *, draws: bool) -> bool:
         if name in _PRODUCTS:
             self._num_products += 1
             return (self._num_products - 1) % self._stride == 0

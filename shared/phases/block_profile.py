@@ -23,6 +23,9 @@ class SelectiveRecomputation(FrozenModel):
     """Of the products of a forward, the first of every so many is kept."""
     kept_bytes: Bytes
     """Results that stay from the forward on, beside the block's output."""
+    changed: tuple[int, ...] = ()
+    """Of the results that would be kept, the numbers of those that the model changes in place later: they are computed
+    again.  A file has the field where there are any."""
     unused_bytes: Bytes = 0
     """Of these, what the recomputation ends before: it goes with the backward all the same."""
     forward_curve: Curve
@@ -32,6 +35,13 @@ class SelectiveRecomputation(FrozenModel):
     """``Phase.changes`` of the same."""
     recompute: Phase
     """The forward again, without the operations whose results are there."""
+
+    @model_serializer(mode="wrap")
+    def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        if not self.changed:
+            fields.pop("changed", None)
+        return fields
 
 
 class BlockProfile(FrozenModel):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import (
+    FalconConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -27,7 +28,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from protwin.runtime import carry_out, trace
+from protwin.runtime import carry_out, family_of_configuration, trace
 from protwin.runtime.devices.ledger import MemoryLedger
 from protwin.runtime.hooks.section_walker import Recomputing, SectionWalker
 from protwin.runtime.hooks.selective import draws_dropout
@@ -263,39 +264,87 @@ def test_attention_that_draws_dropout_runs_again() -> None:
         assert KeptResults(1).keeps("_scaled_dot_product_flash_attention", draws=bool(dropout)) is not bool(dropout)
 
 
-# -- refusals --------------------------------------------------------------------------------------------------------
+# -- results that are changed later ----------------------------------------------------------------------------------
 
 
 class Changing(nn.Module):
-    """A block that adds its input to its product in place."""
+    """A block of three products, which adds its input to the second one in place."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Linear(16, 16)
+        self.first, self.second, self.third = (nn.Linear(16, 16) for _ in range(3))
+        self.adds = True
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(rows, 16) in and out."""
-        product: torch.Tensor = self.weight(hidden)
-        product += hidden
-        return product.tanh()
+        product: torch.Tensor = self.second(self.first(hidden).tanh())
+        if self.adds:
+            product += hidden
+        return self.third(product.tanh())
+
+
+@dataclass
+class Result:
+    loss: torch.Tensor
 
 
 class Stack(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, adds: bool = True) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.layers = nn.ModuleList(Changing() for _ in range(3))
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """(rows, 16)."""
         for layer in self.layers:
+            layer.adds = adds
+        self.entry = nn.Linear(16, 16)
+
+    def forward(self, rows: torch.Tensor) -> Result:
+        """(rows, 16)."""
+        rows = self.entry(rows)
+        for number, layer in enumerate(self.layers):
             rows = layer(rows)
-        return rows.square().mean()
+            if number < 2:
+                rows.mul_(0.5)
+        return Result(rows.square().mean())
 
 
-def test_a_block_that_changes_what_is_kept_is_refused_by_name() -> None:
-    case = Case(Stack, [{"rows": torch.randn(8, 16)}], has_loss=False)
-    model = case.build()
-    workload = trace(model, case.batches[0], loss=lambda output, _: output, repeats=0)
+def rows_of_numbers(seed: int) -> dict[str, torch.Tensor]:
+    return {"rows": torch.randn(64, 16, generator=torch.Generator().manual_seed(seed))}
+
+
+@pytest.mark.parametrize(("product_stride", "kept_by_block"), [(1, [1, 1, 2]), (2, [1, 1, 2])], ids=[1, 2])
+def test_what_is_changed_in_place_later_is_computed_again(product_stride: int, kept_by_block: list[int]) -> None:
+    """Of three products, the second is changed within its block, and the third behind it, but for the last block's.
+
+    With the second stride the first and the third would be kept.
+    """
+    case = Case(Stack, [rows_of_numbers(seed) for seed in range(3)])
+    profiles = [case.workload.profile_of(block) for block in range(3)]
+    kept_bytes = [profile.selecting(product_stride).kept_bytes for profile in profiles]
+    assert kept_bytes == [number * 64 * 16 * 4 for number in kept_by_block]
+    plan = plan_of(case.workload, (SELECTIVE,), product_stride, micro_batches=2)
+    outcome = trained(case, plan)
+    assert outcome.losses == case.plain_with(2, None).losses
+    assert outcome.different == []
+    assert miscounted(case, plan, outcome) == []
+
+
+def test_no_family_of_workloads_forgets_what_is_changed() -> None:
+    """Falcon adds attention's output to its MLP's."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "bos_token_id": 1}
+    family = family_of_configuration(FalconConfig(**sizes, eos_token_id=1).to_dict(), name="falcon")
+    workload = family.at(batch_size=2, sequence_length=16)
+    assert [of.changed for of in workload.profile_of(1).selective] == [(3,), ()]
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_a_block_that_changes_what_is_kept_since_it_was_traced_is_refused_by_name() -> None:
+    case = Case(partial(Stack, adds=False), [rows_of_numbers(0)])
+    model, workload = case.build(), case.workload
+    assert isinstance(model, Stack)
+    for layer in model.layers:
+        layer.adds = True
     plan = plan_of(workload, (SELECTIVE,), 1)
     carrying_out = carry_out(model, plan, workload, optimizer=torch.optim.SGD)
     message = r"block layers\.0 changes what a matrix product or attention gave in place \(aten::add_\)"

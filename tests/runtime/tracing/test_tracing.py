@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -189,6 +190,44 @@ def test_what_is_no_model_batch_loss_or_block_is_told(given: dict[str, Any], wor
     arguments = {"model": llama(num_layers=2), "batch": token_batches(1)[0]} | given
     with pytest.raises(WorkloadError, match=words):
         trace(arguments.pop("model"), arguments.pop("batch"), **arguments)
+
+
+class Caching(nn.Module):
+    """A block that changes what it is given: its input in place, or a cache that all blocks share."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.weight = nn.Linear(8, 8)
+        self.in_place = in_place
+
+    def forward(self, hidden: torch.Tensor, cache: SimpleNamespace) -> torch.Tensor:
+        """(rows, 8) in and out."""
+        if self.in_place:
+            return self.weight(hidden.relu_())
+        cache.keys = torch.cat([cache.keys, hidden.detach()])
+        return (self.weight(hidden) @ cache.keys.T).softmax(1) @ cache.keys
+
+
+class CachingStack(nn.Module):
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.entry = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(Caching(in_place=in_place) for _ in range(3))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """(rows, 8)."""
+        hidden, cache = self.entry(rows), SimpleNamespace(keys=rows[:0])
+        for layer in self.layers:
+            hidden = layer(hidden, cache)
+        return hidden.square().mean()
+
+
+@pytest.mark.parametrize(("in_place", "said"), [(True, "by an inplace operation"), (False, "different metadata")])
+def test_blocks_that_change_what_they_are_given_are_refused_in_one_line(in_place: bool, said: str) -> None:
+    """As XLM's, which fill a cache of keys that all of them are given: a recomputation would fill it again."""
+    torch.manual_seed(0)
+    with pytest.raises(WorkloadError, match=rf"^blocks of CachingStack cannot run a second time.*{said}[^\n]*$"):
+        trace(CachingStack(in_place=in_place), torch.randn(4, 8), loss=lambda output, _: output, repeats=0)
 
 
 def test_every_error_of_a_trace_is_a_message() -> None:
