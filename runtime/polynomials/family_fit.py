@@ -20,7 +20,8 @@ from math import lcm, prod
 from typing import Any
 
 from ...shared.basics.errors import WorkloadError
-from ...shared.families.family import FamilyCall, FamilyPiece, FamilyPlace, FamilySection, FamilySharedInput
+from ...shared.families.calls import FamilyCall
+from ...shared.families.family import FamilyPiece, FamilyPlace, FamilySection, FamilySharedInput
 from ...shared.observed.assembly import TracedShape
 from ...shared.observed.observation import Observation, OperatorCall
 from ...shared.observed.observed_inputs import ObservedInput, PhaseKey
@@ -112,6 +113,7 @@ class Sheet:
             for key, observation in sections.items():
                 sheet._observation(mode, key, observation)
         sheet.structure.append(tuple(sheet._shared_input(given) for given in traced.shared_inputs))
+        sheet.structure.append(("blocks whose input stays", traced.staying_inputs))
         return sheet
 
     def _add(self, value: int, label: str) -> int:
@@ -272,7 +274,7 @@ def piece_of_sheet(sheet: Sheet, numbers: Sequence[int], **rest: Any) -> FamilyP
     calls: dict[FamilyCall, int] = {}
     sections: dict[FamilySection, int] = {}
     places: list[FamilyPlace] = []
-    batch, *observations, shared_inputs = sheet.structure
+    batch, *observations, shared_inputs, (_, staying_inputs) = sheet.structure
     for (mode, kind, section), (made, steps, adding, outer, saved) in zip(
         observations[::2], observations[1::2], strict=True
     ):
@@ -308,6 +310,7 @@ def piece_of_sheet(sheet: Sheet, numbers: Sequence[int], **rest: Any) -> FamilyP
             FamilySharedInput(size=numbers[size], blocks=blocks, kept=kept, checkpointed=checkpointed)
             for size, blocks, kept, checkpointed in shared_inputs
         ),
+        staying_inputs=staying_inputs,
         batch={name: tuple(numbers[dim] for dim in dims) for name, dims in batch},
         num_samples=numbers[0],
         num_tokens=numbers[1],

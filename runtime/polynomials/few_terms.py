@@ -8,7 +8,7 @@ from itertools import combinations
 from math import lcm, prod
 from typing import Any, Final
 
-from ...shared.families.family import FamilyCall
+from ...shared.families.calls import FamilyCall
 from ...shared.observed.observation import OperatorCall
 
 MOST_TERMS: Final = 3

@@ -14,7 +14,8 @@ from fractions import Fraction
 from math import lcm, prod
 from typing import Any, Final
 
-from ...shared.families.family import FamilyCall, FamilyPlace, FamilySharedInput, OutsideFamilyError, phase_key
+from ...shared.families.calls import FamilyCall
+from ...shared.families.family import FamilyPlace, FamilySharedInput, OutsideFamilyError, phase_key
 from ...shared.families.sharings import FamilySharings, SharedEdit, SharedPiece, rest_bytes
 from ...shared.families.tilings import TiledRun
 from ...shared.observed.assembly import TracedShape, phase_of

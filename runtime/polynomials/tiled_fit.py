@@ -13,7 +13,8 @@ from math import lcm
 from typing import Any, Self
 
 from ...shared.basics.errors import WorkloadError
-from ...shared.families.family import FamilyCall, FamilyPiece, FamilyPlace
+from ...shared.families.calls import FamilyCall
+from ...shared.families.family import FamilyPiece, FamilyPlace
 from ...shared.families.tilings import TiledLoop, TiledPiece, TiledRun, TiledSection
 from ...shared.observed.observation import Observation, OperatorCall
 from ...shared.observed.observed_inputs import PhaseKey

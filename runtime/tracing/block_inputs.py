@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...shared.layout.travelling_inputs import handed_bytes
 from ...shared.observed.observed_inputs import ObservedInput, PhaseKey
+from ...shared.schema.schedule import TaskKind
 from ..devices.ledger import MemoryLedger
-from ..model.nested_tensors import tensors_in
+from ..model.nested_tensors import tensors_in, unwrapped
 
 
 @dataclass(slots=True)
@@ -22,6 +24,10 @@ class GivenTensor:
     size_bytes: int
     blocks: list[int] = field(default_factory=list)
     """Those that were given it."""
+    made_by: int | None = None
+    """The block that returned it and was not given it."""
+    is_used_outside: bool = False
+    """Whether anything but its block and those that were given it has read it in forward, or the model returned it."""
     gone: PhaseKey | None = None
     """Where it went; None for what outlives the iteration."""
 
@@ -34,6 +40,7 @@ class GivenTensors:
 
     def __init__(
         self,
+        model: nn.Module,
         modules: Sequence[nn.Module],
         ledger: MemoryLedger,
         lasting: Sequence[torch.Tensor],
@@ -45,15 +52,31 @@ class GivenTensors:
         self._lasting = {tensor.untyped_storage()._cdata for tensor in lasting}
         self._place = place
         self._alive: dict[int, tuple[GivenTensor, weakref.ref[Any]]] = {}
+        self._within: int | None = None
+        """The block whose forward runs."""
         self._handles = [
             module.register_forward_pre_hook(self._see(block), with_kwargs=True) for block, module in enumerate(modules)
         ]
-        self._handles += [module.register_forward_hook(self._see_returned) for module in modules]
+        self._handles += [
+            module.register_forward_hook(self._see_returned(block)) for block, module in enumerate(modules)
+        ]
+        self._handles.append(model.register_forward_hook(self._see_end))
 
     def restart(self) -> None:
         """Forget what was seen: the next iteration counts."""
         self.found = []
         self._alive.clear()
+        self._within = None
+
+    def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An operation has read these."""
+        place = self._place()
+        if place is None or place[0] is not TaskKind.FORWARD:
+            return
+        for tensor in tensors_in((args, kwargs)):
+            known = self._alive.get(unwrapped(tensor).untyped_storage()._cdata)
+            if known is not None and (self._within is None or self._within not in known[0].blocks):
+                known[0].is_used_outside = True
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -64,6 +87,7 @@ class GivenTensors:
     def _see(self, block: int) -> Callable[..., None]:
         # Recomputation calls the forward of a block and not the block, so it does not come by here.
         def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._within = block
             for tensor in tensors_in((args, kwargs)):
                 storage = tensor.untyped_storage()
                 size_bytes = self._ledger.counted_bytes(storage)
@@ -74,12 +98,24 @@ class GivenTensors:
 
         return see
 
-    def _see_returned(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _see_returned(self, block: int) -> Callable[..., None]:
+        def see(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            self._within = None
+            for tensor in tensors_in(output):
+                storage = tensor.untyped_storage()
+                size_bytes = self._ledger.counted_bytes(storage)
+                if storage._cdata not in self._lasting and size_bytes:
+                    given = self._given(storage, size_bytes)
+                    if given.made_by is None and not given.blocks:
+                        given.made_by = block
+
+        return see
+
+    def _see_end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         for tensor in tensors_in(output):
-            storage = tensor.untyped_storage()
-            size_bytes = self._ledger.counted_bytes(storage)
-            if storage._cdata not in self._lasting and size_bytes:
-                self._given(storage, size_bytes)
+            known = self._alive.get(tensor.untyped_storage()._cdata)
+            if known is not None:
+                known[0].is_used_outside = True
 
     def _given(self, storage: torch.UntypedStorage, size_bytes: int) -> GivenTensor:
         key = storage._cdata
@@ -94,6 +130,43 @@ class GivenTensors:
     def _gone(self, key: int, given: GivenTensor) -> None:
         self._alive.pop(key, None)
         given.gone = self._place()
+
+
+def staying_inputs(
+    seen: Sequence[Sequence[GivenTensor]],
+    output_bytes: Sequence[int],
+    shared: Sequence[ObservedInput],
+    stands_for: Sequence[int],
+) -> tuple[int, ...]:
+    """The observed blocks that the block before hands less than sizes of outputs tell, in any of the ways ``seen``.
+
+    What it hands to this one alone travels, unless somebody else may hold it: the model between blocks, or the block
+    before for its own backward, as for that of tanh.
+    ``output_bytes``: of every observed block.
+    """
+    handed = [min(sizes) for sizes in zip(*(_handed(found, len(output_bytes)) for found in seen), strict=True)]
+    told = handed_bytes(
+        [output_bytes[seen] for seen in stands_for],
+        [one for given in shared for one in given.shared_inputs(stands_for)],
+    )
+    return tuple(sorted({seen for block, seen in enumerate(stands_for) if told[block] > handed[seen]}))
+
+
+def _handed(found: Sequence[GivenTensor], num_blocks: int) -> list[int]:
+    """By block, what the block before hands to it and nobody else holds."""
+    handed = [0] * num_blocks
+    for given in found:
+        if given.made_by is not None and given.blocks == [given.made_by + 1] and not _is_held_besides(given):
+            handed[given.made_by + 1] += given.size_bytes
+    return handed
+
+
+def _is_held_besides(given: GivenTensor) -> bool:
+    """By anybody but the one block that is given it."""
+    if given.gone is None or given.is_used_outside:
+        return True
+    kind, section = given.gone
+    return kind is not TaskKind.FORWARD and section != given.blocks[0]
 
 
 def shared_inputs(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
@@ -89,6 +89,8 @@ class SectionObserver:
         self.outlived_bytes: dict[int, int] = {}
         """By block: what its forward made that lived until the forward of the epilogue, and no longer."""
         self._results = ExpensiveResults()
+        self.given: GivenTensors | None = None
+        """Who wants to know what operations read."""
         self.values = ValueWatch()
         """Which blocks' memory may depend on values."""
         self._handles: list[Any] = [
@@ -167,6 +169,8 @@ class SectionObserver:
         self._squares.note(result)
         self.note_uses(operator, args, kwargs)
         self.values.note(self._key, operator, args)
+        if self.given is not None:
+            self.given.note(args, kwargs)
         call = observe_call(operator, args, kwargs, result)
         if call is not None:
             current.calls.append(call)
@@ -262,7 +266,8 @@ def observe_sections(
     modes = [ActivationMode.SWAP if index in tallies else mode for index in range(len(blocks))]
     walker = SectionWalker(model, blocks, modes, observer, tallies)
     outputs = OutputSizes(blocks)
-    given = GivenTensors([block.module for block in blocks], ledger, lasting, observer.place)
+    given = GivenTensors(model, [block.module for block in blocks], ledger, lasting, observer.place)
+    observer.given = given
     try:
         for number in count(1):
             observer.restart()
@@ -398,6 +403,25 @@ class SeenIterations:
     """``RowReads.lookups``"""
     values: ValueWatch = field(default_factory=ValueWatch)
     """Which blocks' memory may depend on values."""
+
+    @property
+    def output_bytes(self) -> list[int]:
+        """Of every block that was observed."""
+        return [
+            seen.output_bytes
+            for (kind, section), seen in self.sections.items()
+            if kind is TaskKind.FORWARD and isinstance(section, int)
+        ]
+
+
+def most_kept_bytes(seen: Collection[SeenIterations], stands_for: Sequence[int]) -> int:
+    """What lives on from one iteration to the next beside parameters, buffers and the batch.
+
+    Of every block as much as in the mode in which it keeps more: a recomputation may leave its graph behind.
+    """
+    keepers = {keeper for iterations in seen for keeper in iterations.kept_bytes}
+    most = {keeper: max(iterations.kept_bytes.get(keeper, 0) for iterations in seen) for keeper in keepers}
+    return most.get(None, 0) + sum(most.get(block, 0) for block in stands_for)
 
 
 class OutputSizes:

@@ -54,13 +54,13 @@ from ..sequences.sharing import check_shared, one_of_ranks
 from ..tiles.fused_loss import check_loss_head, loss_as
 from ..tiles.loss_installing import final_of_loss, loss_tile_counts, tiled_loss
 from ..tiles.mlp_modules import Mlps, find_mlps, in_tiles, modules_of, names_of
-from .block_inputs import shared_inputs
+from .block_inputs import shared_inputs, staying_inputs
 from .block_order import blocks_as_run
 from .cuda_autocast import autocast_as_on_cuda
 from .fake import fake_batch, fake_model, keep_representatives, plain_batches
 from .fake_kernels import FakeGroupedProducts, fused_dropout
 from .known_values import values_known, with_values_if_wanted
-from .observing import SeenIterations, observe_sections
+from .observing import SeenIterations, most_kept_bytes, observe_sections
 from .progress import OnProgress, Progress, parts_of
 from .stopwatch import WARM_UP_ITERATIONS, time_sections
 from .traceable import check_traceable
@@ -411,13 +411,16 @@ def _values_of(seen: _Seen) -> ValueWatch:
 
 def _traced_shape(model: nn.Module, batch: Batch, seen: _Seen, stands_for: Sequence[int]) -> TracedShape:
     num_samples, num_tokens = count_samples_and_tokens(batch)
+    kept, again = seen[ActivationMode.KEEP], seen[ActivationMode.CHECKPOINT]
+    shared = shared_inputs(kept.given, again.given, stands_for)
     return TracedShape(
         batch_shapes=batch_shapes(batch),
         num_samples=num_samples,
         num_tokens=num_tokens,
-        resident_bytes=_resident_bytes(model, batch) + _kept_bytes(seen, stands_for),
+        resident_bytes=_resident_bytes(model, batch) + most_kept_bytes(seen.values(), stands_for),
         observed=_casts_until_backward(seen),
-        shared_inputs=shared_inputs(seen[ActivationMode.KEEP].given, seen[ActivationMode.CHECKPOINT].given, stands_for),
+        shared_inputs=shared,
+        staying_inputs=staying_inputs((kept.given, again.given), again.output_bytes, shared, stands_for),
     )
 
 
@@ -446,16 +449,6 @@ def _resident_bytes(model: nn.Module, batch: Batch) -> int:
     tensors = [*model.buffers(), *batch_tensors(batch).values()]
     seen = {id(tensor): tensor.numel() * tensor.element_size() for tensor in tensors}
     return sum(seen.values())
-
-
-def _kept_bytes(seen: _Seen, stands_for: Sequence[int]) -> int:
-    """What lives on from one iteration to the next beside parameters, buffers and the batch.
-
-    Of every block as much as in the mode in which it keeps more: a recomputation may leave its graph behind.
-    """
-    keepers = {keeper for iterations in seen.values() for keeper in iterations.kept_bytes}
-    most = {keeper: max(iterations.kept_bytes.get(keeper, 0) for iterations in seen.values()) for keeper in keepers}
-    return most.get(None, 0) + sum(most.get(block, 0) for block in stands_for)
 
 
 def _casts_until_backward(seen: _Seen) -> dict[ActivationMode, dict[PhaseKey, Observation]]:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import accumulate
 from math import prod
-from typing import Any, ClassVar, Final, Protocol, Self
+from typing import Any, ClassVar, Final, Self
 
 from pydantic import PositiveInt, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
 
@@ -38,12 +38,12 @@ from ..observed.assembly import TracedModel, TracedShape, assemble
 from ..observed.observation import Observation, OperatorCall
 from ..observed.observed_inputs import ObservedInput, PhaseKey
 from ..observed.packed import attending_within_samples
-from ..phases.activation_modes import FUSED_DROPOUT
 from ..phases.packing import Packing
 from ..phases.quadratic import SHORTEST_SQUARE
 from ..schema.plan import ActivationMode
 from ..schema.schedule import OuterSection, TaskKind
-from ..schema.workload import BlockId, DType, Operation, OperationClass, Parameter, Workload
+from ..schema.workload import BlockId, DType, Operation, Parameter, Workload
+from .calls import FamilyCall, Number, call_at
 
 BATCH_SIZE: Final = "batch_size"
 SEQUENCE_LENGTH: Final = "sequence_length"
@@ -58,36 +58,6 @@ class OutsideFamilyError(WorkloadError):
 
 
 _POSITIONS: Final = "position_ids"
-Number = int
-"""Index of a polynomial within its piece."""
-
-
-class Numbers(Protocol):
-    """Values of polynomials, by index."""
-
-    def __getitem__(self, number: Number, /) -> int: ...
-
-
-class FamilyCall(FrozenModel):
-    """``OperatorCall`` with polynomials in place of numbers."""
-
-    name: str
-    operation_class: OperationClass
-    dtype: DType
-    flops: Number
-    reads: tuple[tuple[int, Number], ...]
-    """(storage, bytes)."""
-    writes: tuple[Number, ...]
-    shape: tuple[Number, ...] = ()
-    is_changed: bool = False
-    """A file has the field where it is true."""
-
-    @model_serializer(mode="wrap")
-    def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields: dict[str, Any] = handler(self)
-        if not self.is_changed:
-            fields.pop("is_changed", None)
-        return fields
 
 
 class FamilySection(FrozenModel):
@@ -141,6 +111,8 @@ class FamilyPiece(FrozenModel):
     sections: tuple[FamilySection, ...]
     places: tuple[FamilyPlace, ...]
     shared_inputs: tuple[FamilySharedInput, ...] = ()
+    staying_inputs: tuple[int, ...] = ()
+    """``TracedShape.staying_inputs``.  A file has the field where there are any."""
     batch: dict[str, tuple[Number, ...]]
     """Shape of every tensor of the batch."""
     num_samples: Number
@@ -150,6 +122,13 @@ class FamilyPiece(FrozenModel):
     """Shapes whose traces the polynomials were fitted to."""
     proven_at: tuple[tuple[PositiveInt, ...], ...]
     """Further shapes at which every figure was compared with a trace."""
+
+    @model_serializer(mode="wrap")
+    def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        if not self.staying_inputs:
+            fields.pop("staying_inputs", None)
+        return fields
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -202,6 +181,7 @@ class FamilyPiece(FrozenModel):
                 ObservedInput(numbers[given.size], given.blocks, phase_key(given.kept), phase_key(given.checkpointed))
                 for given in self.shared_inputs
             ),
+            staying_inputs=self.staying_inputs,
         )
 
     def facts_at(self, values: tuple[int, ...]) -> TracedShape:
@@ -245,21 +225,6 @@ def phase_key(place: tuple[TaskKind, int | OuterSection]) -> PhaseKey:
     """A place's task and section."""
     kind, section = place
     return kind, section if isinstance(section, OuterSection) else BlockId(section)
-
-
-def call_at(call: FamilyCall, numbers: Numbers) -> OperatorCall:
-    """A call with the values of its polynomials."""
-    return OperatorCall(
-        name=call.name,
-        operation_class=call.operation_class,
-        dtype=call.dtype,
-        flops=numbers[call.flops],
-        reads=tuple((storage, numbers[size]) for storage, size in call.reads),
-        writes_bytes=tuple(numbers[size] for size in call.writes),
-        shape=tuple(numbers[dim] for dim in call.shape),
-        draws=call.name == FUSED_DROPOUT,
-        is_changed=call.is_changed,
-    )
 
 
 def _section_at(

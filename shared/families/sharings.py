@@ -32,18 +32,8 @@ from ..observed.observation import Observation, Repeated
 from ..observed.observed_inputs import ObservedInput, PhaseKey
 from ..schema.plan import ActivationMode
 from ..schema.workload import DType, Workload
-from .family import (
-    Change,
-    FamilyCall,
-    FamilyPiece,
-    FamilyPlace,
-    FamilySharedInput,
-    Number,
-    OutsideFamilyError,
-    WorkloadFamily,
-    call_at,
-    phase_key,
-)
+from .calls import FamilyCall, Number, call_at
+from .family import Change, FamilyPiece, FamilyPlace, FamilySharedInput, OutsideFamilyError, WorkloadFamily, phase_key
 from .tilings import FamilyTilings, TiledPiece, TiledRun
 from .variants import checked_tiles, with_loss_tilings, with_sharings, with_tilings
 
@@ -334,6 +324,7 @@ class _Shared:
                 ObservedInput(numbers[given.size], given.blocks, phase_key(given.kept), phase_key(given.checkpointed))
                 for given in self._piece.shared_inputs
             ),
+            staying_inputs=self._base.staying_inputs,
             sequence_ranks=self._values[-1],
         )
 

@@ -27,17 +27,8 @@ from ..phases.packing import Packing
 from ..phases.quadratic import SHORTEST_SQUARE
 from ..schema.plan import ActivationMode
 from ..schema.workload import DType, Operation, Workload
-from .family import (
-    Change,
-    FamilyCall,
-    FamilyPiece,
-    FamilyPlace,
-    Number,
-    OutsideFamilyError,
-    WorkloadFamily,
-    call_at,
-    phase_key,
-)
+from .calls import FamilyCall, Number, call_at
+from .family import Change, FamilyPiece, FamilyPlace, OutsideFamilyError, WorkloadFamily, phase_key
 from .variants import checked_tiles, with_loss_tilings, with_tilings
 
 LEAST_TILE: Final = 2

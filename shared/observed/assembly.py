@@ -64,6 +64,8 @@ class TracedShape:
     resident_bytes: int
     observed: Mapping[ActivationMode, Mapping[PhaseKey, Observation]]
     shared_inputs: tuple[ObservedInput, ...] = ()
+    staying_inputs: tuple[int, ...] = ()
+    """Observed blocks whose input does not travel in mode OFFLOAD_INPUT (``Workload.staying_inputs``)."""
     packing: Packing | None = None
     """How samples lie in rows."""
     sequence_ranks: int = 1
@@ -110,6 +112,7 @@ def assemble(
         subspaces=model.subspaces,
         blocks=tuple(Block(name=n, profile=p) for n, p in zip(model.block_names, profile_of, strict=True)),
         row_lookups=None if is_shared else _row_lookups(model, num_observed, observed, seconds or {}),
+        staying_inputs=tuple(b for b, seen in enumerate(model.stands_for) if seen in shape.staying_inputs),
         packing=shape.packing,
         quadratic=_quadratic(model, shape.observed),
         loss_head=shape.loss_head,

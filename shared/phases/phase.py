@@ -9,6 +9,7 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveInt,
     SerializerFunctionWrapHandler,
     model_serializer,
     model_validator,
@@ -173,3 +174,21 @@ def _holding(changes: tuple[int, ...], held_bytes: int) -> tuple[tuple[int, ...]
         if change + kept:
             found.append(change + kept)
     return ((held_bytes, *found) if held_bytes else tuple(found)), held_bytes
+
+
+class LookedUpTable(FrozenModel):
+    """An embedding of which the prologue's forward reads nothing but rows."""
+
+    parameter: NonNegativeInt
+    """Index into ``Workload.parameters``."""
+    num_rows: PositiveInt
+    """Rows that one forward looks up, those that occur several times counted as often."""
+
+
+class RowLookups(FrozenModel):
+    """What the prologue does where it looks the rows of all its embeddings up on the host (``Plan.looks_up_rows``)."""
+
+    tables: tuple[LookedUpTable, ...] = Field(min_length=1)
+    prologue_forward: Phase
+    prologue_backward: Phase
+    """It leaves gradients of rows, each lookup's in a tensor of its own, in place of gradients of tables."""

@@ -14,7 +14,6 @@ from operator import is_
 from typing import Any, ClassVar, Final, NewType, Self
 
 from pydantic import (
-    Field,
     NonNegativeInt,
     PositiveInt,
     SerializerFunctionWrapHandler,
@@ -42,7 +41,9 @@ from ..phases.parameters import OuterSection as OuterSection
 from ..phases.parameters import Parameter as Parameter
 from ..phases.parameters import Uses as Uses
 from ..phases.parameters import in_forward_order as in_forward_order
+from ..phases.phase import LookedUpTable as LookedUpTable
 from ..phases.phase import Phase as Phase
+from ..phases.phase import RowLookups as RowLookups
 from ..phases.quadratic import QuadraticMemory as QuadraticMemory
 from ..phases.quantization import PackedProducts
 from ..phases.sequence_sharing import SequenceSharing as SequenceSharing
@@ -75,24 +76,6 @@ class Block(FrozenModel):
     """Dotted module path."""
     profile: NonNegativeInt
     """Index into ``Workload.profiles``."""
-
-
-class LookedUpTable(FrozenModel):
-    """An embedding of which the prologue's forward reads nothing but rows."""
-
-    parameter: NonNegativeInt
-    """Index into ``Workload.parameters``."""
-    num_rows: PositiveInt
-    """Rows that one forward looks up, those that occur several times counted as often."""
-
-
-class RowLookups(FrozenModel):
-    """What the prologue does where it looks the rows of all its embeddings up on the host (``Plan.looks_up_rows``)."""
-
-    tables: tuple[LookedUpTable, ...] = Field(min_length=1)
-    prologue_forward: Phase
-    prologue_backward: Phase
-    """It leaves gradients of rows, each lookup's in a tensor of its own, in place of gradients of tables."""
 
 
 class Workload(Document):
@@ -128,6 +111,9 @@ class Workload(Document):
     shared_inputs: tuple[SharedInput, ...] = ()
     """Tensors whose life depends on the activation modes of several blocks.  Phases count them as if no block held them
     for its backward."""
+    staying_inputs: tuple[NonNegativeInt, ...] = ()
+    """Blocks whose input stays on the device in mode OFFLOAD_INPUT: it is no output of the block before, or others hold
+    it too.  A file has the field where there are any."""
     distillation: Distillation | None = None
     """What a workload of bypass distillation has beside; None for full training.  A file has the field where it is
     set."""
@@ -176,6 +162,8 @@ class Workload(Document):
             named = max(shared.blocks, default=0)
             if named >= len(self.blocks):
                 raise ValueError(f"a shared input names block {named} of {len(self.blocks)}")
+        if (named := max(self.staying_inputs, default=0)) >= len(self.blocks):
+            raise ValueError(f"staying_inputs names block {named} of {len(self.blocks)}")
         for table in self.row_lookups.tables if self.row_lookups is not None else ():
             if table.parameter >= len(self.parameters):
                 raise ValueError(f"a lookup names parameter {table.parameter} of {len(self.parameters)}")
@@ -248,7 +236,7 @@ class Workload(Document):
         fields: dict[str, Any] = handler(self)
         if self.loss_head is LossHead.EAGER:
             fields.pop("loss_head", None)
-        for name in ("tilings", "subspaces", "sequence_sharings", "loss_tilings"):
+        for name in ("tilings", "subspaces", "sequence_sharings", "loss_tilings", "staying_inputs"):
             if not getattr(self, name):
                 fields.pop(name, None)
         for name in ("distillation", "packing", "quadratic", "compiled", "float8", "packed_products"):

@@ -175,7 +175,10 @@ def _in_factors(
                 if section == changed.section and isinstance(section, int):
                     observed[mode][kind, BlockId(number)] = changed.observation(mode, kind)
     return replace(model, stands_for=stands_for), replace(
-        dense, observed=observed, shared_inputs=_renumbered(dense.shared_inputs, shown)
+        dense,
+        observed=observed,
+        shared_inputs=_renumbered(dense.shared_inputs, shown),
+        staying_inputs=tuple(number for number, (seen, _) in enumerate(shown) if seen in dense.staying_inputs),
     )
 
 

@@ -241,6 +241,7 @@ def workloads(draw: DrawFn, max_blocks: int = 6, measured: bool | None = True, m
         epilogue_backward=draw(phases(head_gradient_bytes - loss_bytes, measured, head_gradient_bytes)),
         prologue_backward=draw(phases(embedding_gradient_bytes - embedded_bytes, measured, embedding_gradient_bytes)),
         shared_inputs=tuple(draw(st.lists(_shared_inputs(num_blocks), max_size=3))),
+        staying_inputs=tuple(sorted(draw(st.sets(st.integers(0, num_blocks - 1), max_size=2)))),
         resident_bytes=draw(SIZES_BYTES),
         traced_with="real",
         measured_on="random machine" if measured else None,

@@ -95,6 +95,12 @@ def test_inputs_that_are_no_block_s_output_alone_stay() -> None:
     larger = model.profiles[0].model_copy(update={"output_bytes": OUTPUT_BYTES + 300})
     model = model.model_copy(update={"profiles": (larger, *model.profiles[1:]), "shared_inputs": (biases, ends)})
     assert input_bytes(model) == [0, OUTPUT_BYTES, OUTPUT_BYTES, 0, OUTPUT_BYTES, OUTPUT_BYTES]
+    seen = model.model_copy(update={"staying_inputs": (4,)})
+    assert input_bytes(seen) == [0, OUTPUT_BYTES, OUTPUT_BYTES, 0, 0, OUTPUT_BYTES]
+    assert Workload.model_validate_json(seen.model_dump_json()) == seen
+    assert "staying_inputs" not in model.to_json()
+    with pytest.raises(ValueError, match="staying_inputs names block 6 of 6"):
+        Workload(**{name: getattr(seen, name) for name in Workload.model_fields} | {"staying_inputs": (6,)})
 
 
 # -- hazards ---------------------------------------------------------------------------------------------------------
