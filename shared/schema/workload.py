@@ -143,8 +143,8 @@ class Workload(Document):
     row_lookups: RowLookups | None = None
     """Embeddings whose rows the prologue may look up on the host; None where there are none, or nobody knows."""
     resident_bytes: Bytes = 0
-    """Device bytes alive all the time besides parameters, gradients and optimizer state: module buffers, the batch, and
-    whatever else lives on from one iteration to the next."""
+    """Device bytes alive all the time besides parameters, gradients and optimizer state: module buffers, the batch, the
+    losses that a loop holds, scaled ones too, and whatever else lives on from one iteration to the next."""
     traced_with: str
     """``"real"`` or ``"fake"`` tensors."""
     measured_on: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch import nn
 from protwin.runtime import CpuDevice, carry_out, trace
 from protwin.runtime.hooks.offloaded_inputs import HandedOn, OffloadedInput, as_given
 from protwin.shared.basics.errors import ScheduleError
+from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.layout.travelling_inputs import input_bytes
 from protwin.shared.schema.plan import ActivationMode, Plan, mode_counts
 from protwin.shared.schema.workload import Workload
+from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from tests.proof_size import some_quick
 from tests.runtime.equality import miscounted, trained
 from tests.runtime.models import Case, cases
@@ -187,6 +190,41 @@ def test_inputs_that_others_hold_stay_and_the_guarantee_holds(wiring: str) -> No
         assert outcome.losses == case.plain.losses
         assert outcome.different == []
         assert miscounted(case, plan, outcome) == []
+
+
+def plain_step(loss: torch.Tensor, held: list[torch.Tensor]) -> None:
+    loss.backward()
+
+
+def by_hand(loss: torch.Tensor, held: list[torch.Tensor]) -> None:
+    (loss / 2).backward()
+
+
+def by_hand_with_names(loss: torch.Tensor, held: list[torch.Tensor]) -> None:
+    """The loss, its part, that of the step before, and their sum."""
+    scaled = loss / 2
+    held[:] = [held[0] + loss.detach() if held else loss.detach(), scaled]
+    (scaled * 1024.0).backward()
+
+
+@pytest.mark.parametrize("step", [plain_step, by_hand, by_hand_with_names])
+@pytest.mark.parametrize("mode", [OFFLOAD_INPUT, KEEP])
+def test_the_guarantee_holds_for_loops_that_scale_their_losses(
+    step: Callable[[torch.Tensor, list[torch.Tensor]], None], mode: ActivationMode
+) -> None:
+    """Of a model whose plain loop takes what is guaranteed, to the byte."""
+    case = Case(lambda: Wired("none"), [{"rows": torch.randn(ROWS, WIDTH)} for _ in range(4)])
+    plan = plan_of(case.workload, (mode,) * 6, micro_batches=2)
+    limit_bytes = guaranteed_device_peak(compile_schedule(plan, case.workload)).size_bytes
+    model, held = case.build(), []
+    device = CpuDevice(limit_bytes)
+    with carry_out(model, plan, case.workload, optimizer=case.make_optimizer, device=device) as training:
+        for batches in case.steps(2):
+            for batch in batches:
+                loss = case.loss(model, batch)
+                step(loss, held)
+            training.step()
+        assert limit_bytes - 32 <= training.peak_device_bytes <= limit_bytes
 
 
 # -- what travels ----------------------------------------------------------------------------------------------------

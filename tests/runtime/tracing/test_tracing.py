@@ -327,7 +327,8 @@ def test_bytes_of_a_linear_blocks_backward(linear: Workload) -> None:
 
 
 def test_bytes_outside_the_blocks(linear: Workload) -> None:
-    assert linear.resident_bytes == ROWS * 3 * 4
+    losses_bytes = 4 * 4  # that a loop may hold
+    assert linear.resident_bytes == ROWS * 3 * 4 + losses_bytes
     assert linear.prologue_forward.net_bytes == HIDDEN
     assert all_in(linear, ActivationMode.KEEP)[TaskKind.FORWARD, OuterSection.EPILOGUE].net_bytes == LOSS
     assert linear.num_samples == ROWS
