@@ -76,8 +76,8 @@ def _round_step(least: float) -> float:
 
 
 def _tick_label(value: float, decimals: int) -> str:
-    label = f"{value:.{decimals}f}"
-    return label.replace("-", "−") if float(label) else label.lstrip("-")
+    label = f"{value:,.{decimals}f}"
+    return label.replace("-", "−") if label.strip("-0.") else label.lstrip("-")
 
 
 def time_unit(span_s: float) -> Unit:

@@ -16,7 +16,7 @@ from ..report.svg import Figure, joined, line, share, stretched, tag, zoomable
 from ..report.svg import value_text as px
 from ..schema.plan_kind import PlanKind
 from .sweep import FREE_FRAC, Sweep, SweepPoint
-from .tables import free_sentences, missing_table, point_table
+from .tables import emulated_sentences, free_sentences, missing_table, point_table, price_sentences
 
 _TOP: Final = 24.0
 _BOTTOM: Final = 380.0
@@ -57,7 +57,8 @@ def sweep_report(sweep: Sweep) -> Report:
         said = tuple(quiet(words) for words in free_sentences(sweep))
         costs = cost_chart(sweep)
         sections.append(Section("Offloading", said if costs is None else (costs, *said)))
-        sections.append(Section("Every point", (PageTable(point_table(sweep, "")),)))
+        notes = tuple(quiet(words) for words in (*emulated_sentences(sweep), *price_sentences(sweep)))
+        sections.append(Section("Every point", (PageTable(point_table(sweep, "")), *notes)))
     if missing := missing_table(sweep):
         sections.append(Section(missing.title, (PageTable(replace(missing, title="")),)))
     lengths, sizes = sweep.sequence_lengths, sweep.batch_sizes

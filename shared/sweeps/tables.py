@@ -28,17 +28,27 @@ def sweep_tables(sweep: Sweep) -> Parts:
     if sweep.with_plan:
         parts.append(point_table(sweep))
         parts += free_sentences(sweep)
-    if sweep.emulated:
-        parts.append(f"emulated: {', '.join(sweep.emulated)}.")
+    parts += emulated_sentences(sweep)
     if missing := missing_table(sweep):
         parts.append(missing)
-    if sweep.list_price is not None:
-        price = sweep.list_price
-        parts.append(f"{price.usd_per_hour:.2f} USD an hour: {price.kind.words}, {price.words}. --price states yours.")
+    parts += price_sentences(sweep)
     if not sweep.is_complete:
         left = sum(not point.is_searched and not point.reason for point in sweep.points)
         parts.append(f"interrupted: {left} of {len(sweep.points)} points were not searched.")
     return tuple(parts)
+
+
+def emulated_sentences(sweep: Sweep) -> list[str]:
+    """What is computed as others do, if anything is."""
+    return [f"emulated: {', '.join(sweep.emulated)}."] if sweep.emulated else []
+
+
+def price_sentences(sweep: Sweep) -> list[str]:
+    """What the machine costs, and who says so; nothing where the user does."""
+    price = sweep.list_price
+    if price is None:
+        return []
+    return [f"{price.usd_per_hour:.2f} USD an hour: {price.kind.words}, {price.words}. --price states yours."]
 
 
 def point_table(sweep: Sweep, title: str | None = None) -> Table:

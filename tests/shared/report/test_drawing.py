@@ -41,7 +41,7 @@ def test_ticks_are_round_evenly_spaced_and_few(low: float, span: float, at_most:
         assert min(abs(digits - factor) for factor in (1, 2, 5)) < 1e-3
         for tick in found:
             assert low - 1e-6 * span <= tick.value <= low + span * (1 + 1e-6)
-            assert float(tick.label.replace("−", "-")) == pytest.approx(tick.value, abs=step * 1e-3)
+            assert float(tick.label.replace("−", "-").replace(",", "")) == pytest.approx(tick.value, abs=step * 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,7 @@ def test_ticks_are_round_evenly_spaced_and_few(low: float, span: float, at_most:
         (-0.5, 0.5, Unit(1.0, "s"), ["−0.4", "−0.2", "0.0", "0.2", "0.4"]),
         (0.0, 3 * 2**30, Unit(2.0**30, "GiB"), ["0.0", "0.5", "1.0", "1.5", "2.0", "2.5", "3.0"]),
         (1.0, 1.0, Unit(1.0, ""), ["1"]),
+        (-2000.0, 9000.0, Unit(1.0, ""), ["−2,000", "0", "2,000", "4,000", "6,000", "8,000"]),
     ],
 )
 def test_ticks_by_example(low: float, high: float, unit: Unit, labels: list[str]) -> None:

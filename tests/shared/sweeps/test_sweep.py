@@ -7,6 +7,8 @@ from itertools import pairwise
 
 import pytest
 
+from protwin.shared.catalogue.list_prices import list_price
+from protwin.shared.catalogue.machines import load_hardware
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.plan_kind import PlanKind
 from protwin.shared.schema.schedule import Lane
@@ -168,8 +170,13 @@ def test_points_without_a_plan_are_named_and_larger_ones_counted() -> None:
 def test_the_page_shows_every_point_and_runs_nothing_else() -> None:
     points = [point(size, length, 0.5 / size) for length in (1024, 4096) for size in (1, 2, 4)]
     points += [point(8, 1024, 0.001, kind=PlanKind.SWAPPED), point(8, 4096, reason=HOSTILE), point(1, 256)]
-    found = sweep(*points, name=HOSTILE)
+    price = list_price(load_hardware("rtx-4090"))
+    assert price is not None
+    found = sweep(*points, name=HOSTILE).model_copy(update={"list_price": price, "emulated": ("as compiled",)})
     page = sweep_report(found)
+    for said in (f"{price.usd_per_hour:.2f} USD an hour", "emulated: as compiled."):
+        assert said in page.html, "the page says no less than the terminal"
+        assert said in as_text(sweep_tables(found))
     check_self_contained(parse(page.html))
     assert "<script>alert" not in page.html
     throughput, costs = page.figures
