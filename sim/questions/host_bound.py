@@ -8,14 +8,18 @@ from typing import Final
 from ...shared.basics.progress import OnProgress, no_progress
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import Plan
-from ...shared.schema.search_result import BatchSearchResult, HostBound
+from ...shared.schema.plan_kind import PlanKind
+from ...shared.schema.search_result import BatchSearchResult, HostBound, SearchResult
 from ..memory.host import memory_with_room
+from ..searching.branch_and_bound import BranchAndBound
 from ..searching.problem import SearchProblem
 from ..searching.request import SearchRequest
 from ..searching.search import problems, search_batches
 
 _UNLIMITED_BYTES: Final = 2**50
 """More than any plan needs."""
+_MOST_REPLAYS: Final = 1024
+"""Plans that are replayed at most to spare a second search."""
 
 
 def host_bound(
@@ -25,10 +29,12 @@ def host_bound(
 
     Or if it leaves the margin of device memory that ``found`` does not.
 
-    A second search, but only where some plan needs more than the budget of the host.  None too where the CPU is the
-    device, whose memory is the host's: then the two budgets are shares of one.
+    A second search, but only where some plan that needs more than the budget of the host may be so much faster.  None
+    too where the CPU is the device, whose memory is the host's: then the two budgets are shares of one.
     """
     if request.hardware.device.kind is DeviceKind.CPU or not _is_restricting(request):
+        return None
+    if _needs_a_faster_one(found.result) and not _may_be_faster(found.result, request, on_progress):
         return None
     # The rest of the answer is there: baselines are not asked for again.
     unlimited = replace(request, host_budget_bytes=_UNLIMITED_BYTES, baselines=None)
@@ -88,6 +94,43 @@ def _memory_bytes(plan: Plan, host_bytes: int, request: SearchRequest) -> int:
     """The memory of the machine's host that leaves every rank on it so much."""
     num_sharing = min(plan.num_ranks, request.hardware.devices_per_node)
     return num_sharing * memory_with_room(host_bytes, request.hardware.device.kind)
+
+
+def _needs_a_faster_one(result: SearchResult) -> bool:
+    """Whether nothing but a faster plan of the same spaces could take the place of the one that was found.
+
+    Spaces with inputs on the host, or chunks on the disk, are searched where nothing fits in those before.
+    """
+    plan = result.plan
+    return result.survives is not False and not (plan.n_offload_input or plan.n_disk_state or plan.n_disk)
+
+
+def _may_be_faster(result: SearchResult, request: SearchRequest, on_progress: OnProgress) -> bool:
+    """Whether some plan that needs more of the host than the budget may be faster by more than the tolerance.
+
+    Bounds decide, and replays where these do not.  Whether such a plan leaves the margin is not asked, and of many that
+    cannot be told apart it is left to the search, which widens.
+    """
+    unlimited = replace(request, host_budget_bytes=_UNLIMITED_BYTES)
+    limit_s = result.prediction.iteration_s * (1 - request.effort.tolerance_frac)
+    branches = []
+    for problem in problems(unlimited):
+        beyond = replace(problem, beyond_host_bytes=result.host_budget_bytes)
+        for kind in PlanKind:
+            branch = BranchAndBound(beyond, kind, tolerance_frac=0.0)
+            branch.incumbent_s = limit_s
+            branches.append(branch)
+    while True:
+        on_progress(sum(branch.num_decided for branch in branches), sum(branch.num_candidates for branch in branches))
+        best = min(branches, key=lambda branch: branch.candidates.next_bound_s)
+        if best.candidates.next_bound_s >= limit_s:
+            return False
+        if sum(branch.num_replays for branch in branches) >= _MOST_REPLAYS:
+            return True
+        best.step()
+        # Those that do not become periodic may be as fast as their bounds.
+        if any(one.bound_s < limit_s and not one.period_s >= limit_s for one in best.replayed):
+            return True
 
 
 def _is_restricting(request: SearchRequest) -> bool:

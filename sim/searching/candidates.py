@@ -394,7 +394,9 @@ class Candidates:
             levels = layout.memory.activation_bytes[modes]
             may_fit = np.zeros_like(is_open)
             may_fit[rows] = is_open[rows] & (static_bytes[:, None] + levels <= problem.device_budget_bytes)
-            may_fit[rows] &= (problem.host_bytes(index, prefixes, trips) <= problem.host_budget_bytes)[:, None]
+            host_bytes = problem.host_bytes(index, prefixes, trips)
+            is_within = (host_bytes <= problem.host_budget_bytes) & (host_bytes > problem.beyond_host_bytes)
+            may_fit[rows] &= is_within[:, None]
             num_residencies = layout.num_residencies(trips)[:, None]
             self.num_candidates += int((num_residencies * is_open).sum())
             self.num_bounded_by_memory += int((num_residencies * (is_open & ~may_fit)).sum())

@@ -104,6 +104,8 @@ class SearchProblem:
     layouts: tuple[LayoutProblem, ...]
     is_shared: bool = False
     """Whether both budgets are shares of one memory, which nobody asked for."""
+    beyond_host_bytes: int = -1
+    """Plans are looked at that need more of the host than this alone; -1: all."""
     method: Method = FULL_TRAINING
     _families: dict[FamilyKey, PlanFamily] = field(default_factory=dict, repr=False, compare=False)
     """The latest, by their keys."""

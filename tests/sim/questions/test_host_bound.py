@@ -10,7 +10,7 @@ from protwin.shared.basics.errors import InfeasibleError
 from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.search_result import BatchSearchResult
 from protwin.shared.tables.answer import recommendation
-from protwin.sim.questions.host_bound import host_bound
+from protwin.sim.questions.host_bound import _is_restricting, host_bound
 from protwin.sim.searching.request import SearchRequest
 from protwin.sim.searching.search import search_batches
 from protwin.sim.space.space import SearchSpace
@@ -58,6 +58,16 @@ def test_it_binds_exactly_where_more_of_it_makes_a_faster_plan() -> None:
 
 def test_where_nothing_needs_more_no_second_search_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, answer = answered(10**9)
+    monkeypatch.setattr("protwin.sim.questions.host_bound.search_batches", None)
+    assert host_bound(answer, asked) is None
+
+
+def test_where_no_plan_beyond_the_budget_is_faster_no_second_search_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks that the host holds slowly: a plan that keeps all of them needs no more, though many others do."""
+    slow = replace(REQUEST, hardware=machine(gather_s=50.0, offload_s=50.0), device_budget_bytes=10**6)
+    asked, answer = answered(1000, slow)
+    assert answered(10**9, slow)[1].result.plan == answer.result.plan
+    assert _is_restricting(asked)
     monkeypatch.setattr("protwin.sim.questions.host_bound.search_batches", None)
     assert host_bound(answer, asked) is None
 
