@@ -67,13 +67,13 @@ def configured_subject(
             make_device=make_device,
             is_kept=False,
         )
-        return replace(within, workload=chosen.note_in(within.workload))
+        return replace(within, workload=chosen.note_in(within.workload, configuration))
     model = model.to(device.torch_device)
     if trained_as.student is not None:
         pair = PairSubject.of(model, trained_as.student, batch, name=name, hardware=hardware, make_device=make_device)
-        return replace(pair, workload=chosen.note_in(pair.workload))
+        return replace(pair, workload=chosen.note_in(pair.workload, configuration))
     with autocast_on(device.torch_device.type, autocast):
-        workload = chosen.note_in(trace(model, batch, name=name, loss_head=trained_as.loss_head))
+        workload = chosen.note_in(trace(model, batch, name=name, loss_head=trained_as.loss_head), configuration)
     make_optimizer = default_optimizer if optimizer is Optimizer.ADAMW else named_optimizer(optimizer)
     return Subject(
         model, batch, workload, hardware, make_device, make_optimizer, optimizer=optimizer, autocast=autocast

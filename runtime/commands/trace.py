@@ -179,7 +179,7 @@ def trace_command(
             )
     from ...shared.tables.workloads import workload_tables
 
-    workload = chosen.note_in(workload)
+    workload = chosen.note_in(workload, described.config)
     words = attention_words(workload.quadratic, workload.model_name, workload.num_tokens // workload.num_samples)
     for said in (words, narrow_words(workload)):
         if said is not None:

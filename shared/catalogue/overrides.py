@@ -149,6 +149,11 @@ def _drop(content: dict[str, Any], measured: str, nothing: object) -> None:
         _note(content, measured, "none, since it was measured otherwise")
 
 
+def field_names() -> tuple[str, ...]:
+    """What of a machine can be set: parts, and single figures of them."""
+    return tuple(_fields())
+
+
 def _fields() -> Iterator[str]:
     yield from _TOP
     for part, model in {**_PARTS, **_WITHIN}.items():

@@ -64,11 +64,10 @@ def question_of(
         host_gradient_dtype=_host_gradient_dtype(plan, trained_dtype),
         optimizer=plan.optimizer.words,
         state_dtype=_state_dtype(trained, trained_dtype, plan.optimizer),
-        master_dtype=stepped_dtype(trained_dtype, plan.optimizer)
-        if master_bytes(trained_dtype, plan.optimizer)
-        else None,
+        master_dtype=_master_dtype(trained_dtype, plan.optimizer),
         samples_per_micro_batch=workload.num_samples,
         sequence_length=sequence_length_of(workload),
+        rotary_tokens=exceeded_tokens(workload),
         packing=workload.packing,
         micro_batches=plan.micro_batches,
         num_ranks=plan.num_ranks,
@@ -82,6 +81,23 @@ def question_of(
         calibrated_on=None if calibration is None else calibration.machine or calibration.hardware_name,
         is_probed=hardware is not None and hardware.device.source.startswith(PROBED),
     )
+
+
+def _master_dtype(trained_dtype: DType, optimizer: Optimizer) -> DType | None:
+    """Of the weights' masters; None: the weights are their own."""
+    return stepped_dtype(trained_dtype, optimizer) if master_bytes(trained_dtype, optimizer) else None
+
+
+def exceeded_tokens(workload: Workload, sequence_length: int | None = None) -> int | None:
+    """What rotary positions were made for, if samples are longer; packed ones begin anew at each sample.
+
+    ``sequence_length``: of rows, in the place of the workload's.
+    """
+    longest = sequence_length or sequence_length_of(workload)
+    if workload.packing is not None:
+        longest = workload.packing.longest
+    made_for = workload.rotary_tokens
+    return None if longest is None or made_for is None or longest <= made_for else made_for
 
 
 def sequence_length_of(workload: Workload) -> int | None:

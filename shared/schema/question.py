@@ -50,6 +50,8 @@ class Question(FrozenModel):
     """Samples of one micro-batch of one rank."""
     sequence_length: PositiveInt | None = None
     """Tokens of one sample; None for models without sequences."""
+    rotary_tokens: PositiveInt | None = None
+    """Tokens of a sample that the model's rotary positions were made for, where the samples have more; else None."""
     packing: Packing | None = None
     """How several samples lie in each row, which then counts as a sample; None where it is one."""
     micro_batches: PositiveInt = 1

@@ -100,6 +100,8 @@ class Workload(Document):
     """Element type that the weights were published in; None where nobody says."""
     dtype_origin: DTypeOrigin | None = None
     """Who chose the element type of the parameters; None where nobody says."""
+    rotary_tokens: PositiveInt | None = None
+    """Tokens of the longest sample that its rotary positions were made for; None without, or where nobody says."""
     parameters: tuple[Parameter, ...]
     """In execution order."""
     blocks: tuple[Block, ...]
@@ -209,8 +211,7 @@ class Workload(Document):
 
     @model_validator(mode="after")
     def _knows_each_tiling_once(self) -> Self:
-        counts = [tiling.loss_tiles for tiling in self.loss_tilings]
-        if counts != sorted(set(counts)):
+        if (counts := [tiling.loss_tiles for tiling in self.loss_tilings]) != sorted(set(counts)):
             raise ValueError(f"loss_tilings: {counts} tiles; each number stands once, and they ascend")
         if self.loss_head is LossHead.CHUNKED:
             raise ValueError("loss_head: chunked is Plan.loss_tiles; a workload's is eager, narrow or fused")
@@ -239,7 +240,7 @@ class Workload(Document):
         for name in ("tilings", "subspaces", "sequence_sharings", "loss_tilings", "staying_inputs"):
             if not getattr(self, name):
                 fields.pop(name, None)
-        for name in ("distillation", "packing", "quadratic", "compiled", "float8", "packed_products"):
+        for name in ("distillation", "packing", "quadratic", "compiled", "float8", "packed_products", "rotary_tokens"):
             if getattr(self, name) is None:
                 fields.pop(name, None)
         return fields

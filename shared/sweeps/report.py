@@ -16,7 +16,7 @@ from ..report.svg import Figure, joined, line, share, stretched, tag, zoomable
 from ..report.svg import value_text as px
 from ..schema.plan_kind import PlanKind
 from .sweep import FREE_FRAC, Sweep, SweepPoint
-from .tables import emulated_sentences, free_sentences, missing_table, point_table, price_sentences
+from .tables import emulated_sentences, free_sentences, missing_table, point_table, price_sentences, too_long
 
 _TOP: Final = 24.0
 _BOTTOM: Final = 380.0
@@ -54,7 +54,7 @@ def sweep_report(sweep: Sweep) -> Report:
     sections = []
     if sweep.with_plan:
         sections.append(Section("Throughput", (throughput_chart(sweep),)))
-        said = tuple(quiet(words) for words in free_sentences(sweep))
+        said = tuple(quiet(words) for words in (*free_sentences(sweep), *too_long(sweep)))
         costs = cost_chart(sweep)
         sections.append(Section("Offloading", said if costs is None else (costs, *said)))
         notes = tuple(quiet(words) for words in (*emulated_sentences(sweep), *price_sentences(sweep)))

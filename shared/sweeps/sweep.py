@@ -144,6 +144,8 @@ class Sweep(Document):
     """That were asked about, shorter ones first."""
     batch_sizes: tuple[PositiveInt, ...]
     """That were asked about, smaller ones first."""
+    rotary_tokens: PositiveInt | None = None
+    """Tokens of a sample that the model's rotary positions were made for, where some points have more; else None."""
     points: tuple[SweepPoint, ...]
     """Shorter sequences first, then smaller batches."""
     crossovers: tuple[Crossover, ...]

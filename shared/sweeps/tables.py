@@ -8,6 +8,7 @@ from typing import Final
 from ..basics.units import format_bytes, format_number, format_seconds
 from ..tables.advice import TIGHT_NOTE, short_reason
 from ..tables.labels import LANE_NAMES, NO_VALUE, format_share, plan_words, selective_notes
+from ..tables.question import positions_words
 from ..tables.table import Parts, Row, Table
 from .sweep import FREE_FRAC, Sweep, SweepPlan, SweepPoint
 
@@ -29,6 +30,7 @@ def sweep_tables(sweep: Sweep) -> Parts:
         parts.append(point_table(sweep))
         parts += free_sentences(sweep)
     parts += emulated_sentences(sweep)
+    parts += too_long(sweep)
     if missing := missing_table(sweep):
         parts.append(missing)
     parts += price_sentences(sweep)
@@ -49,6 +51,11 @@ def price_sentences(sweep: Sweep) -> list[str]:
     if price is None:
         return []
     return [f"{price.usd_per_hour:.2f} USD an hour: {price.kind.words}, {price.words}. --price states yours."]
+
+
+def too_long(sweep: Sweep) -> list[str]:
+    """A warning of sequences beyond the model's rotary positions, if some are."""
+    return [] if sweep.rotary_tokens is None else [f"Warning: {positions_words(sweep.rotary_tokens)}."]
 
 
 def point_table(sweep: Sweep, title: str | None = None) -> Table:

@@ -28,6 +28,7 @@ def question_table(question: Question) -> Table:
         ("weights", _weights(question)),
         ("training", _training(question)),
         ("step", _step(question)),
+        *_positions(question),
     ]
     if question.hardware_name:
         rows.append(("machine", _machine(question)))
@@ -51,10 +52,21 @@ def asked_of_all_table(question: Question, global_batch_size: int, *, is_longest
         ("weights", _weights(question)),
         ("training", _training(question)),
         ("step", samples),
+        *_positions(question),
     ]
     if question.overrides:
         rows.append(("machines", f"with {', '.join(question.overrides)}"))
     return Table(title=f"Asked (element types as on {question.hardware_name})", columns=("", ""), rows=rows)
+
+
+def _positions(question: Question) -> list[tuple[str, str]]:
+    """A warning where samples are longer than what rotary positions were made for."""
+    return [] if question.rotary_tokens is None else [("warning", positions_words(question.rotary_tokens))]
+
+
+def positions_words(rotary_tokens: int) -> str:
+    """A warning of samples that are longer than what rotary positions were made for."""
+    return f"rotary positions were made for samples of {rotary_tokens:,} tokens; longer ones need scaled positions"
 
 
 def _model(question: Question) -> str:

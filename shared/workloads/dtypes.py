@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from ..basics.errors import WorkloadError
+from ..catalogue.rotary import rotary_tokens
 from ..schema.hardware import Device, DeviceKind
 from ..schema.workload import DType, DTypeOrigin, Workload
 
@@ -23,9 +25,10 @@ class ChosenDType:
     published: DType | None
     """The configuration's own, float32 where it names none; None for one that no file of ours can name."""
 
-    def note_in(self, workload: Workload) -> Workload:
-        """``workload``, which says where its element type comes from."""
-        return workload.model_copy(update={"published_dtype": self.published, "dtype_origin": self.origin})
+    def note_in(self, workload: Workload, configuration: Mapping[str, Any]) -> Workload:
+        """``workload``, which says where its element type comes from, and what its rotary positions were made for."""
+        noted = {"published_dtype": self.published, "dtype_origin": self.origin}
+        return workload.model_copy(update={**noted, "rotary_tokens": rotary_tokens(configuration)})
 
 
 def choose_dtype(published: str | None, asked: str | None, device: Device | None) -> ChosenDType:

@@ -140,7 +140,7 @@ def resolve_workload(
     is_published = dtype is None and chosen.origin is DTypeOrigin.PUBLISHED
     request = _request(asked, described, None if is_published else chosen.dtype)
     found = shipped_workload(described, request) if known_model(model) is not None else None
-    return chosen.note_in(found if found is not None else _traced(request, cache, warn))
+    return chosen.note_in(found if found is not None else _traced(request, cache, warn), described.config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +286,7 @@ def untraced_workload(
     )
     request = _request(asked, described, chosen.dtype)
     found = shipped_workload(described, request)
-    return None if found is None else chosen.note_in(found)
+    return None if found is None else chosen.note_in(found, described.config)
 
 
 def is_saved_workload(model: str) -> bool:

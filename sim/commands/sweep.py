@@ -35,6 +35,7 @@ from ...shared.cli.output import save, tell
 from ...shared.cli.ranges import Numbers, numbers_option
 from ...shared.cli.report_options import ReportPath, write_report
 from ...shared.phases.operations import lowering_notes
+from ...shared.records.question import exceeded_tokens
 from ...shared.schema.calibration import Calibration
 from ...shared.sweeps.sweep import Sweep, crossovers
 from ...shared.workloads.source import is_saved_workload
@@ -198,15 +199,17 @@ def sweep_command(
             num_processes=processes or len(os.sched_getaffinity(0)),
             on_progress=on_progress,
         )
+    workload = choice.workload()
     found = Sweep(
         model=model,
-        model_name=choice.workload().model_name,
+        model_name=workload.model_name,
         hardware_name=machine.name,
         device_budget_bytes=device_budget_bytes,
         num_ranks=num_ranks,
         micro_batches=steps.micro_batches or 1,
         sequence_lengths=sequence_lengths,
         batch_sizes=batch_sizes,
+        rotary_tokens=exceeded_tokens(workload, max(sequence_lengths)),
         points=tuple(points),
         crossovers=crossovers(points),
         list_price=listed[0] if listed else None,

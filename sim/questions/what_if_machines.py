@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from ...shared.basics.errors import CalibrationError, CatalogueError, HardwareError, WorkloadError
-from ...shared.basics.suggestions import did_you_mean
+from ...shared.basics.suggestions import did_you_mean, nearest_names
 from ...shared.catalogue.machines import cluster_names, machine, override_hardware
 from ...shared.catalogue.names import device_called, machine_called, written_alike
+from ...shared.catalogue.overrides import field_names
 from ...shared.catalogue.parts import device_names, disk_names, host_names, link_names, network_names, node_names
 from ...shared.optimizers.check import check_host_gradients, check_optimizer
 from ...shared.schema.calibration import Calibration
@@ -28,6 +29,22 @@ _PARTS: Final[dict[str, Callable[[], tuple[str, ...]]]] = {
     "node": node_names,
     "network": network_names,
 }
+_SWAPPED: Final = (*_PARTS, "host_to_device", "device_to_host")
+"""Parts that a change may name, each with figures of its own."""
+_EXAMPLES: Final = {
+    "ranks": "ranks=16",
+    "optimizer": "optimizer=adamw-8bit",
+    "host-gradients": "host-gradients=float32",
+    "lora": "lora=16",
+    "max-gradient-norm": "max-gradient-norm=1.0",
+    "sequence-length": "sequence-length=4096",
+    "batch-size": "batch-size=4",
+}
+"""A change of each kind beside those of the machine."""
+_SAYABLE: Final = (
+    f"Name a device, host, link, disk, node, network or machine of the catalogue, or write a change: "
+    f"{', '.join(_EXAMPLES.values())}, or a figure of a part as device.memory_bytes=40GiB."
+)
 _SPEEDLESS: Final = ("memory_bytes", "reserved_bytes", "source")
 """Fields of a device that no second depends on."""
 
@@ -117,6 +134,8 @@ def _changed(question: str, hardware: Hardware) -> tuple[Hardware, int | None, M
             field, value = _part_of(word), word
         elif not (field and value):
             raise HardwareError(f"--what-if {word} is no change. Write it as device.memory_bytes=40GiB.")
+        if equals:
+            _check_field(word, field)
         if field in changes or (field == "machine" and base is not hardware):
             raise HardwareError(f"--what-if {question} gives {field} twice. Ask two questions.")
         if field == "machine":
@@ -135,6 +154,20 @@ def _changed(question: str, hardware: Hardware) -> tuple[Hardware, int | None, M
     return roomy, num_ranks, method
 
 
+def _check_field(word: str, field: str) -> None:
+    """Raise HardwareError if nothing is called like ``field``, whose part's own messages know more of its figures."""
+    named = ("ranks", *FIELDS, *_SWAPPED)
+    if field in named or field.partition(".")[0] in _SWAPPED:
+        return
+    known = (*named, *field_names())
+    if field in known:
+        return
+    near = nearest_names(field, known, least_similarity=0.6)
+    raise HardwareError(
+        f"--what-if {word}: nothing is called {field!r}.{f' {did_you_mean(field, near)}' if near else ''} {_SAYABLE}"
+    )
+
+
 def _count(words: str) -> int:
     if not (words.isascii() and words.isdigit() and len(words) < 10 and 1 <= int(words) <= MOST_RANKS):
         raise HardwareError(f"--what-if ranks={words} is no number of ranks. Write one from 1 to {MOST_RANKS:,}.")
@@ -148,10 +181,12 @@ def _part_of(name: str) -> str:
             return part
     if machine_called(name) is not None:
         return "machine"
+    if name in ("ranks", *FIELDS):
+        raise HardwareError(f"--what-if {name} has no value. Write it as {_EXAMPLES[name]}.")
     known = [name for names in _PARTS.values() for name in names()] + list(cluster_names())
     raise CatalogueError(
         f"--what-if {name}: the catalogue has no device, host, link, disk, node, network or machine of that name. "
-        f"{did_you_mean(name, known)} For a single figure, write a change: device.memory_bytes=40GiB."
+        f"{did_you_mean(name, known)} {_SAYABLE}"
     )
 
 

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from protwin.shared.basics.errors import CalibrationError, CatalogueError, HardwareError, WorkloadError
-from protwin.shared.catalogue.machines import cluster_names, machine
+from protwin.shared.catalogue.machines import cluster_names, load_hardware, machine
 from protwin.shared.catalogue.parts import device_part, host_part, link_part
 from protwin.shared.schema.calibration import Calibration
 from protwin.sim.questions.what_if import USUAL, what_if
-from protwin.sim.questions.what_if_machines import changed_machines, part_questions
+from protwin.sim.questions.what_if_machines import _EXAMPLES, changed_machines, part_questions
+from protwin.sim.questions.what_if_methods import FIELDS
 from protwin.sim.searching.search import search
 from protwin.sim.space.space import SearchSpace
 from tests.cli.saved import decoder
@@ -68,11 +69,24 @@ def test_the_usual_questions_and_repetitions_ask_for_no_machine() -> None:
         ("device.memory=3", "device.memory_bytes"),
         ("device.memory_bytes=0", "impossible"),
         ("", "names nothing"),
+        # What may be said, beside figures of the machine, and what comes closest.
+        ("nonsense=3", "nothing is called 'nonsense'. Name a device, .* ranks=16, optimizer=.*device.memory_bytes="),
+        ("rank=2", "Did you mean ranks"),
+        ("optimiser=sgd", "Did you mean optimizer"),
+        ("batchsize=2", "Did you mean batch-size"),
+        ("ranks", "has no value. Write it as ranks=16"),
+        ("x", "Name a device, .* batch-size=4"),
     ],
 )
 def test_what_is_refused_says_why(question: str, words: str) -> None:
     with pytest.raises((CatalogueError, HardwareError), match=words):
         changed_machines([question], HERE)
+
+
+def test_what_a_message_says_may_be_said() -> None:
+    assert _EXAMPLES.keys() == {"ranks", *FIELDS}
+    for example in (*_EXAMPLES.values(), "device.memory_bytes=40GiB"):
+        assert changed_machines([example], load_hardware("a100-80gb-x8"))
 
 
 def test_budgets_follow_the_changed_machine_unless_they_are_set() -> None:
