@@ -76,14 +76,20 @@ class PredictedTraining(TrainingChoice):
         return super().options(method).model_copy(update={"compiled": self.compiled, "float8": self.float8})
 
     def tiles(
-        self, mlp: Sequence[int] | None, loss: Sequence[int] | None, *, at_any_length: bool = False
+        self,
+        mlp: Sequence[int] | None,
+        loss: Sequence[int] | None,
+        *,
+        at_any_length: bool = False,
+        is_needed: bool = False,
     ) -> AskedTiles:
         """``AskedTiles.named``, where what is compiled, or in float8, runs whole unless tiles are named.
 
-        Raises what ``loss_tiles_of`` raises.
+        ``is_needed``: tiles are worth a trace.  Raises what ``loss_tiles_of`` raises.
         """
         whole = [1] if self.compiled is not None or self.float8 is not None else None
-        return AskedTiles.named(mlp or whole, loss_tiles_of(self.loss, loss), at_any_length=at_any_length)
+        found = AskedTiles.named(mlp or whole, loss_tiles_of(self.loss, loss), at_any_length=at_any_length)
+        return found.needed if is_needed else found
 
 
 @dataclass(frozen=True, kw_only=True)

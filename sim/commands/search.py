@@ -186,7 +186,8 @@ def search_command(
         tiles=training.tiles(
             knobs.mlp_tiles,
             knobs.loss_tiles,
-            at_any_length=goal in (Goal.LONGEST_SEQUENCE, Goal.LARGEST_BATCH, Goal.LEAST_MEMORY),
+            at_any_length=goal in (Goal.LONGEST_SEQUENCE, Goal.LARGEST_BATCH),
+            is_needed=goal is Goal.LEAST_MEMORY,
         ),
     )
 
