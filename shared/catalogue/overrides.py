@@ -4,8 +4,9 @@
 A link's measured table stands in for its bandwidth and latency, a host's measured Adam rate for what its memory
 bandwidth would give, and measured collectives for all that carries them.  Changing the figure alone would change
 nothing that the simulator reads.  So an override drops the measurement that it contradicts, unless the override sets
-that measurement too.  Another number of memory channels scales the host's bandwidth, unless that is set too.  Another
-number of nodes leaves collectives as they were measured over fewer ranks.
+that measurement too.  Another number of memory channels scales the host's bandwidth, unless that is set too, and other
+FLOP/s of as many multiprocessors scale their clock.  Another number of nodes leaves collectives as they were measured
+over fewer ranks.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
+from math import isfinite
 from typing import Any, Final
 
 from pydantic import BaseModel, ValidationError
@@ -27,6 +29,8 @@ from ..schema.workload import DType, OperationClass
 from .parts import device_part, disk_part, host_part, link_part, network_part, node_part
 from .plausibility import check_plausible
 
+_CLOCKS_HZ: Final = (1e6, 1e12)
+"""Plausible ones: FLOP/s beyond have their own word."""
 _DIRECTIONS: Final = ("host_to_device", "device_to_host")
 _PARTS: Final[Mapping[str, type[BaseModel]]] = {
     "device": Device,
@@ -110,6 +114,8 @@ def override_hardware(hardware: Hardware, overrides: Mapping[str, str]) -> Hardw
     changes = dict(_changes(overrides))
     if any(_carries_collectives(content, name) for name in (*overrides, *changes)):
         content["collectives"] = ()
+    if "device.vector_flop_per_s" in changes and not {"device.clock_hz", "device.num_multiprocessors"} & changes.keys():
+        _scale_clock(content["device"], changes["device.vector_flop_per_s"])
     for field, value in changes.items():
         _check_present(content, field, hardware.name)
         if field == "host.num_memory_channels" and "host.memory_bandwidth_bytes_per_s" not in changes:
@@ -241,6 +247,17 @@ def _scale_host_bandwidth(host: dict[str, Any], num_channels: str) -> None:
     host["source"] += (
         f"{'; ' if host['source'] else ''}set by hand: memory_bandwidth_bytes_per_s = {shown}, as its channels"
     )
+
+
+def _scale_clock(device: dict[str, Any], flop_per_s: str) -> None:
+    """More FLOP/s of as many multiprocessors are a higher clock of the same units, and no other kind of units."""
+    before = Device.model_validate(device)
+    if before.num_multiprocessors is None:
+        return
+    with suppress(ValueError):  # what it says of itself is refused with its name
+        clock_hz = before.told_clock_hz * (float(flop_per_s) / before.vector_flop_per_s)
+        if isfinite(clock_hz):
+            device["clock_hz"] = min(max(clock_hz, _CLOCKS_HZ[0]), _CLOCKS_HZ[1])
 
 
 def _check_present(content: Mapping[str, Any], field: str, machine_name: str) -> None:

@@ -90,6 +90,13 @@ _WIDER: Final[dict[DType, tuple[DType, ...]]] = {
 """Element types that hold every value of another: where a device has no matrix units for a type, it computes there."""
 
 
+LANES: Final = 128
+"""Float32 units of one multiprocessor; Volta, Turing and the A100 have half as many."""
+HALVED_CLOCK_HZ: Final = 1.6e9
+"""At which those with half as many clock at most, and all others at least (NVIDIA's data sheets: 1,410 to 1,590 MHz,
+1,690 and more)."""
+
+
 class Device(FrozenModel):
     """The accelerator, or the CPU in its place."""
 
@@ -136,6 +143,19 @@ class Device(FrozenModel):
             if getattr(self, name) is None:
                 fields.pop(name, None)
         return fields
+
+    @property
+    def lanes_clock_hz(self) -> float:
+        """Clocks per second that its vector units would need with ``LANES`` in each multiprocessor."""
+        assert self.num_multiprocessors is not None
+        return self.vector_flop_per_s / (2 * LANES * self.num_multiprocessors)
+
+    @property
+    def told_clock_hz(self) -> float:
+        """Its clock, stated or by the units that boards have; it must state multiprocessors."""
+        if self.clock_hz is not None:
+            return self.clock_hz
+        return max(self.lanes_clock_hz, min(2 * self.lanes_clock_hz, HALVED_CLOCK_HZ))
 
     @model_validator(mode="after")
     def _leaves_memory(self) -> Self:

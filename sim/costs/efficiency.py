@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ...shared.schema.hardware import Device, DeviceKind
+from ...shared.schema.hardware import HALVED_CLOCK_HZ, Device, DeviceKind
 from ...shared.schema.workload import DType, OperationClass
 
 _CUDA: Final[dict[OperationClass, float]] = {
@@ -87,11 +87,6 @@ UNALIGNED_FLOP_PER_CLOCK: Final = {1: 400.0, 2: 950.0}
 load 2 or 4 bytes at a time do not keep the matrix units fed.  Odd rows: 440 on an H100 (GPT-2's vocabulary of 50,257
 words, ``make bench-sheets``), 358 on an RTX 4090 (115.6 TFLOP/s, github.com/pytorch/pytorch issue 181718); even ones:
 950 on the H100 (BERT's 30,522)."""
-LANES: Final = 128
-"""Float32 units of one multiprocessor; Volta, Turing and the A100 have half as many."""
-HALVED_CLOCK_HZ: Final = 1.6e9
-"""At which those with half as many clock at most, and all others at least (NVIDIA's data sheets: 1,410 to 1,590 MHz,
-1,690 and more)."""
 PRODUCTS_ALONE_FRAC: Final = 0.69
 """The same share on Hopper and later where nothing but products runs: an H100 sustained 682 of 989 TFLOP/s for 20
 seconds, of random numbers, at 698 of 700 W and 1,360 MHz (``make bench-sheets``)."""
@@ -160,22 +155,8 @@ def has_half_the_lanes(device: Device) -> bool:
     if device.num_multiprocessors is None:
         return False
     if device.clock_hz is not None:
-        return _clock_of_lanes(device) <= 0.51 * device.clock_hz  # data sheets round both
-    return _clock_of_lanes(device) <= HALVED_CLOCK_HZ / 2
-
-
-def clock_hz(device: Device) -> float:
-    """Clocks per second at which a device reaches its peak outside the matrix units; it must state multiprocessors."""
-    if device.clock_hz is not None:
-        return device.clock_hz
-    clock = _clock_of_lanes(device)
-    return max(clock, min(2 * clock, HALVED_CLOCK_HZ))
-
-
-def _clock_of_lanes(device: Device) -> float:
-    """Clocks per second that its vector units would need with 128 in each multiprocessor."""
-    assert device.num_multiprocessors is not None
-    return device.vector_flop_per_s / (2 * LANES * device.num_multiprocessors)
+        return device.lanes_clock_hz <= 0.51 * device.clock_hz  # data sheets round both
+    return device.lanes_clock_hz <= HALVED_CLOCK_HZ / 2
 
 
 def power_slowdown(device: Device, products_frac: float) -> float:

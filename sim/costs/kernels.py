@@ -26,7 +26,7 @@ from typing import Final
 from ...shared.schema.hardware import Device
 from ...shared.schema.workload import DType, Operation, OperationClass
 from .attention import attention_s
-from .efficiency import KERNEL_FIXED_S, UNALIGNED_FLOP_PER_CLOCK, clock_hz, efficiency_frac, sustained_flop_per_s
+from .efficiency import KERNEL_FIXED_S, UNALIGNED_FLOP_PER_CLOCK, efficiency_frac, sustained_flop_per_s
 
 _TILES: Final = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (64, 32), (32, 64), (32, 32))
 """Rows and columns of output tiles, as the guide lists them (section 2.3), and the smaller ones of CUTLASS."""
@@ -61,7 +61,7 @@ def kernel_s(operation: Operation, device: Device, peak_flop_per_s: float) -> fl
     if operation.dtype.item_bytes == DType.FLOAT16.item_bytes and OperationClass.MATMUL not in device.efficiency:
         unaligned = UNALIGNED_FLOP_PER_CLOCK.get(alignment_of(operation.shape))
         if unaligned is not None:
-            sustained = min(sustained, unaligned * clock_hz(device) * device.num_multiprocessors)
+            sustained = min(sustained, unaligned * device.told_clock_hz * device.num_multiprocessors)
     return product_s(operation.shape, device, sustained)
 
 

@@ -36,7 +36,6 @@ from typing import Final
 from ...shared.basics.errors import WorkloadError
 from ...shared.schema.hardware import Device, DeviceKind
 from ...shared.schema.workload import DType, Operation, OperationClass, Workload
-from .efficiency import clock_hz
 
 ELEMENTS_PER_CLOCK: Final = 1.2
 """Of one multiprocessor, in kernels that are not vectorized; see [Note: Vectorized kernels]."""
@@ -136,7 +135,7 @@ def elements_s(number: float, device: Device) -> float:
     """Seconds of so many elements, one by one; 0 where the device states no multiprocessors."""
     if device.num_multiprocessors is None:
         return 0.0
-    return number / (ELEMENTS_PER_CLOCK * clock_hz(device) * device.num_multiprocessors)
+    return number / (ELEMENTS_PER_CLOCK * device.told_clock_hz * device.num_multiprocessors)
 
 
 def goes_by_elements(operation: Operation) -> bool:

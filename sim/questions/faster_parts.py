@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ...shared.schema.hardware import Hardware, Link
-from ..costs.efficiency import clock_hz
 from ..costs.fabrics import with_collectives_scaled
 
 
@@ -23,7 +22,7 @@ def faster_host(box: Hardware) -> Hardware:
 def faster_device(box: Hardware) -> Hardware:
     """A device with twice the arithmetic and memory bandwidth: units of the same kind, at twice the clock."""
     device = box.device
-    clock = None if device.num_multiprocessors is None else 2 * clock_hz(device)
+    clock = None if device.num_multiprocessors is None else 2 * device.told_clock_hz
     faster_device = device.model_copy(
         update={
             "peak_flop_per_s": {dtype: 2 * peak for dtype, peak in device.peak_flop_per_s.items()},

@@ -23,6 +23,7 @@ from protwin.shared.catalogue.parts import (
 )
 from protwin.shared.catalogue.plausibility import check_plausible
 from protwin.shared.schema.hardware import Hardware, LinkPoint
+from protwin.sim.costs.efficiency import has_half_the_lanes
 from tests.strategies.machines import hardware as random_hardware
 
 VALUES = {
@@ -113,6 +114,7 @@ def test_a_field_changes_itself_alone_and_says_so(field: str) -> None:
     assert {name: new[name] for name in names} == dict.fromkeys(names, value)
     notes = {f"{target}.source" for target in parts} if rest not in ("", "name", "source") else set()
     follows = {"host.memory_bandwidth_bytes_per_s"} if field == "host.num_memory_channels" else set()
+    follows |= {"device.clock_hz"} if field == "device.vector_flop_per_s" else set()
     assert found.keys() == names - {"node.num_devices"} | notes | follows | {"overrides"}
     assert after.overrides == (f"{field}={text}",)
     for note in notes:
@@ -422,3 +424,20 @@ def test_a_disk_is_chosen_by_name_and_changed_by_figure() -> None:
         override_hardware(machine("rtx-3090"), {"disk.read_bytes_per_s": "14GB/s"})
     with pytest.raises(HardwareError, match=r"disk\.read_bytes_per_s is 14 B/s"):
         override_hardware(chosen, {"disk.read_bytes_per_s": "14"})
+
+
+@pytest.mark.parametrize("name", ["v100-16gb", "a100-80gb", "t4", "h100-80gb", "mi210-64gb"])
+def test_more_flop_per_s_are_a_higher_clock_of_the_same_units(name: str) -> None:
+    """Of a V100 with 5 % more it was said that it has 128 units in each multiprocessor, at half the clock."""
+    before = machine(name)
+    device = before.device
+    for factor in (0.5, 1.05, 1.5, 3.0):
+        flop_per_s = device.vector_flop_per_s * factor
+        changed = override_hardware(before, {"device.vector_flop_per_s": repr(flop_per_s)}).device
+        assert changed.told_clock_hz == pytest.approx(device.told_clock_hz * factor)
+        assert has_half_the_lanes(changed) == has_half_the_lanes(device)
+    # Who says more says all.
+    stated = {"device.vector_flop_per_s": "2e13", "device.clock_hz": "1.9e9"}
+    assert override_hardware(before, stated).device.clock_hz == 1.9e9
+    other = {"device.vector_flop_per_s": "2e13", "device.num_multiprocessors": "120"}
+    assert override_hardware(before, other).device.clock_hz is None
