@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from torch import nn
 
 from ...shared.basics.arguments import shown
 from ...shared.basics.errors import WorkloadError
+
+_CHANCES: Final = ("layerdrop", "layer_drop")
+"""How settings end that say by which chance a block is skipped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,3 +126,20 @@ def _module(model: nn.Module, path: str) -> nn.Module:
         raise WorkloadError(
             f"the model has no module {path!r}. Its lists of modules are: {', '.join(lists) or 'none'}."
         ) from None
+
+
+def dropped_layers(model: nn.Module) -> str | None:
+    """What is wrong with a model that skips blocks by chance in training (LayerDrop), as its configuration says."""
+    settings = getattr(getattr(model, "config", None), "__dict__", {}) if model.training else {}
+    chances = {name: value for name, value in settings.items() if name.endswith(_CHANCES) and _is_chance(value)}
+    if not chances:
+        return None
+    stated = ", ".join(f"{name} {value:g}" for name, value in chances.items())
+    return (
+        f"{type(model).__name__} skips blocks by chance, which a plan cannot foresee. In its configuration, set to 0: "
+        f"{stated}."
+    )
+
+
+def _is_chance(value: object) -> bool:
+    return isinstance(value, int | float) and value > 0

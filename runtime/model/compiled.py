@@ -9,8 +9,8 @@ compiled with ``Module.compile`` are compiled with it.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -20,6 +20,8 @@ from ...shared.basics.errors import ScheduleError
 _ORIGINAL: Final = "_torchdynamo_orig_callable"
 """What functions have that ``torch.compile`` gave."""
 _DISABLED: Final = "_torchdynamo_disable"
+_METHODS: Final[WeakKeyDictionary[type, str | None]] = WeakKeyDictionary()
+"""What ``_method_of`` has found.  It keeps no class alive: that of a parametrized module holds the module."""
 
 
 def compiled_part(model: nn.Module) -> str | None:
@@ -49,11 +51,12 @@ def _how(module: nn.Module) -> str | None:
     return None if found is None else f"torch.compile of its {found}"
 
 
-@lru_cache
 def _method_of(kind: Any) -> str | None:
     """The first compiled method of a class of modules."""
-    methods = ((name, value) for base in kind.__mro__ for name, value in vars(base).items())
-    return next((name for name, value in methods if _is_compiled(value)), None)
+    if kind not in _METHODS:
+        methods = ((name, value) for base in kind.__mro__ for name, value in vars(base).items())
+        _METHODS[kind] = next((name for name, value in methods if _is_compiled(value)), None)
+    return _METHODS[kind]
 
 
 def _is_compiled(value: Any) -> bool:

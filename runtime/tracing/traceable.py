@@ -11,6 +11,7 @@ from ...shared.basics.arguments import shown
 from ...shared.basics.errors import WorkloadError
 from ...shared.schema.workload import DType
 from ..adapters.refusals import refused_adapter
+from ..model.blocks import dropped_layers
 from ..model.compiled import compiled_part
 from ..model.memory_overlaps import overlap_of
 from ..model.strides import unkept_strides
@@ -38,5 +39,6 @@ def check_traceable(model: nn.Module, batch: object, loss: object) -> None:
     if unknown:
         raise WorkloadError(f"parameters of dtype {', '.join(sorted(unknown))} are not supported.")
     wrong = compiled_part(model) or refused_adapter(model) or overlap_of(model) or unkept_strides(model)
+    wrong = wrong or dropped_layers(model)
     if wrong is not None:
         raise WorkloadError(wrong)

@@ -231,7 +231,7 @@ class LaneWork:
         micro_batch = task.micro_batch
         is_first = micro_batch == self._first_leaving[chunk.chunk.id]
         gradients = self._outgoing.pop((iteration, micro_batch, chunk.chunk.id))
-        size_bytes = chunk.leaving_bytes(gradients)
+        size_bytes = chunk.leaving_bytes(self._alone(gradients))
         if self._device.runs_behind:
             # Before the copies are queued: afterwards it would be too late for the first of them.
             self._held[iteration, task.id] = list(gradients)
@@ -247,6 +247,21 @@ class LaneWork:
         else:
             self._arrived[iteration, micro_batch, chunk.chunk.id] = present
         self.bytes_device_to_host += chunk.moved_gradient_bytes(present)
+
+    def _alone(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Those whose storages go with them.
+
+        Of several that share one, as of parameters that ``torch.cat`` put together, the last one takes it along.
+        """
+        if all(one is None or one.untyped_storage().nbytes() == one.nbytes for one in gradients):
+            return gradients
+        others = {
+            one.untyped_storage()._cdata
+            for leaving in list(self._outgoing.values())
+            for one in leaving
+            if one is not None
+        }
+        return [None if one is None or one.untyped_storage()._cdata in others else one for one in gradients]
 
     def _accumulate(self, chunk: DeviceChunk, iteration: int, micro_batch: int) -> None:
         key = (iteration, chunk.chunk.id)
@@ -319,12 +334,14 @@ class LaneWork:
 
     def forget(self) -> None:
         """Drop everything that was on its way; no lane runs any more."""
+        whole: list[torch.Tensor | None] = []
         for key, gradients in self._outgoing.items():
             if self.ranks is None or key not in self.ranks.scattered:
-                self._free(storage_bytes(gradients))
+                whole += gradients
             else:
                 chunk = self._placed.chunks[key[2]]
                 self._free(chunk.leaving_bytes(gradients), chunk.leaving_content)
+        self._free(storage_bytes(whole))
         for rows in self._outgoing_rows.values():
             self._free(storage_bytes(one.values for one in rows))
         for block in self._swapping.values():

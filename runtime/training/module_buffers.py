@@ -61,12 +61,7 @@ class SharedBuffers:
 @contextmanager
 def buffers_on(device: torch.device, model: nn.Module) -> Iterator[None]:
     """Within the block the model's buffers are on ``device``; afterwards back where they were, with what they hold."""
-    moved = []
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
-                moved.append((module, name, buffer.device))
-                module._buffers[name] = buffer.to(device)
+    moved = _move_buffers(device, model)
     try:
         yield
     finally:
@@ -74,3 +69,17 @@ def buffers_on(device: torch.device, model: nn.Module) -> Iterator[None]:
             buffer = module._buffers[name]
             if buffer is not None:
                 module._buffers[name] = buffer.to(origin)
+
+
+def _move_buffers(device: torch.device, model: nn.Module) -> list[tuple[nn.Module, str, torch.device]]:
+    """Move buffers to ``device``; gives those that were elsewhere, and where.
+
+    Nobody holds a buffer afterwards: forward may put another one in its place.
+    """
+    moved = []
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                moved.append((module, name, buffer.device))
+                module._buffers[name] = buffer.to(device)
+    return moved

@@ -163,6 +163,10 @@ def test_models_that_cannot_be_traced() -> None:
     with pytest.raises(WorkloadError, match="gradient_checkpointing_disable"):
         trace(model, batch)
     model.model.layers[1].gradient_checkpointing = False
+    model.config.encoder_layerdrop = 0.05
+    with pytest.raises(WorkloadError, match=r"skips blocks by chance.* set to 0: encoder_layerdrop 0\.05"):
+        trace(model, batch)
+    model.config.encoder_layerdrop = 0.0
     model.requires_grad_(False)
     with pytest.raises(WorkloadError, match="no trainable parameter"):
         trace(model, batch)
