@@ -17,7 +17,7 @@ from ...shared.schema.plan import Plan
 from ...shared.schema.plan_check import check_plan
 from ...shared.schema.record import Record
 from ...shared.schema.workload import Workload
-from ...shared.workloads.check import has_fused_dropout, narrow_words
+from ...shared.workloads.check import has_kernels_of_gpus, narrow_words
 from ...shared.workloads.dtypes import TRAINABLE
 from ...shared.workloads.source import resolve_workload
 from ..checkpoints.published import check_free, save_published
@@ -188,11 +188,12 @@ class RunRequest:
     def _check_workload(self, workload: Workload) -> None:
         """Raise PlanError if the plan is for another workload, shape or element type."""
         check_plan(self.plan, workload)
-        if has_fused_dropout(workload) and not torch.cuda.is_available() and self.rank.speaks:
+        if has_kernels_of_gpus(workload) and not torch.cuda.is_available() and self.rank.speaks:
             warn(
-                f"the workload of {workload.model_name} holds dropout as GPUs run it, with masks of one byte for each "
-                f"element. The CPU, which is the device here, keeps more, so that the peak may exceed what is "
-                f"guaranteed. Leave --workload out, and the model is traced for the CPU."
+                f"the workload of {workload.model_name} holds dropout, attention or norms as GPUs run them, with "
+                f"masks of one byte for each element and no probabilities. The CPU, which is the device here, keeps "
+                f"more, so that the peak may exceed what is guaranteed. Leave --workload out, and the model is traced "
+                f"for the CPU."
             )
         if (words := narrow_words(workload)) is not None and self.rank.speaks:
             warn(words)

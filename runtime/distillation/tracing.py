@@ -44,7 +44,7 @@ from ..routing.tried import with_other_values
 from ..routing.value_dependence import ValueWatch
 from ..tracing.cuda_autocast import autocast_as_on_cuda
 from ..tracing.fake import fake_batch, fake_model, keep_alike, plain_batches
-from ..tracing.fake_kernels import FakeGroupedProducts, fused_dropout
+from ..tracing.fake_kernels import FakeGroupedProducts, kernels_of_cuda
 from ..tracing.known_values import values_known, with_values_if_wanted
 from ..tracing.observing import GivenParameters, OutputSizes, SectionObserver, has_settled, kept_beside
 from ..tracing.stopwatch import WARM_UP_ITERATIONS, medians_of, stopwatch_on
@@ -225,7 +225,7 @@ def _observe_fake(pairs: Pairs, batch: Batch, blocks: str | Sequence[str] | None
             around.enter_context(FakeGroupedProducts())
             around.enter_context(RefusingMixedTypes())
             if device_kind is DeviceKind.CUDA:
-                around.enter_context(fused_dropout())
+                around.enter_context(kernels_of_cuda())
                 around.enter_context(autocast_as_on_cuda())
             around.enter_context(plain_batches())
             around.enter_context(left_as_found(twin))

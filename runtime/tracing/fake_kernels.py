@@ -1,4 +1,4 @@
-"""Kernels that fake tensors lack: dropout, by itself and in attention, as a GPU runs it, grouped products, and CTC.
+"""Kernels that fake tensors lack: dropout, attention and norms as a GPU runs them, grouped products, and CTC.
 
 [Note: Dropout]
 On the CPU dropout falls apart: noise is drawn, divided and multiplied by, and autograd keeps it, in the type of what is
@@ -15,8 +15,23 @@ again in backward from the state of the generator, and save none of it.  Fake te
 is to train on a GPU would be traced as it never runs.  Meanwhile such calls become FlashAttention-2.  CUDA takes the
 memory-efficient kernel for float32 and for heads wider than 256; it saves the same, but for sums of rows that it pads
 to a multiple of 32, which is no polynomial of the length.  Groups of heads that share keys are unknown to it, and fall
-apart on CUDA too.  With a mask (T5's bias of positions is one) calls are left as the CPU has them, in pieces.
-Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+apart on CUDA too.
+
+[Note: Masks and widths of attention]
+FlashAttention-2 knows no mask but the causal one, and one width alone.  The memory-efficient kernel takes masks whose
+elements along the keys lie side by side, gives them gradients (a bias of positions has one), and takes values that are
+narrower than queries (multi-head latent attention).  Its widths are multiples of 16 bytes.  What it does not take falls
+apart: a bias of positions whose heads lie side by side, as T5's did before transformers put it in order.  The CPU's
+fused kernel takes masks as they lie, and neither gradients nor dropout nor other widths.  So where the two choose
+differently, calls become what CUDA makes of them, but for sums of rows and gradients of masks, which the kernel pads to
+a multiple of 32 and of 16: here they are as long as the rows and the keys.
+Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, sdp_utils_cpp.h (check_last_dim_stride_equals_1_dense).
+
+[Note: Root mean squares]
+torch's rms_norm is one kernel on CUDA since torch 2.9 (``_fused_rms_norm``), which saves its input, the weight and one
+number for a row.  On the CPU it falls apart, and saves copies in float32; so it does on CUDA where the input and the
+weight differ in type.  Norms that models spell out themselves (LlamaRMSNorm of transformers) are what they say.
+Source: aten/src/ATen/native/layer_norm.cpp, derivatives.yaml of torchgen.
 
 [Note: Grouped products]
 Mixtures of experts run all experts at once as one grouped matrix product.  torch knows its result for fake tensors in
@@ -29,7 +44,7 @@ tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -42,22 +57,27 @@ from ..devices.time_limit import check_time_before
 
 _ATTENTION: Final = "scaled_dot_product_attention"
 _DROPOUT: Final = "dropout"
+_RMS_NORM: Final = "rms_norm"
 _FLASH_DTYPES: Final = (torch.float16, torch.bfloat16)
 _FLASH_MAX_WIDTH: Final = 256
 _WIDTH_STEP: Final = 8
 """FlashAttention-2 takes heads whose width is a multiple of this; others are padded."""
+_WIDTH_BYTES: Final = 16
+"""Bytes of a head are a multiple of this for the memory-efficient kernel: 8 of 16 bits, 4 of 32 (from Ampere on)."""
 
 
 @contextmanager
-def fused_dropout() -> Iterator[None]:
-    """Let dropout be what it is on CUDA; see [Note: Dropout] and [Note: Dropout in attention].
+def kernels_of_cuda() -> Iterator[None]:
+    """Let dropout, attention and norms be what they are on CUDA; see the notes of this module.
 
-    Attention without dropout is left to the CPU's fused kernel, which saves the same.
+    Attention that both run fused, without dropout, is left to the CPU's kernel, which saves the same.
     """
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     # Below autocast, and above what autograd sees.  Recomputation within backward meets it as the first forward does.
     library.impl(_ATTENTION, _attention, "AutogradCPU")  # type: ignore[no-untyped-call]
     library.impl(_DROPOUT, _dropout, "AutogradCPU")  # type: ignore[no-untyped-call]
+    if hasattr(torch.ops.aten, "_fused_rms_norm_backward"):
+        library.impl(_RMS_NORM, _rms_norm, "AutogradCPU")  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
@@ -76,6 +96,43 @@ def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     return in_pieces
 
 
+def _rms_norm(
+    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    is_fused = isinstance(input, FakeTensor) and input.is_floating_point() and input.numel() > 0
+    if is_fused and (weight is None or weight.dtype is input.dtype):
+        fused: torch.Tensor = _RmsNorm.apply(input, weight, list(normalized_shape), eps)  # type: ignore[no-untyped-call]
+        return fused
+    in_pieces: torch.Tensor = torch.ops.aten.rms_norm.default._op_dk(
+        torch._C.DispatchKey.CompositeImplicitAutograd, input, normalized_shape, weight, eps
+    )
+    return in_pieces
+
+
+class _RmsNorm(torch.autograd.Function):
+    """What autograd makes of ``_fused_rms_norm`` where a device has it; see [Note: Root mean squares]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, normalized_shape: list[int], eps: float | None
+    ) -> torch.Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            result, inverse = torch.ops.aten._fused_rms_norm(input, normalized_shape, weight, eps)
+        ctx.save_for_backward(input, weight, inverse)
+        ctx.normalized_shape = normalized_shape
+        normalized: torch.Tensor = result
+        return normalized
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        input, weight, inverse = ctx.saved_tensors
+        with torch._C._AutoDispatchBelowAutograd():
+            of_input, of_weight = torch.ops.aten._fused_rms_norm_backward(
+                gradient, input, ctx.normalized_shape, inverse, weight, list(ctx.needs_input_grad[:2])
+            )
+        return of_input, of_weight, None, None
+
+
 def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -87,13 +144,18 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
+    given = (query, key, value, attn_mask, dropout_p, is_causal)
     width = query.shape[-1]
-    is_flash = query.dtype in _FLASH_DTYPES and width <= _FLASH_MAX_WIDTH
     has_groups = enable_gqa and query.shape[-3] != key.shape[-3]
-    is_other = not isinstance(query, FakeTensor) or query.dim() != 4  # another thread's, or of no kernel's form
-    if dropout_p == 0 or attn_mask is not None or is_other or (has_groups and not is_flash):
+    is_ours = isinstance(query, FakeTensor) and query.dim() == 4  # not another thread's, nor of no kernel's form
+    is_other = attn_mask is not None or value.shape[-1] != width
+    if is_ours and is_other and not has_groups and not _is_as_on_the_cpu(query, value, attn_mask, dropout_p):
+        run = _memory_efficient if _takes_memory_efficient(query, key, value, attn_mask) else _in_pieces
+        return run(query, key, value, _added(attn_mask, query.dtype), dropout_p, is_causal, scale)
+    is_flash = query.dtype in _FLASH_DTYPES and width <= _FLASH_MAX_WIDTH
+    if dropout_p == 0 or attn_mask is not None or not is_ours or (has_groups and not is_flash):
         plain: torch.Tensor = torch.ops.aten.scaled_dot_product_attention.default.decompose(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            *given, scale=scale, enable_gqa=enable_gqa
         )
         return plain
     if is_flash:
@@ -102,6 +164,66 @@ def _attention(
         query, key, value, dropout_p, is_causal, scale=scale if scale is not None else float(width) ** -0.5
     )[0]
     return result if result.shape[-1] == width else result[..., :width]
+
+
+def _is_as_on_the_cpu(
+    query: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, dropout_p: float
+) -> bool:
+    """Whether the CPU runs fused what CUDA does, and saves the same."""
+    if attn_mask is None or dropout_p > 0 or attn_mask.requires_grad or value.shape[-1] != query.shape[-1]:
+        return False
+    return attn_mask.stride(-1) == 1
+
+
+def _takes_memory_efficient(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
+) -> bool:
+    """Whether CUDA's memory-efficient kernel takes them; see [Note: Masks and widths of attention]."""
+    widths = (query.shape[-1], value.shape[-1])
+    is_aligned = all(width > 0 and width * query.element_size() % _WIDTH_BYTES == 0 for width in widths)
+    are_side_by_side = all(t.stride(-1) == 1 for t in (query, key, value, attn_mask) if t is not None)
+    is_of_type = query.dtype in (*_FLASH_DTYPES, torch.float32)
+    return is_of_type and is_aligned and are_side_by_side and 0 not in (query.shape[-2], key.shape[-2])
+
+
+def _added(attn_mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """What is added to the scores: of a mask that says what is seen, its like in numbers."""
+    if attn_mask is None or attn_mask.dtype is not torch.bool:
+        return attn_mask
+    return torch.zeros_like(attn_mask, dtype=dtype).masked_fill_(attn_mask.logical_not(), float("-inf"))
+
+
+def _memory_efficient(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    bias = None if attn_mask is None else attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    differentiable = (t for t in (query, key, value, bias) if t is not None)
+    needs_sums = torch.is_grad_enabled() and any(t.requires_grad for t in differentiable)
+    result: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, needs_sums, dropout_p, is_causal, scale=scale
+    )[0]
+    return result
+
+
+def _in_pieces(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    result: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale
+    )[0]
+    return result
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:
@@ -131,11 +253,53 @@ class FakeGroupedProducts(TorchDispatchMode):
             return _transcript_loss(*args[:4])
         if func in _TRANSCRIPT_GRADIENTS and isinstance(args[0], FakeTensor):
             return torch.empty_like(args[1])
+        if func in _RMS_NORMS and isinstance(args[0], FakeTensor):
+            return _rms_normalized(func, args)
+        if func in _MEMORY_EFFICIENT and isinstance(args[0], FakeTensor):
+            return _without_padding(func, func(*args, **kwargs), args)
         if func is not torch.ops.aten._grouped_mm.default or args[0].dtype is torch.bfloat16:
             return func(*args, **kwargs)
         first, second = args[0], args[1]
         offsets = args[2] if len(args) > 2 else kwargs.get("offs")
         return first.new_empty(_grouped_shape(first, second, offsets), dtype=kwargs.get("out_dtype") or first.dtype)
+
+
+_RMS_NORMS: Final = tuple(
+    getattr(torch.ops.aten, name).default
+    for name in ("_fused_rms_norm", "_fused_rms_norm_backward")
+    if hasattr(torch.ops.aten, "_fused_rms_norm_backward")
+)
+
+
+def _rms_normalized(func: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The result and one float32 for each row; backward the wanted gradients of the input and the weight."""
+    if func is _RMS_NORMS[0]:
+        input, normalized_shape, *_ = args
+        rows = (*input.shape[: input.dim() - len(normalized_shape)], *(1 for _ in normalized_shape))
+        return torch.empty_like(input, memory_format=torch.contiguous_format), input.new_empty(
+            rows, dtype=torch.promote_types(input.dtype, torch.float32)
+        )
+    _, input, _, _, weight, (of_input, of_weight) = args
+    return (
+        torch.empty_like(input, memory_format=torch.contiguous_format) if of_input else None,
+        torch.empty_like(weight) if of_weight and weight is not None else None,
+    )
+
+
+_MEMORY_EFFICIENT: Final = (
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
+)
+
+
+def _without_padding(func: Any, made: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What one of ``_MEMORY_EFFICIENT`` makes, with sums of rows or a mask's gradient as long as what they are of."""
+    if func is _MEMORY_EFFICIENT[0]:
+        result, sums, *generator = made
+        length = min(sums.shape[-1], args[0].shape[-2])
+        return (result, sums.new_empty((*sums.shape[:-1], length)), *generator)
+    *gradients, of_mask = made
+    return (*gradients, of_mask if of_mask is None else of_mask.new_empty(of_mask.shape))
 
 
 _TRANSCRIPT_LOSSES: Final = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)

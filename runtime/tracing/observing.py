@@ -40,9 +40,6 @@ from .expensive_results import ExpensiveResults
 from .operations import observe_call
 
 _FORWARDS: Final = frozenset({TaskKind.FORWARD, TaskKind.TEACHER_FORWARD})
-_LOOPS_SCALARS: Final = 4
-"""Numbers of the loss's size that loops hold beside it: ``loss / n``, its product with a scaler's factor, and the same
-of the micro-batch before, or a running sum."""
 _MOST_PASSES: Final = 6
 """Iterations after which what a model keeps is taken as it is."""
 
@@ -285,7 +282,6 @@ def observe_sections(
                 _blocks_run_again(model, mode),
             ):
                 value = loss_of(model, batch, loss)
-                loss_bytes = value.element_size()
                 value.backward()  # type: ignore[no-untyped-call]
                 del value
             for parameter in model.parameters():
@@ -304,14 +300,7 @@ def observe_sections(
         outputs.remove()
     _note_blocks(observer, blocks, outputs, tallies)
     return SeenIterations(
-        observer.sections,
-        found,
-        kept_bytes,
-        outlived_bytes,
-        observer.uses,
-        loss_bytes,
-        observer.lookups,
-        observer.values,
+        observer.sections, found, kept_bytes, outlived_bytes, observer.uses, observer.lookups, observer.values
     )
 
 
@@ -410,7 +399,6 @@ class SeenIterations:
     """By block: what its forward made that lived until the forward of the epilogue, and no longer."""
     uses: dict[str, SeenUses]
     """By the name of each parameter: who used it."""
-    loss_bytes: int
     row_lookups: tuple[str, ...] = ()
     """``RowReads.lookups``"""
     values: ValueWatch = field(default_factory=ValueWatch)
@@ -427,14 +415,13 @@ class SeenIterations:
 
 
 def most_kept_bytes(seen: Collection[SeenIterations], stands_for: Sequence[int]) -> int:
-    """What lives on from one iteration to the next beside parameters, buffers and the batch, and what loops hold.
+    """What lives on from one iteration to the next beside parameters, buffers and the batch.
 
     Of every block as much as in the mode in which it keeps more: a recomputation may leave its graph behind.
     """
     keepers = {keeper for iterations in seen for keeper in iterations.kept_bytes}
     most = {keeper: max(iterations.kept_bytes.get(keeper, 0) for iterations in seen) for keeper in keepers}
-    loops_bytes = _LOOPS_SCALARS * max(iterations.loss_bytes for iterations in seen)
-    return loops_bytes + most.get(None, 0) + sum(most.get(block, 0) for block in stands_for)
+    return most.get(None, 0) + sum(most.get(block, 0) for block in stands_for)
 
 
 class OutputSizes:

@@ -58,7 +58,7 @@ from .block_inputs import shared_inputs, staying_inputs
 from .block_order import blocks_as_run
 from .cuda_autocast import autocast_as_on_cuda
 from .fake import fake_batch, fake_model, keep_representatives, plain_batches
-from .fake_kernels import FakeGroupedProducts, fused_dropout
+from .fake_kernels import FakeGroupedProducts, kernels_of_cuda
 from .known_values import values_known, with_values_if_wanted
 from .observing import SeenIterations, most_kept_bytes, observe_sections
 from .progress import OnProgress, Progress, parts_of
@@ -331,7 +331,7 @@ class FakeSubject:
         with (
             values_known(self._mode) if with_values else self._mode,
             FakeGroupedProducts(),
-            fused_dropout() if is_cuda else nullcontext(),
+            kernels_of_cuda() if is_cuda else nullcontext(),
             autocast_as_on_cuda() if is_cuda else nullcontext(),
             plain_batches(self.packing),
             left_as_found(self._twin),

@@ -53,6 +53,6 @@ def call_at(call: FamilyCall, numbers: Numbers) -> OperatorCall:
         reads=tuple((storage, numbers[size]) for storage, size in call.reads),
         writes_bytes=tuple(numbers[size] for size in call.writes),
         shape=tuple(numbers[dim] for dim in call.shape),
-        draws=call.name == FUSED_DROPOUT,
+        draws=call.name in FUSED_DROPOUT,
         is_changed=call.is_changed,
     )

@@ -54,6 +54,13 @@ class TracedModel:
     """The embedding of each lookup of the prologue's forward, in order, if it reads nothing but rows of any."""
 
 
+_LOSSES_OF_LOOPS: Final = 4
+"""Numbers of the loss's size that loops hold beside it: ``loss / n``, its product with a scaler's factor, and the same
+of the micro-batch before, or a running sum."""
+_LOSS_BYTES: Final = 4
+"""At most, of models that compute in 32 bits or fewer."""
+
+
 @dataclass(frozen=True, slots=True)
 class TracedShape:
     """What a trace sees at one shape of the batch."""
@@ -97,7 +104,7 @@ def assemble(
         "epilogue_backward": assembly.outer_phase(TaskKind.BACKWARD, OuterSection.EPILOGUE),
         "prologue_backward": assembly.outer_phase(TaskKind.BACKWARD, OuterSection.PROLOGUE),
         "shared_inputs": tuple(one for given in shape.shared_inputs for one in given.shared_inputs(model.stands_for)),
-        "resident_bytes": shape.resident_bytes,
+        "resident_bytes": shape.resident_bytes + _LOSSES_OF_LOOPS * max(_LOSS_BYTES, model.compute_dtype.item_bytes),
     }
     is_shared = shape.sequence_ranks > 1
     one_of_ranks = {"sequence_ranks": shape.sequence_ranks, "profile_of": profile_of, **does}

@@ -21,8 +21,10 @@ PRODUCT_STRIDES: Final = (1, 2)
 """Of the products of a forward, the first of every so many is kept: all, or every second one, as torchtitan does."""
 ATTENTION: Final = ("scaled_dot_product", "_flash_attention", "_efficient_attention", "flash_attn", "_varlen_attn")
 """What names of attention's kernels contain."""
-FUSED_DROPOUT: Final = "_scaled_dot_product_flash_attention"
-"""What attention is called in traces of fake tensors where it draws dropout (``runtime/tracing/fake_kernels.py``)."""
+MEMORY_EFFICIENT: Final = "_scaled_dot_product_efficient_attention"
+"""What attention is called in traces of fake tensors where CUDA runs the memory-efficient kernel and the CPU none."""
+FUSED_DROPOUT: Final = frozenset({"_scaled_dot_product_flash_attention", MEMORY_EFFICIENT})
+"""What attention is called in families where it may draw dropout (``runtime/tracing/fake_kernels.py``)."""
 _PRODUCTS: Final = frozenset({"mm", "addmm"})
 _REDUCTIONS: Final = frozenset({"reduce_scatter_tensor"})
 

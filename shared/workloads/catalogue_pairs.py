@@ -18,7 +18,7 @@ from ..students.families import family_of
 from ..students.shapes import student_shapes, teacher_shapes
 from ..students.student import Student
 from .bypass import bypass_workload
-from .check import has_fused_dropout
+from .check import has_kernels_of_gpus
 
 _DROPOUT: Final = frozenset(("bernoulli_", "native_dropout"))
 """Operations that draw what is dropped."""
@@ -64,4 +64,4 @@ def distillation_of_shipped(
 def _has_dropout(workload: Workload) -> bool:
     forwards = (workload.prologue_forward, *(profile.forward for profile in workload.profiles))
     names = {operation.name for phase in forwards for operation in phase.operations}
-    return has_fused_dropout(workload) or bool(names & _DROPOUT)
+    return has_kernels_of_gpus(workload) or bool(names & _DROPOUT)

@@ -7,6 +7,7 @@ from typing import Final
 
 from ..basics.errors import WorkloadError
 from ..basics.units import format_bytes
+from ..phases.activation_modes import FUSED_DROPOUT
 from ..phases.operations import OperationClass, lowering_words
 from ..phases.tiling import LossHead
 from ..schema.hardware import DeviceKind, Hardware
@@ -20,8 +21,8 @@ _MOST_BYTES: Final = 2**56
 _MOST_FLOPS: Final = 2**100
 _PASSES: Final = 2**10
 """Operations read and write the same data many times over."""
-_FUSED_DROPOUT: Final = frozenset({"_scaled_dot_product_flash_attention", "native_dropout"})
-"""Operations that drop, in traces without a machine, of which torch has no kernel on the CPU or runs another."""
+_OF_GPUS: Final = FUSED_DROPOUT | {"native_dropout", "_fused_rms_norm"}
+"""Operations, in traces without a machine, of which torch has no kernel on the CPU or runs another."""
 
 
 def check_magnitude(workload: Workload) -> None:
@@ -60,24 +61,25 @@ def _phases(workload: Workload) -> Iterator[Phase]:
         yield from workload.profile_of(block).phases
 
 
-def has_fused_dropout(workload: Workload) -> bool:
-    """Whether dropout was traced as CUDA runs it, in attention or by itself, without a machine at hand.
+def has_kernels_of_gpus(workload: Workload) -> bool:
+    """Whether dropout, attention or norms were traced as CUDA runs them and a CPU does not, without a machine at hand.
 
-    The CPU has no fused kernel with dropout, and saves noise and probabilities (``runtime/tracing/fake_kernels.py``).
+    The CPU's fused attention knows neither dropout, nor gradients of masks, nor values of another width: it saves noise
+    and probabilities, and its rms_norm copies in float32 (``runtime/tracing/fake_kernels.py``).
     """
     forwards = (workload.prologue_forward, workload.epilogue_forward, *(one.forward for one in workload.profiles))
     return workload.traced_with == "fake" and any(
-        operation.name in _FUSED_DROPOUT for phase in forwards for operation in phase.operations
+        operation.name in _OF_GPUS for phase in forwards for operation in phase.operations
     )
 
 
 def check_kernels(workload: Workload, hardware: Hardware) -> None:
     """Raise WorkloadError if ``workload`` was traced with kernels that ``hardware`` does not have."""
-    if hardware.device.kind is DeviceKind.CPU and has_fused_dropout(workload):
+    if hardware.device.kind is DeviceKind.CPU and has_kernels_of_gpus(workload):
         raise WorkloadError(
-            f"{workload.model_name} has dropout, which its workload holds as GPUs run it: in one kernel that saves one "
-            f"byte for each element, and none of the probabilities in attention. On a CPU such as that of "
-            f"{hardware.name} torch saves more. Name the model instead of its workload, or trace it there (protwin "
+            f"{workload.model_name} holds dropout, attention or norms as GPUs run them, in kernels that save one byte "
+            f"for each element that may drop out, and neither probabilities nor copies. On a CPU such as that of "
+            f"{hardware.name} torch saves more. Name the model in place of its workload, or trace it there (protwin "
             f"trace --real, protwin calibrate)."
         )
 

@@ -8,7 +8,7 @@ from ..catalogue.models import ModelConfiguration, known_model, load_model_confi
 from ..schema.hardware import DeviceKind
 from ..schema.workload import DType, Workload
 from .cache import TraceRequest
-from .check import has_fused_dropout
+from .check import has_kernels_of_gpus
 from .dtypes import choose_dtype
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def shipped_workload(described: ModelConfiguration, request: TraceRequest) -> Wo
             if shared is None:
                 return None
             found = shared
-        if request.device_kind is DeviceKind.CPU and has_fused_dropout(found):
+        if request.device_kind is DeviceKind.CPU and has_kernels_of_gpus(found):
             return None
         if request.student is None:
             return found

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Final
 
+from ...shared.phases.activation_modes import MEMORY_EFFICIENT
 from ...shared.schema.hardware import AttentionKernel, Device
 from ...shared.schema.workload import DType, Operation, OperationClass
 from .efficiency import efficiency_frac, multiplies_by_warpgroups, sustained_flop_per_s
@@ -133,7 +134,8 @@ def kernel_of(operation: Operation, device: Device) -> AttentionKernel:
     """The kernel that computes ``operation``: the one that the device states, else the one that PyTorch takes."""
     is_ampere_or_later = DType.BFLOAT16 in device.peak_flop_per_s
     width = operation.shape[3]
-    if not is_ampere_or_later or operation.dtype not in _FLASH_DTYPES or has_mask(operation):
+    is_other = operation.name.startswith(MEMORY_EFFICIENT) or has_mask(operation)
+    if not is_ampere_or_later or operation.dtype not in _FLASH_DTYPES or is_other:
         return AttentionKernel.MEMORY_EFFICIENT
     stated = device.attention_kernel
     usual = AttentionKernel.CUDNN if multiplies_by_warpgroups(device) else AttentionKernel.FLASH_2

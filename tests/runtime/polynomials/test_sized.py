@@ -25,6 +25,8 @@ from protwin.shared.schema.training_options import LoraOptions, QuantizationOpti
 from protwin.shared.schema.workload import BlockId, DType, OperationClass
 from protwin.shared.workloads.source import untraced_workload
 
+BESIDE = ("software", "published_dtype", "dtype_origin", "rotary_tokens")
+"""Of a workload, what its configuration says, or who traced it."""
 PRIMES = [(5, 101, 13, 331), (7, 211, 17, 457), (11, 97, 19, 709), (13, 307, 23, 521), (3, 59, 29, 401)]
 HOW = [
     None,
@@ -83,7 +85,7 @@ def compared(model: str, draw: random.Random, how: Quantization | None, dtype: s
     found = untraced_workload(model, shape["batch_size"], sequence_length=shape["sequence_length"], **asked)
     assert found is not None
     traced = workload_of_configuration(model_configuration(model).config, name=model, **shape, **asked)
-    assert first_different(found, traced, but=("software", "published_dtype", "dtype_origin")) is None, (
+    assert first_different(found, traced, but=BESIDE) is None, (
         model,
         options,
         shape,

@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from protwin.runtime import trace
 from protwin.runtime.model.adapters import add_lora
-from protwin.runtime.tracing.fake_kernels import fused_dropout
+from protwin.runtime.tracing.fake_kernels import FakeGroupedProducts, kernels_of_cuda
 from protwin.runtime.tracing.operations import describe_operation
 from protwin.shared.phases.block_profile import BlockProfile
 from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.workload import Operation, OperationClass, Workload
-from protwin.shared.workloads.check import has_fused_dropout
+from protwin.shared.workloads.check import has_kernels_of_gpus
 from tests.runtime.models import gpt2, token_batches
 
 BATCH, HEADS, LENGTH, WIDTH = 2, 4, 96, 16
@@ -82,7 +82,7 @@ def attention(operations: list[Operation]) -> list[Operation]:
 def test_fused_attention_saves_its_output_and_the_sums_of_its_rows(dtype: torch.dtype, is_causal: bool) -> None:
     rows = BATCH * HEADS * LENGTH
     expected_bytes = rows * WIDTH * dtype.itemsize + rows * 4
-    with fake_operands(dtype) as operands, fused_dropout():
+    with fake_operands(dtype) as operands, kernels_of_cuda():
         saved_bytes, operations = attended(operands, dropout_p=0.1, is_causal=is_causal)
     assert expected_bytes <= saved_bytes <= expected_bytes + GENERATOR_BYTES
     forward, backward = attention(operations)
@@ -95,13 +95,65 @@ def test_fused_attention_saves_its_output_and_the_sums_of_its_rows(dtype: torch.
     assert not attention(operations)
 
 
-def test_a_mask_is_left_as_the_cpu_has_it() -> None:
-    with fake_operands(torch.bfloat16) as operands, fused_dropout():
-        mask = torch.empty(1, HEADS, LENGTH, LENGTH, dtype=torch.bfloat16)
-        _, operations = attended(operands, attn_mask=mask, dropout_p=0.1)
-        assert not attention(operations)
-        _, operations = attended(operands, attn_mask=mask)
-        assert attention(operations)
+MEMORY_EFFICIENT = "_scaled_dot_product_efficient_attention"
+
+
+def mask_of(kind: str, dtype: torch.dtype) -> torch.Tensor:
+    """A mask of a kind that models have, for ``fake_operands``."""
+    if kind == "bias of positions":  # as T5's: heads lie side by side
+        return torch.empty(LENGTH, LENGTH, HEADS, dtype=dtype, requires_grad=True).permute(2, 0, 1)[None]
+    if kind == "the same, in order":
+        return torch.empty(1, HEADS, LENGTH, LENGTH, dtype=dtype, requires_grad=True)
+    return torch.ones(BATCH, 1, 1, LENGTH, dtype=torch.bool) if kind == "padding" else torch.empty(LENGTH, LENGTH)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("kind", "is_fused"),
+    [("padding", True), ("a window", True), ("the same, in order", True), ("bias of positions", False)],
+)
+def test_masks_are_fused_where_cuda_takes_them(kind: str, is_fused: bool, dropout_p: float) -> None:
+    """The kernel saves its output, the sums of its rows and the mask; what it does not take falls apart."""
+    rows, probabilities_bytes = BATCH * HEADS * LENGTH, BATCH * HEADS * LENGTH**2 * 4
+    with fake_operands(torch.float32) as operands, kernels_of_cuda():
+        mask = mask_of(kind, torch.float32)
+        saved_bytes, operations = attended(operands, attn_mask=mask, dropout_p=dropout_p)
+    assert bool(attention(operations)) == is_fused
+    if not is_fused:
+        assert saved_bytes >= probabilities_bytes
+        return
+    own_bytes = rows * WIDTH * 4 + rows * 4
+    least_bytes = own_bytes + mask.numel() * 4  # in numbers, also where it says what is seen
+    assert least_bytes <= saved_bytes <= least_bytes + GENERATOR_BYTES
+    if mask.requires_grad:
+        assert mask.grad is not None
+        assert mask.grad.shape == mask.shape
+    names = {one.name for one in attention(operations)}
+    assert (MEMORY_EFFICIENT in names) == (dropout_p > 0 or mask.requires_grad)
+    # The CPU's own choice saves the probabilities where it is told of dropout or a gradient.
+    with fake_operands(torch.float32) as operands:
+        saved_bytes, operations = attended(operands, attn_mask=mask_of(kind, torch.float32), dropout_p=dropout_p)
+    assert bool(attention(operations)) == (not dropout_p and not mask.requires_grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_values_narrower_than_queries_are_fused_as_on_cuda(dtype: torch.dtype) -> None:
+    """As in multi-head latent attention: the output is as wide as the values."""
+    narrow, rows = WIDTH // 2, BATCH * HEADS * LENGTH
+    with fake_operands(dtype) as (query, key, value), kernels_of_cuda():
+        value = value.detach()[..., :narrow].clone().requires_grad_()
+        saved_bytes, operations = attended([query, key, value], is_causal=True)
+        assert value.grad is not None
+        assert value.grad.shape == value.shape
+    forward, backward = attention(operations)
+    assert forward.name == MEMORY_EFFICIENT
+    assert saved_bytes - GENERATOR_BYTES <= rows * narrow * dtype.itemsize + rows * 4 <= saved_bytes
+    assert 2 * forward.flops == 2 * BATCH * HEADS * LENGTH**2 * (WIDTH + narrow)
+    assert backward.flops > 2 * forward.flops
+    odd = WIDTH - 16 // dtype.itemsize // 2  # not a multiple of 16 bytes
+    with fake_operands(dtype) as (query, key, value), kernels_of_cuda():
+        _, operations = attended([query, key, value.detach()[..., :odd].clone().requires_grad_()])
+    assert not attention(operations)
 
 
 def test_kernels_differ_in_where_they_are_told_to_be_causal() -> None:
@@ -118,13 +170,13 @@ def test_kernels_differ_in_where_they_are_told_to_be_causal() -> None:
 
 def test_groups_of_heads_stay_fused_where_cuda_can() -> None:
     for dtype, is_fused in ((torch.bfloat16, True), (torch.float32, False)):
-        with fake_operands(dtype, groups=2) as operands, fused_dropout():
+        with fake_operands(dtype, groups=2) as operands, kernels_of_cuda():
             _, operations = attended(operands, dropout_p=0.1, enable_gqa=True)
         assert bool(attention(operations)) == is_fused
 
 
 def test_odd_widths_are_padded() -> None:
-    with fake_operands(torch.bfloat16, width=12) as operands, fused_dropout():
+    with fake_operands(torch.bfloat16, width=12) as operands, kernels_of_cuda():
         result = functional.scaled_dot_product_attention(*operands, dropout_p=0.1)
         _, operations = attended(operands, dropout_p=0.1)
     assert result.shape == (BATCH, HEADS, LENGTH, 12)
@@ -132,7 +184,7 @@ def test_odd_widths_are_padded() -> None:
 
 
 def test_other_attention_is_left_alone() -> None:
-    with fake_operands(torch.float32) as operands, fused_dropout():
+    with fake_operands(torch.float32) as operands, kernels_of_cuda():
         _, operations = attended(operands, is_causal=True)
     assert attention(operations)[0].name == "_scaled_dot_product_flash_attention_for_cpu"
     real = [torch.randn(1, 2, 8, 4) for _ in range(3)]
@@ -140,13 +192,65 @@ def test_other_attention_is_left_alone() -> None:
     for _ in range(2):
         torch.manual_seed(0)
         results.append(functional.scaled_dot_product_attention(*real, dropout_p=0.5))
-        with fused_dropout():
+        with kernels_of_cuda():
             torch.manual_seed(0)
             results.append(functional.scaled_dot_product_attention(*real, dropout_p=0.5))
     assert all(torch.equal(results[0], result) for result in results)
     with fake_operands(torch.float32) as operands:
         _, operations = attended(operands, dropout_p=0.1)
     assert not attention(operations), "nothing of it stays"
+
+
+# -- norms -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.aten, "_fused_rms_norm_backward"), reason="needs torch 2.9")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("has_weight", [False, True])
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")  # torch says so
+def test_rms_norm_saves_its_input_and_one_number_for_a_row(dtype: torch.dtype, has_weight: bool) -> None:
+    sizes: list[int] = []
+
+    def normalized(weight_dtype: torch.dtype) -> tuple[list[str], torch.Tensor, torch.Tensor | None]:
+        sizes.clear()
+        given = torch.empty(BATCH, LENGTH, WIDTH, dtype=dtype, requires_grad=True)
+        weight = torch.empty(WIDTH, dtype=weight_dtype, requires_grad=True) if has_weight else None
+        with Operations() as operations, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            functional.rms_norm(given, (WIDTH,), weight, 1e-6).sum().backward()
+        assert given.grad is not None
+        assert given.grad.dtype is dtype
+        return [one.name for one in operations.found], given.grad, None if weight is None else weight.grad
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensor.numel() * tensor.itemsize)
+        return tensor
+
+    rows = BATCH * LENGTH
+    expected = [rows * WIDTH * dtype.itemsize, *([WIDTH * dtype.itemsize] if has_weight else []), rows * 4]
+    with FakeTensorMode(), FakeGroupedProducts(), kernels_of_cuda():
+        names, _, of_weight = normalized(dtype)
+        assert sizes == expected
+        assert [name for name in names if "norm" in name] == ["_fused_rms_norm", "_fused_rms_norm_backward"]
+        assert (of_weight is not None) == has_weight
+        if has_weight and dtype is torch.bfloat16:
+            names, *_ = normalized(torch.float32)
+            assert "_fused_rms_norm" not in names, "types differ"
+    # The CPU's falls apart, and saves more.
+    with FakeTensorMode(), FakeGroupedProducts():
+        names, *_ = normalized(dtype)
+    assert "_fused_rms_norm" not in names
+    assert sum(sizes) > sum(expected) + rows * WIDTH * 4
+
+
+def test_the_kernel_for_rms_norm_gives_gradients_of_what_is_trained_alone() -> None:
+    with FakeTensorMode(), FakeGroupedProducts(), kernels_of_cuda():
+        norm = nn.RMSNorm(WIDTH).requires_grad_(requires_grad=False)
+        given = torch.empty(BATCH, WIDTH, requires_grad=True)
+        norm(given).sum().backward()
+        assert given.grad is not None
+        assert norm.weight.grad is None
+        with torch.no_grad():
+            assert norm(given).shape == given.shape
 
 
 # -- dropout by itself -----------------------------------------------------------------------------------------------
@@ -192,7 +296,7 @@ def test_dropout_is_one_kernel_that_saves_one_byte_for_each_element(seed: int) -
     assert mask_dtype.itemsize == 1
     drops: tuple[Dropping, ...] = (partial(functional.dropout, p=rate), nn.Dropout(rate))
     for drop in drops:
-        with FakeTensorMode(), fused_dropout():
+        with FakeTensorMode(), kernels_of_cuda():
             assert dropped(drawn_tensor(random.Random(seed), dtype), drop) == expected
         # The CPU draws, divides and multiplies, and saves noise in the element's own type.
         with FakeTensorMode():
@@ -220,13 +324,13 @@ def test_what_cuda_does_in_pieces_is_left_in_pieces(drop: Dropping) -> None:
 
     with FakeTensorMode():
         expected = dropped(given(), drop)
-        with fused_dropout():
+        with kernels_of_cuda():
             assert dropped(given(), drop) == expected
     assert "native_dropout" not in expected[1]
 
 
 def test_nothing_is_copied_where_nothing_is_dropped() -> None:
-    with FakeTensorMode(), fused_dropout():
+    with FakeTensorMode(), kernels_of_cuda():
         given = torch.empty(4, requires_grad=True)
         assert functional.dropout(given, 0.0) is given
         assert functional.dropout(given, 0.5, training=False) is given
@@ -234,7 +338,7 @@ def test_nothing_is_copied_where_nothing_is_dropped() -> None:
 
 def test_real_tensors_are_left_alone() -> None:
     real, results = torch.randn(64), []
-    for context in (nullcontext, fused_dropout):
+    for context in (nullcontext, kernels_of_cuda):
         with context():
             torch.manual_seed(0)
             results.append(functional.dropout(real, 0.5))
@@ -387,6 +491,6 @@ def test_a_model_for_a_cpu_is_what_real_tensors_do() -> None:
     for block in range(6):
         for ours, theirs in zip(fake.profile_of(block).phases, real.profile_of(block).phases, strict=True):
             assert (ours.net_bytes, ours.peak_bytes) == (theirs.net_bytes, theirs.peak_bytes)
-    assert not has_fused_dropout(fake)
-    assert not has_fused_dropout(real)
-    assert has_fused_dropout(trace(model, fake_batch))
+    assert not has_kernels_of_gpus(fake)
+    assert not has_kernels_of_gpus(real)
+    assert has_kernels_of_gpus(trace(model, fake_batch))

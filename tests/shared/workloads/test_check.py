@@ -9,7 +9,7 @@ import pytest
 from protwin.shared.basics.errors import WorkloadError
 from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.workload import DType, Operation, OperationClass, Phase, Workload
-from protwin.shared.workloads.check import has_fused_dropout
+from protwin.shared.workloads.check import has_kernels_of_gpus
 from protwin.shared.workloads.untraced import resolve_family
 from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.searching.request import SearchRequest
@@ -36,21 +36,21 @@ def test_shipped_models_with_dropout_hold_fused_kernels() -> None:
     """OPT and T5 have none in fused attention; Llamas and vision transformers have none at all."""
     for name in ("gpt2", "bert-large", "opt-1.3b", "t5-small"):
         workload = shipped(name)
-        assert has_fused_dropout(workload), name
+        assert has_kernels_of_gpus(workload), name
         phases = [workload.prologue_forward, workload.epilogue_forward]
         phases += [phase for profile in workload.profiles for phase in profile.phases]
         assert "bernoulli_" not in {one.name for phase in phases for one in phase.operations}, name
-    assert not has_fused_dropout(shipped("llama-3.2-1b"))
+    assert not has_kernels_of_gpus(shipped("llama-3.2-1b"))
 
 
 def test_dropout_is_found_wherever_it_is() -> None:
     """In the sections before and behind the blocks too."""
     plain, kernel = shipped("llama-3.2-1b"), Operation(**OPERATION)
-    assert not has_fused_dropout(plain)
+    assert not has_kernels_of_gpus(plain)
     for section in ("prologue_forward", "epilogue_forward"):
         phase = Phase(operations=(kernel,))
-        assert has_fused_dropout(plain.model_copy(update={section: phase})), section
-        assert not has_fused_dropout(plain.model_copy(update={section: phase, "traced_with": "real"})), section
+        assert has_kernels_of_gpus(plain.model_copy(update={section: phase})), section
+        assert not has_kernels_of_gpus(plain.model_copy(update={section: phase, "traced_with": "real"})), section
 
 
 def test_a_shipped_gpt2_saves_no_probabilities() -> None:
@@ -67,7 +67,7 @@ def test_a_shipped_gpt2_saves_no_probabilities() -> None:
 def test_a_cpu_refuses_them() -> None:
     workload = shipped("gpt2")
     CostModel.of(workload, machine())
-    with pytest.raises(WorkloadError, match="has dropout, which its workload holds as GPUs run it"):
+    with pytest.raises(WorkloadError, match="holds dropout, attention or norms as GPUs run them"):
         CostModel.of(workload, machine(kind=DeviceKind.CPU))
     # Real tensors ran the kernels of the machine that they were on.
     CostModel.of(workload.model_copy(update={"traced_with": "real"}), machine(kind=DeviceKind.CPU))
@@ -75,5 +75,5 @@ def test_a_cpu_refuses_them() -> None:
 
 
 def test_a_search_for_a_cpu_refuses_them_too() -> None:
-    with pytest.raises(WorkloadError, match="has dropout, which its workload holds as GPUs run it"):
+    with pytest.raises(WorkloadError, match="holds dropout, attention or norms as GPUs run them"):
         search(SearchRequest(workload=shipped("gpt2"), hardware=machine(kind=DeviceKind.CPU)))
