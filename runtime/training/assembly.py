@@ -33,6 +33,7 @@ from ..chunks.model_optimizers import StepPolicy
 from ..chunks.placed_model import PlacedModel
 from ..chunks.saved_weights import SavedWeights
 from ..devices.device import TrainingDevice
+from ..hooks.autocast import following_autocast
 from ..hooks.offloaded_inputs import offloaded_inputs
 from ..hooks.section_walker import Recomputing, SectionWalker
 from ..hooks.swapping import SwappedActivations, swapped_blocks
@@ -478,12 +479,11 @@ class Assembly:
     def _hooks(self, placed: PlacedModel, compute: ComputeLane) -> list[Any]:
         """The training's own, beside the walker's; the one on entering runs before the walker's."""
         enter = self.model.register_forward_pre_hook(self.callbacks.enter_model, prepend=True, with_kwargs=True)
-        # As if autocast ended with the forward: what it still keeps is no part of what the plan accounts for.
-        leave = self.model.register_forward_hook(lambda *_: torch.clear_autocast_cache())
+        autocast = following_autocast(self.model, self.workload, self.settings.device.torch_device.type)
         # Lanes bring parameters back meanwhile: their classes must not be asked ([Note: Parameters that are away]).
         with torch._C.DisableTorchFunctionSubclass():
             late = refusing_late_gradients(placed.chunks, compute.has_left, num_ranks=self.plan.num_ranks)
-            return [enter, leave, *late]
+            return [enter, *autocast, *late]
 
 
 def _metering(device: TrainingDevice, meter_every: int | None, model: nn.Module) -> Metering:

@@ -45,8 +45,7 @@ def question_of(
     """
     trained = [parameter for parameter in workload.parameters if parameter.trainable]
     lora = [parameter for parameter in trained if _LORA.search(parameter.name)]
-    unpacked = [parameter for parameter in workload.parameters if parameter.num_scalars is None]
-    weight_dtype, trained_dtype, compute_dtype = _most_common(unpacked), _most_common(trained), matrix_dtype(workload)
+    trained_dtype, compute_dtype = _most_common(trained), matrix_dtype(workload)
     return Question(
         model_name=workload.model_name,
         num_parameters=workload.num_parameters,
@@ -55,7 +54,7 @@ def question_of(
         lora_targets=tuple(dict.fromkeys(_target(parameter.name) for parameter in lora)),
         quantized=tuple(dict.fromkeys(p.quantized.words for p in workload.parameters if p.quantized is not None)),
         frozen=() if lora else frozen_modules(workload.parameters),
-        weight_dtype=weight_dtype,
+        weight_dtype=weight_dtype(workload),
         published_dtype=workload.published_dtype,
         dtype_origin=workload.dtype_origin,
         compute_dtype=compute_dtype,
@@ -118,6 +117,11 @@ def matrix_dtype(workload: Workload) -> DType:
             if operation.operation_class in _MATRIX_CLASSES and operation.dtype is not DType.FLOAT8_E4M3FN:
                 flops[operation.dtype] = flops.get(operation.dtype, 0) + operation.flops * operation.count
     return max(flops, key=lambda dtype: flops[dtype]) if flops else workload.compute_dtype
+
+
+def weight_dtype(workload: Workload) -> DType:
+    """The element type of most weights but packed ones; float32 where there are none."""
+    return _most_common([parameter for parameter in workload.parameters if parameter.num_scalars is None])
 
 
 def frozen_modules(parameters: Sequence[Parameter]) -> tuple[str, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -60,6 +62,14 @@ def autocast() -> AbstractContextManager[Any]:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
+@lru_cache
+def traced_within(name: str) -> Workload:
+    """The workload of an autocast case as it is trained."""
+    case = autocast_cases()[name]
+    with autocast():
+        return replace(case).workload
+
+
 def contexts(*, is_wide: bool) -> tuple[Any, Any]:
     """What goes around the whole loop, and what around each forward: autocast on one of the two."""
     return (autocast, nullcontext) if is_wide else (nullcontext, autocast)
@@ -93,7 +103,7 @@ def trained(name: str, plan: Plan, *, is_wide: bool) -> tuple[list[float], nn.Mo
     model = case.build()
     around_loop, around_forward = contexts(is_wide=is_wide)
     losses = []
-    with ends_in_time(), carry_out(model, plan, case.workload, optimizer=adamw) as training, around_loop():
+    with ends_in_time(), carry_out(model, plan, traced_within(name), optimizer=adamw) as training, around_loop():
         torch.manual_seed(SEED)
         for number, batch in enumerate(case.batches, start=1):
             with around_forward():
@@ -118,6 +128,28 @@ def test_autocast_equals_the_plain_loop(name: str, is_wide: bool, data: st.DataO
     expected, plain = trained_plainly(name, is_wide=is_wide, micro_batches=micro_batches)
     assert losses == expected
     assert differences(model, plain.state_dict()) == []
+
+
+@pytest.mark.parametrize("is_trained", [False, True], ids=["trained without", "trained within"])
+@pytest.mark.parametrize("is_traced", [False, True], ids=["traced without", "traced within"])
+def test_autocast_around_one_of_trace_and_forward_is_said_once(is_traced: bool, is_trained: bool) -> None:
+    case = autocast_cases()["llama"]
+    workload, model = traced_within("llama") if is_traced else case.workload, case.build()
+    with carry_out(model, half_offloaded(workload), workload) as training, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with training.evaluation(), torch.no_grad():
+            case.loss(model, case.batches[0])
+        assert not told
+        for batch in case.batches[:2]:
+            with autocast() if is_trained else nullcontext():
+                loss = case.loss(model, batch)
+            loss.backward()
+            training.step()
+    words = [str(one.message) for one in told]
+    assert len(words) == (is_traced != is_trained)
+    for word in words:
+        assert word.startswith(f"forwards run {'under' if is_trained else 'without'} torch.autocast")
+        assert f"were traced in {'bfloat16' if is_traced else 'float32'}" in word
 
 
 def test_autocast_computes_in_the_narrow_type() -> None:
