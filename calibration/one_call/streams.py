@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from ...runtime.checkpoints.random_states import random_states, set_random_states
 from ...runtime.data.documents import Document, RowTokenizer, check_lengths, load_tokenizer
 from ...runtime.data.json_lines import Form
-from ...runtime.data.row_files import documents_of_file, rows_of_table
+from ...runtime.data.row_files import check_row_file, documents_of_file, rows_of_table
 from ...runtime.data.sources import PackedSource, num_learned
 from ...runtime.model.batches import Batch, batch_shapes
 from ...shared.basics.errors import FileError, ProtwinError
@@ -326,13 +326,16 @@ def _loader(samples: Any, shape: StreamShape) -> DataLoader[Any]:
 
 
 def _packed(data: Any, shape: StreamShape) -> PackedStream:
-    for name, value in (
-        ("batch_size", shape.batch_size),
-        ("sequence_length", shape.sequence_length),
-        ("tokenizer", shape.tokenizer),
-    ):
-        if value is None:
-            raise ProtwinError(f"{name} is missing: rows of text are tokenized, and packed into sequences. State it.")
+    if isinstance(data, list):
+        for path in data:
+            check_row_file(path)
+    missing = [name for name in ("batch_size", "sequence_length", "tokenizer") if getattr(shape, name) is None]
+    if missing:
+        names = " and ".join([", ".join(missing[:-1]), missing[-1]] if missing[1:] else missing)
+        are, them = ("are", "them") if missing[1:] else ("is", "it")
+        raise ProtwinError(
+            f"{names} {are} missing: rows of text are tokenized, and packed into sequences. State {them}."
+        )
     assert shape.batch_size is not None
     assert shape.sequence_length is not None
     folder = Path(str(getattr(shape.tokenizer, "name_or_path", shape.tokenizer)))

@@ -30,12 +30,20 @@ def documents_of_file(path: Path, tokenizer: Any, rows: RowTokenizer, sequence_l
         return rows.documents(read_rows(path))
     if suffix in _PARQUET:
         return rows.documents(_parquet_rows(path))
-    if suffix in _TEXT:
-        return _stretches(path, tokenizer, sequence_length)
-    raise FileError(
-        f"{path} ends in {suffix or 'no suffix'}. Give rows as {', '.join((*_JSON_LINES, *_PARQUET))}, or text as "
-        f"{', '.join(_TEXT)}."
-    )
+    check_row_file(path)
+    return _stretches(path, tokenizer, sequence_length)
+
+
+def check_row_file(path: Path) -> None:
+    """Raise FileError unless there is a file at ``path`` whose suffix says what it holds."""
+    suffix = path.suffix.lower()
+    if suffix not in (*_JSON_LINES, *_PARQUET, *_TEXT):
+        raise FileError(
+            f"{path} ends in {suffix or 'no suffix'}. Give rows as {', '.join((*_JSON_LINES, *_PARQUET))}, or text as "
+            f"{', '.join(_TEXT)}."
+        )
+    if not path.exists():
+        raise FileError(f"{path} does not exist.")
 
 
 def rows_of_table(table: Iterable[Mapping[str, Any]], origin: str) -> list[Row]:

@@ -7,7 +7,7 @@ from enum import StrEnum
 from operator import index
 from typing import Any, TypeVar
 
-from .errors import PlanError
+from .errors import CatalogueError, PlanError
 from .suggestions import did_you_mean
 from .units import as_bytes
 
@@ -17,6 +17,11 @@ _Choice = TypeVar("_Choice", bound=StrEnum)
 def wrong(name: str, value: object, words: str) -> PlanError:
     """The error that says what ``name`` must be."""
     return PlanError(f"{name} is {shown(value)}; it must be {words}.")
+
+
+def wrong_name(value: object, words: str) -> CatalogueError:
+    """The error that says what ``name_or_path`` must name: an entry of the catalogue or a file, as text or a path."""
+    return CatalogueError(f"name_or_path is {shown(value)}; it must be the name of {words}.")
 
 
 def shown(value: object) -> str:

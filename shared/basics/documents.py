@@ -63,7 +63,7 @@ class Document(FrozenModel):
 
         Raises FileError if the folder cannot be written, or if the name promises TOML.
         """
-        if Path(path).suffix == ".toml":
+        if as_path(path).suffix == ".toml":
             raise FileError(f"{path} would hold JSON, which its name denies. Choose a name that ends in .json.")
         write_atomically(path, self.to_json())
 
@@ -146,9 +146,18 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models_in(argument)
 
 
+def as_path(path: str | Path) -> Path:
+    """Where a file is.  Raises FileError if a caller gives something else than a path."""
+    if not isinstance(path, str | Path):
+        from .arguments import shown
+
+        raise FileError(f"path is {shown(path)}; it must be the path of a file.")
+    return Path(path)
+
+
 def read_mapping(path: str | Path) -> dict[str, Any]:
     """The table in a JSON or TOML file.  Raises FileError if it is missing or damaged."""
-    path = Path(path)
+    path = as_path(path)
     text = read_text(path)
     try:
         content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text, object_pairs_hook=_stated_once)
@@ -199,7 +208,7 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
     A symbolic link is followed.  A file that is there keeps its mode; a new one gets what the umask leaves.  What is
     no file on a disk (``/dev/stdout``, a pipe) cannot be replaced and is written to.  Raises FileError.
     """
-    path, need_bytes = Path(path), None
+    path, need_bytes = as_path(path), None
     try:
         written = content.encode() if isinstance(content, str) else content
         need_bytes = len(written)

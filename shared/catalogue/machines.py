@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import tomli_w
 
+from ..basics.arguments import wrong_name
 from ..basics.errors import CatalogueError, FileError
 from ..basics.suggestions import did_you_mean
 from ..schema.hardware import Hardware
@@ -65,6 +66,8 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     Raises CatalogueError if it is neither a known name nor a file, FileError if the file is damaged or of another
     kind, HardwareError if it describes an impossible machine.
     """
+    if not isinstance(name_or_path, str | Path):
+        raise wrong_name(name_or_path, "a machine, or the path of its .toml or .json file")
     name = str(name_or_path)
     if name in machine_sections("machines"):
         return machine(name)

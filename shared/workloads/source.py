@@ -13,6 +13,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Final
 
+from ..basics.arguments import wrong_name
 from ..basics.documents import read_mapping
 from ..basics.errors import FileError, WorkloadError
 from ..basics.plugins import plugin
@@ -61,6 +62,8 @@ def load_workload(
     tokens, told to the attention kernel (``parse_packed_lengths``).  Models of the catalogue in full training need no
     torch; others are traced, which does.  Raises CatalogueError, FileError or WorkloadError.
     """
+    if not isinstance(name_or_path, str | Path):
+        raise wrong_name(name_or_path, "a model, or the path of its config.json or of a saved workload")
     return resolve_workload(
         str(name_or_path),
         batch_size=batch_size,

@@ -159,7 +159,11 @@ def test_what_gives_no_batches_is_refused(tmp_path: Path) -> None:
         text.go_to({**text.position, "seed": 4})
     (tmp_path / "rows.csv").write_text("text\na\n")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1")
-    for path, message in (("rows.csv", r"ends in \.csv"), ("broken.parquet", "Parquet|pyarrow"), ("no.txt", "read")):
+    for path, message in (
+        ("rows.csv", r"ends in \.csv"),
+        ("broken.parquet", "Parquet|pyarrow"),
+        ("no.txt", "does not exist"),
+    ):
         with pytest.raises(FileError, match=message):
             stream_of(tmp_path / path, TEXT)
     with pytest.raises(ProtwinError, match="a tokenizer is given"):

@@ -20,6 +20,7 @@ from protwin.runtime import CpuDevice
 from protwin.shared import CalibrationError, Plan, PlanError, ProtwinError, Record, parse_bytes
 from tests.calibration.fitting.test_budgeted import HERE
 from tests.runtime.models import SEED, differences, gpt2, hand_written, llama, snapshot, token_batches, uncached
+from tests.runtime.small_language import write_rows
 
 BUDGET = "300KiB"
 RATE = 1e-2
@@ -294,7 +295,10 @@ def test_data_and_models_of_no_use_are_refused_with_what_to_do(tmp_path: Path) -
         (3, "the data are a int"),
         ({"input_ids": torch.ones(2, 3)}, "the data are a dict"),
         (samples(), "batch_size is missing"),
-        (tmp_path / "rows.jsonl", "batch_size is missing"),
+        (tmp_path / "rows.jsonl", r"rows\.jsonl does not exist"),
+        (str(tmp_path / "rows.csv"), r"rows\.csv ends in \.csv"),
+        ([write_rows(tmp_path / "there.jsonl", [{"text": "a"}]), "not.txt"], r"not\.txt does not exist"),
+        (tmp_path / "there.jsonl", "batch_size, sequence_length and tokenizer are missing.* State them"),
     ):
         with pytest.raises(ProtwinError, match=message):
             train(model, data, micro_batches=1)

@@ -22,6 +22,7 @@ from protwin.shared.catalogue.machines import (
     machine_names,
 )
 from protwin.shared.schema.hardware import Hardware, Network, Node, Topology
+from protwin.shared.workloads.source import load_workload
 from tests.shared.full_machine import FIELDS, full_hardware, read_back
 from tests.strategies.machines import hardware as random_hardware
 from tests.strategies.machines import links
@@ -196,3 +197,17 @@ def test_what_is_no_machine_file_is_refused(tmp_path: Path) -> None:
         load_hardware(tmp_path / "machine.txt")
     with pytest.raises(FileError, match="is a folder"):
         load_hardware(tmp_path)
+
+
+@pytest.mark.parametrize("given", [None, 3, b"rtx-3090", machine("rtx-3090")], ids=lambda given: type(given).__name__)
+def test_what_is_no_name_at_all_is_refused_with_what_it_must_be(given: Any) -> None:
+    for load, words in ((load_hardware, "the name of a machine"), (load_workload, "the name of a model")):
+        with pytest.raises(
+            CatalogueError, match=rf"^name_or_path is {re.escape(repr(given)[:40])}.*; it must be {words}"
+        ):
+            load(given)
+    for use in (machine("rtx-3090").save, Hardware.load):
+        with pytest.raises(
+            FileError, match=rf"^path is {re.escape(repr(given)[:40])}.*; it must be the path of a file"
+        ):
+            use(given)
