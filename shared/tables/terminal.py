@@ -82,8 +82,12 @@ def _least_column(table: Table, place: int) -> int:
     """Of figures the widest line; of words the longest one, or as much of it as is read well."""
     if _is_whole(table, place):
         return _widest_line(table, place)
+    return min(_READABLE, _longest_word(table, place))
+
+
+def _longest_word(table: Table, place: int) -> int:
     cells = (table.columns[place], *(row[place] for row in table.rows))
-    return min(_READABLE, max((cell_len(word) for cell in cells for word in cell.split()), default=0))
+    return max((cell_len(word) for cell in cells for word in cell.split()), default=0)
 
 
 def _is_whole(table: Table, place: int) -> bool:
@@ -112,7 +116,8 @@ def _printed_table(table: Table, console: Console, options: ConsoleOptions) -> I
     shown, alike = _places(table)
     left_out = []
     for place in map(table.columns.index, table.expendable):
-        needs = Measurement.get(console, options.update(width=_ANY_WIDTH), _rich_table(table, shown)).maximum
+        drawn = _rich_table(table, shown, _ANY_WIDTH)
+        needs = Measurement.get(console, options.update(width=_ANY_WIDTH), drawn).maximum
         if needs <= options.max_width:
             break
         if place in shown:
@@ -120,7 +125,7 @@ def _printed_table(table: Table, console: Console, options: ConsoleOptions) -> I
             left_out.append(place)
     if table.title:
         yield Text(table.title, style="bold")
-    yield _rich_table(table, shown)
+    yield _rich_table(table, shown, options.max_width)
     names = [heading_words(column) for column in table.columns]
     told = []
     facts = [f"{names[i]} {table.rows[0][i]}" for i in alike if table.rows[0][i] not in ("", NO_VALUE)]
@@ -132,8 +137,44 @@ def _printed_table(table: Table, console: Console, options: ConsoleOptions) -> I
         yield Text(line, style="dim")
 
 
-def _rich_table(table: Table, places: Sequence[int]) -> RichTable:
+def _widths_that_hold(table: Table, places: Sequence[int], width: int) -> dict[int, int]:
+    """Columns of words that would become too narrow for their longest word, and the width that each gets instead.
+
+    Where room is short, rich narrows the widest columns, whatever stands in them, to one common width.  Long words stay
+    whole where the others leave room, the shortest of them first.  Empty where even slivers have no room.
+    """
+    room = width - _BETWEEN * (len(places) - 1)
+    least = {place: _least_column(table, place) for place in places}
+    words = [place for place in places if not _is_whole(table, place)]
+    for place in sorted(words, key=lambda place: _longest_word(table, place)):
+        longest = _longest_word(table, place)
+        if sum(least.values()) - least[place] + longest <= room:
+            least[place] = longest
+    if sum(least.values()) > room:
+        return {}
+    held: dict[int, int] = {}
+    while True:
+        taken = sum(least[place] for place in places if place in held or place not in words)
+        free = [place for place in words if place not in held]
+        common = _common_width([_widest_line(table, place) for place in free], room - taken)
+        narrow = {place: least[place] for place in free if common < least[place]}
+        if not narrow:
+            return held
+        held |= narrow
+
+
+def _common_width(widest: Sequence[int], room: int) -> int:
+    """The most that columns may take, each no more than it needs (``widest``), so that all of them fit in ``room``."""
+    for count, need in zip(range(len(widest), 0, -1), sorted(widest), strict=True):
+        if need > room // count:
+            return room // count
+        room -= need
+    return _ANY_WIDTH
+
+
+def _rich_table(table: Table, places: Sequence[int], width: int) -> RichTable:
     """Where room is short, words wrap and figures do not."""
+    held = _widths_that_hold(table, places, width)
     drawn = RichTable(
         box=box.SIMPLE_HEAD,
         show_edge=False,
@@ -149,6 +190,7 @@ def _rich_table(table: Table, places: Sequence[int]) -> RichTable:
             justify="right" if table.is_figure(place) else "left",
             no_wrap=is_whole,
             overflow="fold",
+            width=held.get(place),
             min_width=_widest_line(table, place) if is_whole else None,
         )
     for number, row in enumerate(table.rows):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from io import StringIO
 
 import pytest
@@ -58,6 +59,26 @@ def test_lines_are_no_wider_than_asked_or_needed(
     names, rows = content
     table = Table(columns=names, rows=rows)
     assert max(map(len, shown(table, width).splitlines())) <= max(width, least_width([table]))
+
+
+LONG_WORDS = st.lists(st.text("abcdef._-", min_size=1, max_size=45), min_size=1, max_size=4).map(" ".join)
+
+
+@settings(max_examples=100)
+@given(data=st.data(), width=st.sampled_from((80, 100, 120)))
+def test_words_are_whole_wherever_the_longest_of_all_columns_have_room(data: st.DataObject, width: int) -> None:
+    is_figure = data.draw(st.lists(st.booleans(), min_size=1, max_size=5))
+    cells = st.tuples(*(FIGURES if one else LONG_WORDS for one in is_figure))
+    rows = data.draw(st.lists(cells, min_size=1, max_size=4))
+    text = shown(Table(columns=tuple(">size" if one else "words" for one in is_figure), rows=rows), width)
+    needs = [
+        max(len(piece) for row in rows for piece in ([row[place]] if one else row[place].split()))
+        for place, one in enumerate(is_figure)
+    ]
+    room = width - sum(max(need, len("words")) for need in needs) - len("   ") * (len(needs) - 1)
+    assert max(map(len, text.splitlines())) <= max(width, width - room)
+    if room >= 0:
+        assert Counter(text.split()) >= Counter(word for row in rows for cell in row for word in cell.split())
 
 
 def test_the_check_notices_cut_figures() -> None:
