@@ -146,7 +146,7 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models_in(argument)
 
 
-def as_path(path: str | Path) -> Path:
+def as_path(path: object) -> Path:
     """Where a file is.  Raises FileError if a caller gives something else than a path."""
     if not isinstance(path, str | Path):
         from .arguments import shown
