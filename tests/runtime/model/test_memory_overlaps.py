@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import protwin.runtime.model.ownership as taken_over_module
-import protwin.runtime.tracing.tracing as tracing_module
+import protwin.runtime.tracing.traceable as tracing_module
 from protwin.runtime import carry_out, trace
 from protwin.runtime.optimizers.chunk_optimizer import default_optimizer
 from protwin.shared.basics.errors import PlanError, WorkloadError
