@@ -44,7 +44,7 @@ def random_model(
     """
     leave_a_core_for_lanes(num_processes)
     twin = configured_model(configuration, name, dtype, options)
-    remedy = "Use a smaller configuration, or trace without --real."
+    remedy = "Use a smaller configuration or another machine; protwin trace without --real needs no weights."
     check_host_memory(twin, name, remedy, optimizer, num_processes=num_processes)
     return drawn_model(configuration, name, dtype, seed, options, adapt=adapt)
 
