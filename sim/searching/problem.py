@@ -114,6 +114,8 @@ class SearchProblem:
     )
     """Of a layout, group of modes and prefix, once it was asked for: the smallest guaranteed device peak, and the row,
     depth and mode of its plan (``least_memory.py``)."""
+    least_peaks: dict[tuple[int, int, int], int] = field(default_factory=dict, repr=False, compare=False)
+    """The same peaks where they are known without that plan."""
 
     @property
     def has_disk(self) -> bool:
@@ -268,6 +270,8 @@ class SearchProblem:
                 for layout in self.layouts
             ),
             _families={},
+            cheapest={},
+            least_peaks={},
         )
 
     @property
@@ -295,7 +299,8 @@ class SearchProblem:
         for layout in self.layouts:
             work, memory = _quick_bounds(request, layout.table, compute, self.throughput)
             layouts.append(replace(layout, grid=replace(layout.grid, modes=modes), work=work, memory=memory))
-        found = replace(self, compute=compute, kept_compute=kept, layouts=tuple(layouts), _families={}, is_shared=False)
+        found = replace(self, compute=compute, kept_compute=kept, layouts=tuple(layouts), is_shared=False)
+        found = replace(found, _families={}, cheapest={}, least_peaks={})
         return _with_shares(found) if self.is_shared else found
 
     def _sharpest_work(self, table: ChunkTable, compute: ComputeTable, deepest: int) -> LeastWork:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -107,6 +108,19 @@ def test_adding_all_buffers_to_the_activations_is_no_bound_of_memory() -> None:
 
 SPIKE_BYTES = 10**8
 """Passes within one phase of one section, so that this phase has the peak."""
+
+
+@given(cases() | ranked_cases())
+@settings(max_examples=examples(300, 20))
+def test_fewer_buffers_hold_no_more(found: Case) -> None:
+    """Whatever the look-ahead and the modes; but where chunks come from a disk, whose lane has another order then."""
+    assume(found.policies.residency.fewer_buffers_add and found.plan.n_disk == 0)
+    most_buffers = found.num_gathered
+    peaks = [
+        family_peaks(found.family(most, (1, 2, 3)), found.mode) for most in range(found.plan.n_buffer, most_buffers + 1)
+    ]
+    for fewer, more in pairwise(peaks):
+        assert (fewer <= more).all()
 
 
 @st.composite

@@ -132,12 +132,12 @@ def test_peaks_are_worked_out_once_for_all_that_is_said() -> None:
     model, box = workload(num_blocks=4), machine()
     found = every_plan(model, box)
     problem = problem_of(found, min(one.device_bytes for one in found.outcomes) - 100, 300)
-    asked: list[tuple[int, int, int]] = []
+    asked: list[tuple[int, ...]] = []
     once = least_memory._found_cheapest
 
-    def counting(of: SearchProblem, index: int, group: int, prefix: int) -> tuple[int, tuple[int, int, int]]:
-        asked.append((index, group, prefix))
-        return once(of, index, group, prefix)
+    def counting(of: SearchProblem, place: least_memory._Place) -> tuple[int, tuple[int, int, int]]:
+        asked.append(place[2:])
+        return once(of, place)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(least_memory, "_found_cheapest", counting)
@@ -157,7 +157,7 @@ def test_activations_that_outweigh_everything_take_few_looks() -> None:
     assert least_memory.least_device(problem) is not None
     assert sum(len(layout.prefixes) for layout in problem.layouts) > 200
     # Every layout is looked at where all that can leave does.
-    assert len(problem.cheapest) <= len(problem.layouts)
+    assert len(problem.least_peaks) <= len(problem.layouts)
 
 
 def test_the_check_notices_changes_that_are_not_the_smallest() -> None:
