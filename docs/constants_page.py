@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FILES = (*sorted((ROOT / "sim" / "costs").glob("*.py")), ROOT / "sim" / "engine" / "error_sources.py")
+BESIDE = (ROOT / "sim" / "engine" / "error_sources.py", ROOT / "shared" / "schema" / "hardware.py")
+FILES = (*sorted((ROOT / "sim" / "costs").glob("*.py")), *BESIDE)
 SOURCE = re.compile(
     r"arXiv|doi|github|NVIDIA|NCCL|CUTLASS|PTX|bench-|benchmarks/|[Mm]easured|published|torch|Little|definition"
     r"|estimate|\d %|counted|Note:"

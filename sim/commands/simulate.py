@@ -179,10 +179,15 @@ def simulate_command(
     workload = choice.workload()
     with progress_bar("simulating") as on_progress:
         schedule = compile_schedule(chosen, workload, policies=profile.method(method_named(chosen.method)).policies)
-        ask = partial(simulate_plan, schedule=schedule, runtime=profile, on_progress=on_progress)
+        ask = partial(
+            simulate_plan,
+            schedule=schedule,
+            runtime=profile,
+            device_budget_bytes=device_budget_bytes,
+            on_progress=on_progress,
+        )
         record = ask(chosen, workload, machine, factors)
     record = record if tokens is None else record.for_tokens(tokens)
-    record = record.asking(device_budget_bytes=device_budget_bytes)
     budget_bytes = device_budget_bytes or rank_device_bytes(machine, chosen.num_ranks, chosen.shard_ranks)
     told = remedies(
         record,

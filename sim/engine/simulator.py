@@ -48,6 +48,7 @@ def simulate(
     layout: Layout | None = None,
     method: Method | None = None,
     runtime: RuntimeProfile = OUR_RUNTIME,
+    device_budget_bytes: int | None = None,
     on_progress: OnProgress = no_progress,
 ) -> Record:
     """What one steady-state iteration of ``workload`` under ``plan`` does on ``hardware``.
@@ -67,6 +68,7 @@ def simulate(
         method: The training method, where it is another than the plan names: by it the plan is compiled and its
             schedule verified.
         runtime: Who carries the plan out; others copy around their collectives what is not copied here.
+        device_budget_bytes: Device memory of one rank that the chance to run out is of; None for all that it has.
         on_progress: Told of every simulated iteration; the memory that follows takes about as long.
 
     Raises PlanError if the plan fits neither the workload nor ``runtime``, ScheduleError if ``schedule`` is unsafe,
@@ -82,6 +84,7 @@ def simulate(
         layout=layout,
         method=method,
         runtime=runtime,
+        device_budget_bytes=device_budget_bytes,
         on_progress=on_progress,
     )
     return record
@@ -97,6 +100,7 @@ def simulate_drawn(
     layout: Layout | None = None,
     method: Method | None = None,
     runtime: RuntimeProfile = OUR_RUNTIME,
+    device_budget_bytes: int | None = None,
     on_progress: OnProgress = no_progress,
 ) -> tuple[Record, PlanDraws]:
     """``simulate``, with the time under every draw, which intervals of several plans together are made of."""
@@ -125,11 +129,15 @@ def simulate_drawn(
         price_usd_per_hour=rent_of_stage(hardware, plan.num_ranks, num_stages),
     )
     record = predicted_record(plan, workload, rank, calibration, schedule, timing, layout=layout, method=method)
-    record = record.asking(runtime=str(runtime.runtime), runtime_words=runtime.words)
+    record = record.asking(
+        runtime=str(runtime.runtime), runtime_words=runtime.words, device_budget_bytes=device_budget_bytes
+    )
     if runtime.other is not None:
         record = record.model_copy(update={"emulated": (runtime.other, *record.emulated)})
     durations_s, errors = costs.durations_s(schedule), ErrorModel.of(workload, hardware, calibration)
-    limit_bytes = rank_device_bytes(hardware, plan.num_ranks * num_stages, plan.shard_ranks)
+    limit_bytes = device_budget_bytes
+    if limit_bytes is None:
+        limit_bytes = rank_device_bytes(hardware, plan.num_ranks * num_stages, plan.shard_ranks)
     return drawn_record(record, durations_s, contention, schedule, timing, errors, limit_bytes=limit_bytes)
 
 

@@ -17,7 +17,7 @@ from ...shared.schema.record import Record
 from ...shared.schema.search_result import BatchChoice, Certificate, ModeChoice, PlanOutcome, SearchResult
 from ..engine.intervals import FloatArray, drawn_record, interval_of, ratio_interval
 from ..engine.prediction import RankMachine, predicted_record
-from ..memory.libraries import collective_bytes
+from ..memory.libraries import collective_bytes, rank_device_bytes
 from .branch_and_bound import BranchAndBound, Simulated
 from .candidates import Candidate
 from .choice import Choice, Chosen
@@ -39,7 +39,7 @@ def search_result(
     found = choice.chosen
     chosen, problem = found.plan, found.branch.problem
     margin_frac = None if problem.hardware.device.kind is DeviceKind.CPU else request.margin_frac
-    prediction = _prediction(problem, chosen).asking(margin_frac=margin_frac)
+    prediction = _prediction(problem, chosen, _limit_bytes(request, problem)).asking(margin_frac=margin_frac)
     peak_bytes = prediction.guaranteed_peak_device_bytes
     assert peak_bytes == chosen.candidate.peak_bytes <= problem.device_budget_bytes, "the compiled plan fits"
     known = _known([one for one in branches if one.problem is problem], found)
@@ -68,7 +68,17 @@ def search_result(
     )
 
 
-def _prediction(problem: SearchProblem, chosen: Simulated) -> Record:
+def _limit_bytes(request: SearchRequest, problem: SearchProblem) -> int:
+    """Device memory above which a plan runs out of it: the budget that was asked for, else all that the rank has.
+
+    The margin is to stay free, and nobody runs out of memory in it.  Of one memory, each has its share.
+    """
+    if request.device_budget_bytes is not None or problem.is_shared:
+        return problem.device_budget_bytes
+    return rank_device_bytes(problem.together, problem.world_ranks, problem.step.shard_ranks)
+
+
+def _prediction(problem: SearchProblem, chosen: Simulated, limit_bytes: int) -> Record:
     """The record of the recommended plan, with its intervals; the margin is not in its question yet."""
     record = predicted_record(
         chosen.plan,
@@ -91,7 +101,7 @@ def _prediction(problem: SearchProblem, chosen: Simulated) -> Record:
         chosen.schedule,
         chosen.timing,
         problem.errors,
-        limit_bytes=problem.device_budget_bytes,
+        limit_bytes=limit_bytes,
     )
     return found
 

@@ -222,6 +222,23 @@ def test_simulate_says_what_search_said(protwin_here: Protwin, workload: Path, t
     assert {event["name"] for event in events} >= {timing.name for timing in found.prediction.tasks}
 
 
+@pytest.mark.parametrize("is_tight", [False, True])
+def test_the_chance_to_run_out_of_memory_is_that_of_a_search(
+    protwin_here: Protwin, workload: Path, tmp_path: Path, *, is_tight: bool
+) -> None:
+    """It is that of the budget, where one is named; the margin is no limit, for nobody runs out of memory in it."""
+    path = tmp_path / "plan.json"
+    ask = ["--model", workload, "--hardware", "rtx-3090", "--set", "device.memory_bytes=1.9GiB"]
+    found = searched(protwin_here, *ask, "--margin", "20", "--output", path)
+    if is_tight:
+        ask += ["--device-budget", f"{found.prediction.guaranteed_peak_device_bytes}B"]
+        found = searched(protwin_here, *ask, "--output", path)
+    result = protwin_here("simulate", "--plan", path, *ask, "--json")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["chance_oom"] == found.prediction.chance_oom
+    assert bool(found.prediction.chance_oom) == is_tight
+
+
 def test_simulate_warns_of_a_plan_that_may_not_fit(protwin_here: Protwin, workload: Path, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     saved = Workload.load(workload)
