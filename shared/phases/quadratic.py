@@ -51,9 +51,10 @@ def attention_words(found: QuadraticMemory | None, model_name: str, num_tokens: 
     """What attention of a model takes with the square of ``num_tokens``, and what avoids it; None where it does not."""
     if found is None:
         return None
-    what = "its kernel is given a mask" if found.has_kernel else "it forms whole scores"
+    what = "its kernel is given a mask or a bias" if found.has_kernel else "it forms whole scores"
     remedy = (
-        'attn_implementation="flash_attention_2" needs no mask: it knows sliding windows and packed samples'
+        'attn_implementation="flash_attention_2", where the model has it, needs no mask: it knows sliding windows and '
+        "packed samples"
         if found.has_kernel
         else 'A fused kernel (attn_implementation="sdpa") holds none, where the model adds no bias to them'
     )
