@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...shared.records.question import matrix_dtype, weight_dtype
-from ...shared.schema.workload import DType, Workload
+from ...shared.schema.workload import DType, OperationClass, Workload
 
 _CASTS: Final = frozenset({DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16})
 """What autocast casts between."""
@@ -43,11 +43,11 @@ def _looking_once(workload: Workload, device_type: str) -> Callable[..., None]:
 def why_other(workload: Workload, now: DType | None) -> str | None:
     """What is wrong if forwards run under autocast to ``now`` (None: without); None if the trace did the same.
 
-    A workload says in what its products compute, and not why.  Two cases are not told apart, and nothing is said:
-    weights that have the type of autocast themselves, and packed weights, which are unpacked to a type of their own.
+    A workload says in what its products compute, and not why.  Where some have the type of autocast, or some weights
+    that of most products, or weights are packed, which are unpacked to a type of their own, nothing is said.
     """
     traced, weights = matrix_dtype(workload), weight_dtype(workload)
-    if traced not in _CASTS or now is traced:
+    if traced not in _CASTS or now is traced or now in _product_dtypes(workload):
         return None
     if now is not None:
         return (
@@ -55,10 +55,16 @@ def why_other(workload: Workload, now: DType | None) -> str | None:
             f"{traced}: the plan's memory has none of the casts, and its times are other ones. Let torch.autocast go "
             f"around trace() too, and search a plan for that workload."
         )
-    if weights is traced or weights not in _CASTS or any(p.quantized is not None for p in workload.parameters):
+    if weights not in _CASTS or any(p.quantized is not None or p.dtype is traced for p in workload.parameters):
         return None
     return (
         f"forwards run without torch.autocast, but the products of {workload.model_name} were traced in {traced}, with "
         f"weights in {weights}: activations may take more memory than the plan has. Let torch.autocast go around the "
         f"forwards too, or trace without it, and search a plan for that workload."
     )
+
+
+def _product_dtypes(workload: Workload) -> set[DType]:
+    forwards = (workload.prologue_forward, workload.epilogue_forward, *(one.forward for one in workload.profiles))
+    operations = (operation for phase in forwards for operation in phase.operations)
+    return {one.dtype for one in operations if one.operation_class is OperationClass.MATMUL}
