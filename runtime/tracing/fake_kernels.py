@@ -150,8 +150,13 @@ def _attention(
     is_ours = isinstance(query, FakeTensor) and query.dim() == 4  # not another thread's, nor of no kernel's form
     is_other = attn_mask is not None or value.shape[-1] != width
     if is_ours and is_other and not has_groups and not _is_as_on_the_cpu(query, value, attn_mask, dropout_p):
-        run = _memory_efficient if _takes_memory_efficient(query, key, value, attn_mask) else _in_pieces
-        return run(query, key, value, _added(attn_mask, query.dtype), dropout_p, is_causal, scale)
+        added = _added(attn_mask, query.dtype)
+        if _takes_memory_efficient(query, key, value, attn_mask):
+            return _memory_efficient(query, key, value, added, dropout_p, is_causal, scale)
+        in_pieces: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+            query, key, value, added, dropout_p, is_causal, scale=scale
+        )[0]
+        return in_pieces
     is_flash = query.dtype in _FLASH_DTYPES and width <= _FLASH_MAX_WIDTH
     if dropout_p == 0 or attn_mask is not None or not is_ours or (has_groups and not is_flash):
         plain: torch.Tensor = torch.ops.aten.scaled_dot_product_attention.default.decompose(
@@ -207,21 +212,6 @@ def _memory_efficient(
     needs_sums = torch.is_grad_enabled() and any(t.requires_grad for t in differentiable)
     result: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, needs_sums, dropout_p, is_causal, scale=scale
-    )[0]
-    return result
-
-
-def _in_pieces(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-) -> torch.Tensor:
-    result: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale
     )[0]
     return result
 

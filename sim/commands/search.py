@@ -259,14 +259,18 @@ def _found(
     try:
         return search_goal(goal, request, shapes, on_progress=on_progress, keep_interrupted=True), request
     except InfeasibleError as error:
-        needed = choice.with_needed_tiles
-        tiled = choice.tiles.search_in_tiles(request, needed.at_batch_size) if choice.has_shapes else None
+        needed, untried = choice.with_needed_tiles, ""
+        try:
+            tiled = choice.tiles.search_in_tiles(request, needed.at_batch_size) if choice.has_shapes else None
+        except ModuleNotFoundError as missing:
+            tiled = None
+            untried = f" Plans in tiles were not tried: a trace in tiles needs {missing.name}, which is not installed."
         if tiled is not None:
             return _found(goal, tiled, needed, on_progress)
         if isinstance(request.workload, GlobalBatch):
-            raise
+            raise InfeasibleError(f"{error}{untried}") from error
         sized = choice.at_batch_size if choice.is_known and goal is Goal.FASTEST else None
-        raise InfeasibleError(f"{error}{_what_fits_instead(request, sized)}") from error
+        raise InfeasibleError(f"{error}{_what_fits_instead(request, sized)}{untried}") from error
 
 
 def _with_more(

@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, as_completed
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -428,7 +429,11 @@ def _search(request: AdviceRequest, offer: Offer, cache: Path | None) -> BatchSe
             return search_batches(asked)
         except InfeasibleError:
             needed = replace(request, tiles=request.tiles.needed)
-            tiled = request.tiles.search_in_tiles(asked, lambda size: needed.workload_at(size, cache, hardware.device))
+            tiled = None
+            with suppress(ModuleNotFoundError):  # without torch nobody knows more tiles
+                tiled = request.tiles.search_in_tiles(
+                    asked, lambda size: needed.workload_at(size, cache, hardware.device)
+                )
             if tiled is None:
                 raise
             return search_batches(tiled)

@@ -46,6 +46,18 @@ def test_the_first_question_about_a_model_of_the_catalogue_needs_no_torch(
     assert "torch" not in result.stderr
 
 
+def test_why_nothing_fits_is_said_without_torch(protwin: Protwin, without_torch: dict[str, str]) -> None:
+    """Of a model whose tiles a trace alone would tell, in an installation that has none."""
+    for module in ("torch", "transformers"):
+        missing = f"raise ModuleNotFoundError('it is not installed', name='{module}')\n"
+        (Path(without_torch["PYTHONPATH"]) / f"{module}.py").write_text(missing)
+    asked = ("--model", "gpt2-xl", "--hardware", "rtx-3090", "--batch-size", "3", "--sequence-length", "700")
+    result = protwin("search", *asked, "--device-budget", "700MiB", **without_torch)
+    assert result.returncode == 2
+    assert "no plan fits, for device memory is too small" in result.stderr
+    assert "Plans in tiles were not tried" in result.stderr
+
+
 def test_packed_rows_of_a_model_of_the_catalogue_need_no_torch(protwin: Protwin, without_torch: dict[str, str]) -> None:
     """Rows longer than any sample that the model has positions for."""
     lengths = ("--sequence-length", "2048", "--packed-lengths", "1024,768,256")

@@ -136,6 +136,20 @@ def test_masks_are_fused_where_cuda_takes_them(kind: str, is_fused: bool, dropou
     assert bool(attention(operations)) == (not dropout_p and not mask.requires_grad)
 
 
+def test_sums_of_rows_and_gradients_of_masks_are_not_padded() -> None:
+    """As families need it, which are polynomials of the length: 37 is a multiple of neither 32 nor 16."""
+    sums: list[int] = []
+    with FakeTensorMode(), FakeGroupedProducts(), kernels_of_cuda():
+        operands = [torch.empty(1, HEADS, 37, WIDTH, requires_grad=True) for _ in range(3)]
+        mask = torch.empty(1, HEADS, 37, 37, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (sums.append(t.numel()), t)[1], lambda t: t):
+            functional.scaled_dot_product_attention(*operands, attn_mask=mask).sum().backward()
+        assert HEADS * 37 in sums
+        assert HEADS * 64 not in sums
+        assert mask.grad is not None
+        assert mask.grad.untyped_storage().nbytes() == mask.nbytes
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_values_narrower_than_queries_are_fused_as_on_cuda(dtype: torch.dtype) -> None:
     """As in multi-head latent attention: the output is as wide as the values."""
