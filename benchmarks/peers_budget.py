@@ -18,10 +18,10 @@ from protwin.runtime.osft.orthogonal_model import make_orthogonal
 from protwin.runtime.osft.projection import project_gradients, project_parameters
 from protwin.runtime.tracing.tracing import trace
 from protwin.runtime.training.carry_out import carry_out
+from protwin.shared.answers.search_result import SearchResult
 from protwin.shared.basics.units import format_bytes
 from protwin.shared.layout.layout import layout_of
 from protwin.shared.schema.plan import Plan
-from protwin.shared.schema.search_result import SearchResult
 from protwin.shared.schema.workload import Workload
 from protwin.sim.searching.request import SearchRequest
 from protwin.sim.searching.search import search

@@ -14,10 +14,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Final
 
+from protwin.shared.answers.search_result import SearchResult
 from protwin.shared.basics.errors import PlanError
 from protwin.shared.basics.units import format_bytes, format_number
 from protwin.shared.catalogue.machines import load_hardware
-from protwin.shared.schema.search_result import SearchResult
 from protwin.shared.schema.training_options import LoraOptions, TrainingOptions
 from protwin.shared.schema.workload import Workload
 from protwin.shared.tables.answer import lacking_words

@@ -29,12 +29,12 @@ from rich.console import Console
 from rich.table import Table
 
 from protwin.runtime.devices.machine import machine_name
+from protwin.shared.answers.search_result import SearchResult
 from protwin.shared.basics.documents import write_atomically
 from protwin.shared.basics.errors import InfeasibleError
 from protwin.shared.basics.units import format_seconds
 from protwin.shared.catalogue.machines import load_hardware
 from protwin.shared.compile.compile import compile_schedule
-from protwin.shared.schema.search_result import SearchResult
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.workloads.source import resolve_workload

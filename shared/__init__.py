@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from .basics.lazy_face import lazy_face
 
 if TYPE_CHECKING:
+    from .answers.search_result import SearchResult as SearchResult
     from .basics.errors import CalibrationError as CalibrationError
     from .basics.errors import CatalogueError as CatalogueError
     from .basics.errors import DeviceOutOfMemoryError as DeviceOutOfMemoryError
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from .schema.schedule import Lane as Lane
     from .schema.schedule import Schedule as Schedule
     from .schema.schedule import TaskKind as TaskKind
-    from .schema.search_result import SearchResult as SearchResult
     from .schema.training_options import TrainingOptions as TrainingOptions
     from .schema.workload import DType as DType
     from .schema.workload import Workload as Workload
@@ -76,7 +76,7 @@ _HOMES = {
     "Record": "schema.record",
     "Schedule": "schema.schedule",
     "ScheduleError": "basics.errors",
-    "SearchResult": "schema.search_result",
+    "SearchResult": "answers.search_result",
     "SplitSearch": "pipelines.split_search",
     "Stage": "pipelines.pipeline",
     "Student": "students.student",

@@ -32,6 +32,7 @@ from ...runtime.devices.process_settings import leave_a_core_for_lanes
 from ...runtime.model.configurations import build_model
 from ...runtime.timing.plain_loop import train_plainly
 from ...runtime.training.carry_out import carry_out
+from ...shared.answers.search_result import SearchResult
 from ...shared.basics.documents import write_atomically
 from ...shared.basics.progress import progress_bar
 from ...shared.basics.units import format_bytes, format_seconds
@@ -43,7 +44,6 @@ from ...shared.report.report import Facts, report
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
-from ...shared.schema.search_result import SearchResult
 from ...shared.schema.workload import Workload
 from ...shared.tables.comparison import comparison_tables
 from ...shared.tables.search import search_tables

@@ -42,6 +42,7 @@ from ...runtime.runs.run_settings import RunSettings
 from ...runtime.students.activation_statistics import activation_statistics
 from ...runtime.students.saving import load_student
 from ...runtime.students.student_model import make_student
+from ...shared.answers.search_result import SearchResult
 from ...shared.basics.documents import write_atomically
 from ...shared.basics.progress import progress_bar
 from ...shared.basics.units import format_bytes, format_seconds
@@ -56,7 +57,6 @@ from ...shared.report.report import Facts, report
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.record import Record
-from ...shared.schema.search_result import SearchResult
 from ...shared.schema.workload import DType, Workload
 from ...shared.students.families import family_of
 from ...shared.students.student import Student

@@ -33,6 +33,7 @@ from ...runtime.model.configurations import build_model
 from ...runtime.timing.plain_loop import train_plainly
 from ...runtime.tracing.tracing import trace
 from ...runtime.training.carry_out import carry_out
+from ...shared.answers.search_result import SearchResult
 from ...shared.basics.documents import write_atomically
 from ...shared.basics.progress import progress_bar
 from ...shared.basics.units import format_bytes, format_seconds
@@ -46,7 +47,6 @@ from ...shared.report.report import Facts, report
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
-from ...shared.schema.search_result import SearchResult
 from ...shared.tables.comparison import comparison_tables
 from ...shared.tables.search import search_tables
 from ...shared.tables.table import Table

@@ -30,6 +30,7 @@ from ...runtime.osft.orthogonal_model import make_dense
 from ...runtime.timing.plain_loop import train_plainly as train_under_ledger
 from ...runtime.tracing.tracing import trace
 from ...runtime.training.carry_out import carry_out
+from ...shared.answers.search_result import SearchResult
 from ...shared.basics.documents import write_atomically
 from ...shared.basics.progress import progress_bar
 from ...shared.basics.units import format_bytes, format_seconds
@@ -40,7 +41,6 @@ from ...shared.report.page import PageTable, Section
 from ...shared.report.report import Facts, report
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.record import Record
-from ...shared.schema.search_result import SearchResult
 from ...shared.schema.workload import Workload
 from ...shared.tables.table import Table
 from ...shared.tables.terminal import Printed

@@ -34,6 +34,7 @@ from ...runtime.ranks.world import World, exchanged, join_world
 from ...runtime.timing.plain_loop import train_plainly
 from ...runtime.tracing.tracing import trace
 from ...runtime.training.carry_out import carry_out
+from ...shared.answers.search_result import SearchResult
 from ...shared.basics.documents import write_atomically
 from ...shared.basics.progress import no_progress, progress_bar
 from ...shared.basics.units import format_bytes, format_seconds
@@ -47,7 +48,6 @@ from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
-from ...shared.schema.search_result import SearchResult
 from ...shared.tables.labels import NO_VALUE, format_error, format_share, num_blocks
 from ...shared.tables.record import plan_table
 from ...shared.tables.table import Table

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
+from ...shared.answers.plan_kind import Uncertainty
 from ...shared.basics.errors import PlanError
 from ...shared.basics.units import format_seconds
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.plan import Plan
-from ...shared.schema.plan_kind import Uncertainty
 from ...shared.schema.record import Record
 from ...shared.schema.workload import Workload
 from ...sim.questions.by_name import simulate

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
+from ...shared.answers.search_result import SearchResult
 from ...shared.basics.errors import WorkloadError
 from ...shared.catalogue.machines import load_hardware
 from ...shared.schema.hardware import Hardware
-from ...shared.schema.search_result import SearchResult
 from ...shared.schema.training_options import FULL_TRAINING
 from ...shared.schema.workload import Workload
 from ...sim.questions.by_name import SearchOptions, search

@@ -8,10 +8,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from ...runtime.planning.request import PlanRequest, Tell
+from ...shared.answers.search_result import SearchResult
 from ...shared.basics.errors import PlanError
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
-from ...shared.schema.search_result import SearchResult
 from ...shared.schema.workload import Workload
 from ...sim.questions.by_name import search
 from ...sim.searching.request import SearchRequest, Step

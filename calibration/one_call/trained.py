@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...shared.answers.search_result import SearchResult
 from ...shared.basics.documents import write_atomically
 from ...shared.basics.units import format_bytes, format_seconds
 from ...shared.compile.compile import compile_schedule
@@ -16,7 +17,6 @@ from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
-from ...shared.schema.search_result import SearchResult
 from ...shared.schema.workload import Workload
 from ...shared.tables.comparison import comparison_tables
 from ...shared.tables.explain import explain_plan

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from ...shared.answers.advice import PublishedLargest
 from ...shared.basics.progress import OnProgress, no_progress
 from ...shared.catalogue.machines import machine
-from ...shared.schema.advice import PublishedLargest
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.workload import Workload
 from ...sim.questions.largest import (

@@ -13,12 +13,12 @@ from typing import Final, TypeVar
 import torch
 from torch import nn
 
+from ...shared.answers.search_result import SearchResult
 from ...shared.basics.plugins import plugin
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan
 from ...shared.schema.plan_check import check_plan
 from ...shared.schema.record import Record
-from ...shared.schema.search_result import SearchResult
 from ...shared.schema.workload import Workload
 from ..devices.device import TrainingDevice
 from ..devices.probe import probe_hardware

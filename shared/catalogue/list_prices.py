@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Final
 
+from ..answers.list_price import ListPrice, PriceKind
 from ..schema.hardware import Hardware
-from ..schema.list_price import ListPrice, PriceKind
 from .data_files import data_folder
 from .machines import machine
 

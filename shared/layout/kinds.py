@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..answers.plan_kind import PlanKind
 from ..schema.plan import ActivationMode, Plan
-from ..schema.plan_kind import PlanKind
 from ..schema.workload import BlockId, Workload
 from .layout import Layout
 from .residencies import most_demanding, residencies

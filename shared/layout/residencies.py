@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import Final
 
+from ..answers.plan_kind import PlanKind
 from ..schema.plan import ParallelMode, Plan
-from ..schema.plan_kind import PlanKind
 from ..schema.record import ChunkCounts
 from .layout import Layout
 

@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 
 from markupsafe import Markup
 
+from ..answers.advice import Advice, MachineAdvice
 from ..basics.units import format_number, format_seconds
-from ..schema.advice import Advice, MachineAdvice
 from ..tables.advice import (
     interruption_sentence,
     limit_table,

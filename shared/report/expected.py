@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..answers.search_result import SearchResult
 from ..basics.interval import Interval
 from ..basics.units import format_seconds
 from ..schema.record import Origin, Record
-from ..schema.search_result import SearchResult
 from ..tables.answer import short_plan
 from ..tables.labels import ORIGIN_NAMES, format_interval_s
 from .axes import BarRow, Segment, across, bar_rows, time_unit

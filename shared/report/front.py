@@ -7,9 +7,9 @@ from typing import Final
 
 from markupsafe import Markup
 
+from ..answers.search_result import SearchResult
 from ..basics.units import format_bytes, format_seconds
 from ..schema.plan import Plan
-from ..schema.search_result import SearchResult
 from ..tables.labels import knobs
 from .axes import Scale, across, bytes_unit, time_unit, x_axis, y_axis
 from .svg import PLOT_PX, Figure, circle, joined, line, share, stretched, tag, text, zoomable

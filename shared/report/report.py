@@ -8,6 +8,7 @@ from typing import Final
 
 from markupsafe import Markup
 
+from ..answers.search_result import BatchSearchResult, SearchResult
 from ..basics.errors import ProtwinError
 from ..basics.interval import Interval
 from ..basics.units import format_bytes, format_number, format_seconds
@@ -16,7 +17,6 @@ from ..records.comparison import compare_records, signed_error_frac
 from ..records.memory_by_content import memory_stack
 from ..schema.record import Origin, Record
 from ..schema.schedule import Memory, Schedule
-from ..schema.search_result import BatchSearchResult, SearchResult
 from ..tables.comparison import comparison_sentences, pair_tables
 from ..tables.labels import (
     CONTENT_NAMES,

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from ..answers.search_result import BatchSearchResult, Certificate, ModeChoice, SearchResult, WhatIf
 from ..basics.units import format_seconds
-from ..schema.search_result import BatchSearchResult, Certificate, ModeChoice, SearchResult, WhatIf
 from ..tables.answer import baseline_table, recommendation
 from ..tables.search import (
     alternatives_table,

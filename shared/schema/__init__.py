@@ -1,1 +1,1 @@
-"""The documents of DESIGN: plan, workload, hardware, schedule, record, answers; data and validation alone."""
+"""The documents of DESIGN: plan, workload, hardware, calibration, schedule, record; data and validation alone."""

@@ -9,12 +9,12 @@ from typing import Final
 
 from markupsafe import Markup
 
+from ..answers.plan_kind import PlanKind
 from ..basics.units import format_bytes, format_number, format_seconds
 from ..report.axes import ONE, Scale, Tick, Unit, across, x_axis, y_axis
 from ..report.page import Card, PageTable, Report, Section, quiet
 from ..report.svg import Figure, joined, line, share, stretched, tag, zoomable
 from ..report.svg import value_text as px
-from ..schema.plan_kind import PlanKind
 from .sweep import FREE_FRAC, Sweep, SweepPoint
 from .tables import emulated_sentences, free_sentences, missing_table, point_table, price_sentences, too_long
 

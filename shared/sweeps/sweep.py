@@ -17,11 +17,11 @@ from typing import ClassVar, Final
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
+from ..answers.list_price import ListPrice
+from ..answers.plan_kind import PlanKind
 from ..basics.documents import Document, FrozenModel
 from ..basics.interval import Interval
-from ..schema.list_price import ListPrice
 from ..schema.plan import Plan
-from ..schema.plan_kind import PlanKind
 from ..schema.schedule import Lane
 
 FREE_FRAC: Final = 0.01

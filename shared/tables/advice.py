@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from ..answers.advice import Advice, LargestModel, LargestModels, MachineAdvice, PublishedLargest, TrainedModel
 from ..basics.units import format_bytes, format_duration, format_number, format_seconds
-from ..schema.advice import Advice, LargestModel, LargestModels, MachineAdvice, PublishedLargest, TrainedModel
 from .labels import LANE_NAMES, NO_VALUE, format_interval_s, format_share, plan_words, selective_notes
 from .memory import EXPANDABLE_SETTING
 from .question import asked_of_all_table

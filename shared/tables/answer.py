@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
+from ..answers.plan_kind import PlanKind
+from ..answers.search_result import Baseline, Goal, PlanOutcome, Risk, SearchResult
 from ..basics.units import format_bytes, format_number, format_seconds
 from ..schema.plan import Plan, TrainingMethod
-from ..schema.plan_kind import PlanKind
-from ..schema.search_result import Baseline, Goal, PlanOutcome, Risk, SearchResult
 from .labels import NO_VALUE, format_share
 from .memory import DEFAULT_SETTINGS, EXPANDABLE_SETTING
 from .table import Table

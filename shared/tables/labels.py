@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
+from ..answers.plan_kind import PlanKind
 from ..basics.interval import Interval
 from ..basics.units import format_bytes, format_seconds
 from ..records.chrome_trace import subject_of
 from ..schema.optimizer import HostGradients, Optimizer
 from ..schema.plan import ParallelMode, Plan, ProjectionPlace, TrainingMethod
-from ..schema.plan_kind import PlanKind
 from ..schema.record import IterationPhase, MemoryCurve, Origin, PhaseWait, Record, Remedy, RemedyKind
 from ..schema.schedule import Content, Lane, Memory, TaskKind
 

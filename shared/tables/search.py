@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from ..answers.search_result import BatchSearchResult, Certificate, LeftOut, PlanOutcome, SearchResult, WhatIf
 from ..basics.units import format_bytes, format_seconds
-from ..schema.search_result import BatchSearchResult, Certificate, LeftOut, PlanOutcome, SearchResult, WhatIf
 from .answer import baseline_table, recommendation
 from .labels import NO_VALUE, format_error, format_interval_s, format_share, how_much_faster, knobs
 from .record import record_tables

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ...shared.answers.search_result import Baseline, Lack, SearchResult
 from ...shared.basics.errors import InfeasibleError, WorkloadError
 from ...shared.basics.progress import OnProgress, no_progress
 from ...shared.catalogue.rank_share import machine_of_rank
@@ -16,7 +17,6 @@ from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
-from ...shared.schema.search_result import Baseline, Lack, SearchResult
 from ...shared.schema.workload import Workload
 from ...shared.tables.memory import allocator_warning
 from ...shared.workloads.check import check_lowering

@@ -6,10 +6,10 @@ from typing import ClassVar
 
 from pydantic import PositiveInt
 
+from ...shared.answers.search_result import Lack, SearchResult
 from ...shared.basics.documents import Document, FrozenModel
 from ...shared.foreign.asked_run import Reading
 from ...shared.schema.record import Record
-from ...shared.schema.search_result import Lack, SearchResult
 
 
 class OtherReading(FrozenModel):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from ...shared.answers.search_result import Lack
 from ...shared.basics.units import format_bytes, format_number, format_seconds
 from ...shared.foreign.asked_run import KeyNote, Reading
 from ...shared.schema.record import Record
-from ...shared.schema.search_result import Lack
 from ...shared.tables.answer import baseline_table, recommendation
 from ...shared.tables.labels import num_blocks
 from ...shared.tables.question import question_table

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...shared.answers.advice import Advice
+from ...shared.answers.list_price import ListPrice
+from ...shared.answers.search_result import Goal
 from ...shared.basics.errors import CalibrationError, HardwareError, PlanError
 from ...shared.basics.progress import progress_bar
 from ...shared.catalogue.list_prices import with_list_prices
@@ -44,12 +47,9 @@ from ...shared.cli.options import (
 from ...shared.cli.output import save, tell
 from ...shared.cli.report_options import ReportPath, write_report
 from ...shared.phases.tiling import LossHead
-from ...shared.schema.advice import Advice
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
-from ...shared.schema.list_price import ListPrice
 from ...shared.schema.optimizer import HostGradients, Optimizer
-from ...shared.schema.search_result import Goal
 from ..questions.advise import AdviceRequest, Offer, check_request, machines_with, search_machine, whole_machines
 from ..questions.advise import advise as advise_machines
 from ..searching.confidence import DEFAULT_MARGIN_FRAC

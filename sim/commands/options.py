@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperCommand
 
+from ...shared.answers.search_result import BatchSearchResult, Goal, Risk
 from ...shared.basics.errors import PlanError, ProtwinError
 from ...shared.basics.units import format_bytes
 from ...shared.catalogue.machines import load_hardware, override_hardware
@@ -22,7 +23,6 @@ from ...shared.phases.quadratic import attention_words
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.record import Record
-from ...shared.schema.search_result import BatchSearchResult, Goal, Risk
 from ...shared.schema.workload import Compiled, DType, Float8, Workload
 from ...shared.workloads.check import narrow_words
 from ...shared.workloads.dtypes import TRAINABLE

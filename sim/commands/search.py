@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ...shared.answers.search_result import BatchSearchResult, Goal, Risk, SearchResult
 from ...shared.basics.errors import InfeasibleError
 from ...shared.basics.gc_pause import gc_paused
 from ...shared.basics.progress import OnProgress, progress_bar
@@ -39,7 +40,6 @@ from ...shared.compile.compile import compile_schedule
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan
-from ...shared.schema.search_result import BatchSearchResult, Goal, Risk, SearchResult
 from ...shared.schema.workload import Workload
 from ..memory.libraries import rank_host_bytes
 from ..questions.goals import SEQUENCE_STEP, Shapes, search_goal

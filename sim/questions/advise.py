@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+from ...shared.answers.advice import Advice, AdviceState, MachineAdvice
+from ...shared.answers.search_result import BatchSearchResult, Goal
 from ...shared.basics.errors import FileError, HardwareError, InfeasibleError, PlanError, ProtwinError
 from ...shared.basics.progress import OnProgress
 from ...shared.catalogue.models import known_model
@@ -25,12 +27,10 @@ from ...shared.catalogue.rank_share import rent_of_ranks
 from ...shared.optimizers.check import check_host_gradients, check_optimizer
 from ...shared.phases.operations import lowering_notes
 from ...shared.records.question import sequence_length_of
-from ...shared.schema.advice import Advice, AdviceState, MachineAdvice
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Device, Hardware
 from ...shared.schema.optimizer import HostGradients, Optimizer
 from ...shared.schema.plan import TrainingMethod
-from ...shared.schema.search_result import BatchSearchResult, Goal
 from ...shared.schema.training_options import FULL_TRAINING, TrainingOptions
 from ...shared.schema.workload import Workload
 from ...shared.students.student import Student

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import NoneType
 from typing import TypedDict, Unpack, cast, overload
 
+from ...shared.answers.search_result import Risk, SearchResult
 from ...shared.basics.arguments import as_whole, check_kind, shown
 from ...shared.basics.errors import HardwareError, PlanError, WorkloadError
 from ...shared.basics.progress import OnProgress, no_progress
@@ -19,7 +20,6 @@ from ...shared.schema.optimizer import HostGradients, Optimizer
 from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.record import Record
 from ...shared.schema.schedule import Schedule
-from ...shared.schema.search_result import Risk, SearchResult
 from ...shared.schema.training_options import FULL_TRAINING, TrainingOptions
 from ...shared.schema.workload import Workload
 from ...shared.workloads.source import is_saved_workload, resolve_workload, usual_shape

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
+from ...shared.answers.search_result import BatchSearchResult, Goal
 from ...shared.basics.errors import HardwareError, InfeasibleError, PlanError, ProtwinError
 from ...shared.basics.units import format_bytes
 from ...shared.catalogue.list_prices import with_list_prices
 from ...shared.catalogue.rank_share import rent_of_ranks
 from ...shared.schema.plan import TrainingMethod
-from ...shared.schema.search_result import BatchSearchResult, Goal
 from ...shared.schema.workload import Workload
 from ..searching.baselines import baselines
 from ..searching.branch_and_bound import OnProgress

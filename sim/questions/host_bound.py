@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from ...shared.answers.plan_kind import PlanKind
+from ...shared.answers.search_result import BatchSearchResult, HostBound, SearchResult
 from ...shared.basics.progress import OnProgress, no_progress
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import Plan
-from ...shared.schema.plan_kind import PlanKind
-from ...shared.schema.search_result import BatchSearchResult, HostBound, SearchResult
 from ..memory.host import memory_with_room
 from ..searching.branch_and_bound import BranchAndBound
 from ..searching.problem import SearchProblem

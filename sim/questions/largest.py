@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
+from ...shared.answers.advice import LargestModel, LargestModels, TooLarge, TrainedModel
 from ...shared.basics.errors import InfeasibleError, WorkloadError
 from ...shared.basics.progress import OnProgress, no_progress
 from ...shared.catalogue.models import model_configuration, model_names
 from ...shared.records.question import sequence_length_of
-from ...shared.schema.advice import LargestModel, LargestModels, TooLarge, TrainedModel
 from ...shared.schema.hardware import Device, Hardware
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.workload import Workload

@@ -12,6 +12,7 @@ from typing import Final
 
 import numpy as np
 
+from ...shared.answers.search_result import BatchSearchResult
 from ...shared.basics.errors import WorkloadError
 from ...shared.catalogue.rank_share import machine_of_rank
 from ...shared.layout.layout import layout_of
@@ -22,7 +23,6 @@ from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record, Remedy, RemedyKind
 from ...shared.schema.schedule import Lane, Schedule
-from ...shared.schema.search_result import BatchSearchResult
 from ...shared.schema.workload import Workload
 from ..costs.contention import ContentionModel
 from ..costs.task_costs import CostModel

@@ -23,6 +23,7 @@ from functools import cached_property
 from itertools import accumulate
 from math import inf
 
+from ...shared.answers.search_result import SearchResult
 from ...shared.basics.errors import HardwareError, InfeasibleError, PlanError
 from ...shared.basics.progress import OnProgress, no_progress
 from ...shared.pipelines.pipeline import Pipeline, Stage
@@ -31,7 +32,6 @@ from ...shared.pipelines.split_search import SplitOutcome, SplitSearch
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
 from ...shared.schema.schedule import TaskKind
-from ...shared.schema.search_result import SearchResult
 from ...shared.schema.workload import Workload
 from ...shared.workloads.stages import stage_workload
 from ..costs.task_costs import CostModel

@@ -20,12 +20,12 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Final
 
+from ...shared.answers.plan_kind import PlanKind
+from ...shared.answers.search_result import SearchResult
 from ...shared.basics.errors import InfeasibleError, PlanError, ProtwinError
 from ...shared.basics.progress import OnProgress
 from ...shared.compile.compile import compile_schedule
-from ...shared.schema.plan_kind import PlanKind
 from ...shared.schema.record import Record
-from ...shared.schema.search_result import SearchResult
 from ...shared.schema.workload import Workload
 from ...shared.sweeps.sweep import SweepPlan, SweepPoint
 from ...shared.tables.labels import bottleneck

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from ...shared.answers.search_result import WhatIf
 from ...shared.basics.errors import HardwareError, PlanError
 from ...shared.basics.units import format_bytes
 from ...shared.schema.hardware import Hardware
-from ...shared.schema.search_result import WhatIf
 from ...shared.schema.workload import Workload
 from ..searching.branch_and_bound import OnProgress
 from ..searching.least_memory import some_plan_fits

@@ -18,6 +18,7 @@ from typing import Final
 
 import numpy as np
 
+from ...shared.answers.search_result import Baseline, Lack
 from ...shared.basics.errors import PlanError
 from ...shared.layout.kinds import kind_of
 from ...shared.layout.layout import aligned, layout_of
@@ -25,7 +26,6 @@ from ...shared.methods.runtime_profile import Runtime, RuntimeProfile
 from ...shared.order.happens_before import HappensBefore
 from ...shared.schema.plan import ParallelMode, Plan, TrainingMethod, why_not_parallel
 from ...shared.schema.schedule import Memory
-from ...shared.schema.search_result import Baseline, Lack
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ..costs.runtimes import RuntimeCosts
 from ..engine.kept_schedule import memory_schedule

@@ -9,8 +9,8 @@ from typing import Final
 
 import numpy as np
 
+from ...shared.answers.plan_kind import PlanKind
 from ...shared.schema.plan import Plan
-from ...shared.schema.plan_kind import PlanKind
 from ...shared.schema.schedule import Schedule
 from ..bounds.replay import REPLAY_FRAC, ReplayPlan
 from ..engine.simulator import simulate_plan

@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ...shared.schema.plan_kind import PlanKind
+from ...shared.answers.plan_kind import PlanKind
 from ..bounds.exact_peaks import family_peaks
 from ..space.plan_family import PlanFamily
 from ..space.prices import FloatArray

@@ -23,8 +23,8 @@ from typing import Final
 
 import numpy as np
 
+from ...shared.answers.plan_kind import PlanKind
 from ...shared.schema.plan import ParallelMode, ProjectionPlace
-from ...shared.schema.plan_kind import PlanKind
 from ..engine.intervals import interval_of
 from ..space.step_spec import SEVERAL
 from .branch_and_bound import BranchAndBound, OnProgress, Replayed, Simulated, run_in_turns

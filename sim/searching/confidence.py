@@ -20,8 +20,8 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from ...shared.answers.plan_kind import Uncertainty
 from ...shared.schema.calibration import Calibration
-from ...shared.schema.plan_kind import Uncertainty
 from ...shared.schema.schedule import Lane
 from ..engine.error_sources import RUN_NOISE
 

@@ -25,11 +25,11 @@ from typing import Final
 
 import numpy as np
 
+from ...shared.answers.plan_kind import PlanKind
+from ...shared.answers.search_result import LeftOut, LeftOutSort
 from ...shared.layout.looked_up import why_not_looked_up
 from ...shared.layout.residencies import ChunkResidency
 from ...shared.schema.plan import ParallelMode
-from ...shared.schema.plan_kind import PlanKind
-from ...shared.schema.search_result import LeftOut, LeftOutSort
 from ..bounds.least_work import LeastWork
 from .candidates import Candidates
 from .problem import SearchProblem

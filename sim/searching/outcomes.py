@@ -8,13 +8,13 @@ from typing import Final, Self
 
 import numpy as np
 
+from ...shared.answers.search_result import BatchChoice, Certificate, ModeChoice, PlanOutcome, SearchResult
 from ...shared.basics.errors import PlanError, ProtwinError
 from ...shared.catalogue.rank_share import rent_of_stage
 from ...shared.layout.kinds import kind_of
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import ParallelMode
 from ...shared.schema.record import Record
-from ...shared.schema.search_result import BatchChoice, Certificate, ModeChoice, PlanOutcome, SearchResult
 from ..engine.intervals import FloatArray, drawn_record, interval_of, ratio_interval
 from ..engine.prediction import RankMachine, predicted_record
 from ..memory.libraries import collective_bytes, rank_device_bytes

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from math import gcd
 from types import NoneType
 
+from ...shared.answers.plan_kind import Uncertainty
+from ...shared.answers.search_result import Risk
 from ...shared.basics.arguments import (
     as_choice,
     as_choices,
@@ -43,8 +45,6 @@ from ...shared.schema.plan import (
     why_not_parallel,
     why_not_shard_ranks,
 )
-from ...shared.schema.plan_kind import Uncertainty
-from ...shared.schema.search_result import Risk
 from ...shared.schema.workload import Workload
 from ...shared.workloads.check import check_kernels, check_lowering, check_magnitude
 from ..memory.host import default_host_budget_bytes

@@ -29,12 +29,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
+from ...shared.answers.plan_kind import PlanKind
+from ...shared.answers.search_result import BatchSearchResult, Risk
+from ...shared.answers.search_result import SearchResult as SearchResult
 from ...shared.basics.errors import InfeasibleError, PlanError
 from ...shared.phases.sequence_sharing import why_no_sequence_ranks, why_not_shared
 from ...shared.schema.plan import ParallelMode, ProjectionPlace, TrainingMethod
-from ...shared.schema.plan_kind import PlanKind
-from ...shared.schema.search_result import BatchSearchResult, Risk
-from ...shared.schema.search_result import SearchResult as SearchResult
 from ...shared.schema.workload import Workload
 from ..space.tilings import WHOLE, Tiles, tile_counts
 from .baselines import baselines

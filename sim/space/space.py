@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, field_validator
 
+from ...shared.answers.plan_kind import PlanKind
 from ...shared.basics.documents import FrozenModel
 from ...shared.basics.errors import ProtwinError
 from ...shared.basics.units import as_bytes
 from ...shared.layout.layout import Layout
 from ...shared.layout.residencies import ChunkResidency
 from ...shared.schema.plan import Plan
-from ...shared.schema.plan_kind import PlanKind
 from ...shared.schema.workload import Workload
 from .placements import COUNTED, Placements
 from .step_spec import StepSpec

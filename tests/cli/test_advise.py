@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from protwin.shared.answers.advice import Advice, AdviceState
 from protwin.shared.catalogue.list_prices import list_price
 from protwin.shared.catalogue.machines import hardware_to_toml, machine
-from protwin.shared.schema.advice import Advice, AdviceState
 from tests.cli.conftest import Protwin
 from tests.cli.saved import decoder
 from tests.interrupting import wait_until_asleep

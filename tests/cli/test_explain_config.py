@@ -17,9 +17,9 @@ from protwin.calibration.one_call.searching import space_of
 from protwin.runtime.integrations.axolotl_file import step_of
 from protwin.runtime.integrations.axolotl_question import KNOBS, NamedFiles, disagreements
 from protwin.runtime.integrations.axolotl_section import PLUGIN, PlanSection
+from protwin.shared.answers.search_result import SearchResult
 from protwin.shared.basics.errors import PlanError
 from protwin.shared.schema.plan import Plan
-from protwin.shared.schema.search_result import SearchResult
 from protwin.sim.space.space import SearchSpace
 from tests.cli.conftest import Protwin
 from tests.proof_size import some_quick

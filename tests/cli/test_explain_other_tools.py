@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from protwin.runtime.integrations.axolotl_section import PLUGIN
-from protwin.shared.schema.search_result import SearchResult
+from protwin.shared.answers.search_result import SearchResult
 from protwin.sim.as_configured.explanation import Explanation
 from tests.cli.conftest import Protwin
 from tests.proof_size import some_quick

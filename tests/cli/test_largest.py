@@ -6,7 +6,7 @@ import pytest
 
 from protwin.calibration.commands import largest as command
 from protwin.calibration.published import largest as published
-from protwin.shared.schema.advice import LargestModels
+from protwin.shared.answers.advice import LargestModels
 from protwin.sim.questions import largest as question
 from tests.cli.conftest import Protwin
 

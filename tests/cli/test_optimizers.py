@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from protwin.shared.answers.search_result import SearchResult
 from protwin.shared.schema.optimizer import HostGradients, Optimizer
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.record import Record
-from protwin.shared.schema.search_result import SearchResult
 from tests.cli.conftest import Protwin
 from tests.cli.refusals import RUN, SEARCH, SIMULATE, refusal
 

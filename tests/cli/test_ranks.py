@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from protwin.shared.answers.search_result import BatchSearchResult, SearchResult
 from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.record import Record
 from protwin.shared.schema.schedule import Lane
-from protwin.shared.schema.search_result import BatchSearchResult, SearchResult
 from tests.cli.conftest import Protwin
 
 SIMULATE = ("simulate", "--plan", "plan.json", "--model", "workload.json")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from protwin.shared.answers.search_result import SearchResult
 from protwin.shared.schema.record import Record
-from protwin.shared.schema.search_result import SearchResult
 from protwin.shared.schema.workload import Workload
 from tests.cli.conftest import Protwin
 from tests.cli.refusals import refusal

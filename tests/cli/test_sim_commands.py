@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from protwin.shared.answers.search_result import SearchResult
 from protwin.shared.catalogue.machines import machine, machine_names
 from protwin.shared.cli.root import COMMANDS
 from protwin.shared.compile.compile import compile_schedule
@@ -15,7 +16,6 @@ from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.hardware import Hardware
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.record import Record
-from protwin.shared.schema.search_result import SearchResult
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.verify.verify import verify_schedule

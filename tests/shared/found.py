@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from protwin.shared.schema.plan_kind import PlanKind
-from protwin.shared.schema.search_result import Certificate, PlanOutcome, SearchResult
+from protwin.shared.answers.plan_kind import PlanKind
+from protwin.shared.answers.search_result import Certificate, PlanOutcome, SearchResult
 from protwin.sim.searching.confidence import DATA_SHEETS
 from tests.shared.laid_out import MIB, LaidOut
 

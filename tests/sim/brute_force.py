@@ -9,6 +9,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
+from protwin.shared.answers.search_result import SearchResult
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import layout_of
 from protwin.shared.methods.full_training import FULL_TRAINING
@@ -16,7 +17,6 @@ from protwin.shared.methods.method import Method
 from protwin.shared.schema.calibration import Calibration
 from protwin.shared.schema.hardware import Hardware
 from protwin.shared.schema.plan import Plan
-from protwin.shared.schema.search_result import SearchResult
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.costs.contention import ContentionModel

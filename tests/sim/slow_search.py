@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from protwin.shared.schema.advice import MachineAdvice
+from protwin.shared.answers.advice import MachineAdvice
 from protwin.sim.questions.advise import AdviceRequest, Offer
 
 QUICK = "rtx-4090"

@@ -12,14 +12,14 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.recommendations import QUESTIONS, Asked
+from protwin.shared.answers.plan_kind import PlanKind
+from protwin.shared.answers.search_result import SearchResult
 from protwin.shared.basics.errors import InfeasibleError
 from protwin.shared.layout.kinds import kind_of
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.hardware import Hardware
 from protwin.shared.schema.plan import ParallelMode, Plan
-from protwin.shared.schema.plan_kind import PlanKind
 from protwin.shared.schema.record import Record
-from protwin.shared.schema.search_result import SearchResult
 from protwin.shared.schema.workload import Workload
 from protwin.sim.engine.simulator import simulate
 from protwin.sim.searching.confidence import DATA_SHEETS, DEFAULT_MARGIN_FRAC, NO_UNCERTAINTY

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from protwin.shared.answers.list_price import PriceKind
 from protwin.shared.catalogue.data_files import data_folder
 from protwin.shared.catalogue.list_prices import list_price, list_prices, with_list_prices
 from protwin.shared.catalogue.machines import cluster_names, load_hardware, machine, machine_names, override_hardware
 from protwin.shared.catalogue.plausibility import price_range
 from protwin.shared.catalogue.prices import parse_prices, with_prices
-from protwin.shared.schema.list_price import PriceKind
 
 NAMES = (*machine_names(), *cluster_names())
 DEVICE_HOURS = (0.05, 15.0)

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protwin.shared.answers.advice import Advice, MachineAdvice
+from protwin.shared.answers.search_result import Goal
 from protwin.shared.report.advice import advice_report, cost_chart, cost_front, length_chart, ranking_chart
 from protwin.shared.report.svg import PLOT_PX
-from protwin.shared.schema.advice import Advice, MachineAdvice
 from protwin.shared.schema.record import Factorisation
-from protwin.shared.schema.search_result import Goal
 from protwin.shared.tables.advice import advice_tables
 from protwin.shared.tables.terminal import as_text
 from tests.shared.report_pages import HOSTILE, check_self_contained, parse, row_bars

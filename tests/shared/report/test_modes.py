@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protwin.shared.answers.search_result import ModeChoice, SearchResult
 from protwin.shared.report.search import modes_chart
 from protwin.shared.report.svg import PLOT_PX
 from protwin.shared.schema.plan import ParallelMode
-from protwin.shared.schema.search_result import ModeChoice, SearchResult
 from protwin.shared.tables.search import mode_table, search_tables
 from protwin.shared.tables.terminal import as_text
 from tests.shared.found import result_of

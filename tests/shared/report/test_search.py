@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protwin.shared.answers.search_result import BatchChoice, BatchSearchResult
 from protwin.shared.basics.errors import ProtwinError
 from protwin.shared.basics.units import format_bytes, format_seconds
 from protwin.shared.report.front import front_chart, lower_envelope
 from protwin.shared.report.report import Facts, report
 from protwin.shared.report.search import funnel_chart, funnel_steps, search_sections
-from protwin.shared.schema.search_result import BatchChoice, BatchSearchResult
 from protwin.shared.tables.search import front_table, outcome_table
 from tests.shared.found import outcome, result_of
 from tests.shared.laid_out import LaidOut, laid_out

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protwin.shared.answers.search_result import WhatIf
 from protwin.shared.report.search import sensitivity_chart
 from protwin.shared.report.svg import PLOT_PX
-from protwin.shared.schema.search_result import WhatIf
 from tests.shared.found import result_of
 from tests.shared.laid_out import laid_out
 from tests.shared.report_pages import HOSTILE, check_self_contained, html_report, parse, row_bars

@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import pytest
 
+from protwin.shared.answers.plan_kind import PlanKind
 from protwin.shared.catalogue.list_prices import list_price
 from protwin.shared.catalogue.machines import load_hardware
 from protwin.shared.schema.plan import Plan
-from protwin.shared.schema.plan_kind import PlanKind
 from protwin.shared.schema.schedule import Lane
 from protwin.shared.sweeps.report import cost_chart, sweep_report, throughput_chart
 from protwin.shared.sweeps.sweep import Sweep, SweepPlan, SweepPoint, crossovers

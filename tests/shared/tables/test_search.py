@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from protwin.shared.answers.plan_kind import PlanKind
+from protwin.shared.answers.search_result import Certificate, PlanOutcome, SearchResult
 from protwin.shared.basics.units import format_seconds
-from protwin.shared.schema.plan_kind import PlanKind
-from protwin.shared.schema.search_result import Certificate, PlanOutcome, SearchResult
 from protwin.shared.tables.search import certificate_sentence, search_tables
 from protwin.shared.tables.terminal import as_text
 from protwin.sim.searching.confidence import DATA_SHEETS

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protwin.shared.answers.advice import Advice
 from protwin.shared.basics.documents import Document
 from protwin.shared.basics.shown import Shown
 from protwin.shared.basics.units import format_bytes, format_seconds
 from protwin.shared.catalogue.machines import machine
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.records.comparison import compare_records
-from protwin.shared.schema.advice import Advice
 from protwin.shared.schema.schedule import Schedule
 from protwin.shared.tables.shown import as_html, screenful
 from protwin.shared.tables.table import Table
@@ -125,7 +125,7 @@ def test_every_table_is_shown_counted_or_named(sizes: list[int], sentences: list
 
 def test_tables_are_imported_only_to_show_something() -> None:
     program = (
-        "import sys; import protwin.shared.schema.search_result, protwin.shared.schema.schedule;"
+        "import sys; import protwin.shared.answers.search_result, protwin.shared.schema.schedule;"
         "loaded = [name for name in sys.modules if name.startswith('protwin.shared.tables') or name == 'rich'];"
         "sys.exit(', '.join(loaded) or 0)"
     )

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from pydantic import ValidationError
 
+from protwin.shared.answers.plan_kind import PlanKind
 from protwin.shared.basics.errors import PlanError, ScheduleError
 from protwin.shared.layout.kinds import kind_of
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ParallelMode, Plan
-from protwin.shared.schema.plan_kind import PlanKind
 from protwin.shared.schema.schedule import Content, Memory, Schedule, Task, TaskId, TaskKind
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.verify.verify import verify_schedule

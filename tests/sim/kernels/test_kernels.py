@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protwin.shared.schema.search_result import SearchResult
+from protwin.shared.answers.search_result import SearchResult
 from protwin.sim.bounds.replay import Replayer, ReplayPlan
 from protwin.sim.bounds.stretches import least_periods_s
 from protwin.sim.bounds.throughput import SideBySide, Throughput

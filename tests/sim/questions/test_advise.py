@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
+from protwin.shared.answers.advice import Advice, MachineAdvice
+from protwin.shared.answers.plan_kind import PlanKind
+from protwin.shared.answers.search_result import BatchSearchResult, Goal
 from protwin.shared.basics.errors import FileError, HardwareError, InfeasibleError, PlanError, ProtwinError
 from protwin.shared.basics.progress import no_progress
 from protwin.shared.catalogue.machines import machine as known_machine
 from protwin.shared.catalogue.machines import override_hardware
-from protwin.shared.schema.advice import Advice, MachineAdvice
 from protwin.shared.schema.hardware import Hardware
-from protwin.shared.schema.plan_kind import PlanKind
-from protwin.shared.schema.search_result import BatchSearchResult, Goal
 from protwin.shared.tables.advice import advice_tables
 from protwin.shared.tables.terminal import as_text
 from protwin.shared.workloads.source import resolve_workload

@@ -11,10 +11,10 @@ import pytest
 from pydantic import ValidationError
 
 from protwin.shared import Hardware, Plan, load_hardware, load_workload
+from protwin.shared.answers.search_result import Risk
 from protwin.shared.basics.errors import ProtwinError
 from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.plan import ParallelMode
-from protwin.shared.schema.search_result import Risk
 from protwin.shared.schema.workload import Workload
 from protwin.sim import Effort, GlobalBatch, SearchRequest, SearchSpace, Step, search, simulate
 from protwin.sim.questions.by_name import SearchOptions, Shape

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from protwin.shared.answers.search_result import Goal
 from protwin.shared.basics.errors import HardwareError, InfeasibleError
 from protwin.shared.catalogue.list_prices import list_price
 from protwin.shared.catalogue.machines import machine, override_hardware
 from protwin.shared.families.shipped import shipped_family
-from protwin.shared.schema.search_result import Goal
 from protwin.shared.schema.workload import DType
 from protwin.shared.tables.answer import recommendation
 from protwin.sim.questions.goals import search_goal

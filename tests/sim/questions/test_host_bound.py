@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from protwin.shared.answers.search_result import BatchSearchResult
 from protwin.shared.basics.errors import InfeasibleError
 from protwin.shared.schema.hardware import DeviceKind
-from protwin.shared.schema.search_result import BatchSearchResult
 from protwin.shared.tables.answer import recommendation
 from protwin.sim.questions.host_bound import _is_restricting, host_bound
 from protwin.sim.searching.request import SearchRequest

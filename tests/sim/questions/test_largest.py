@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from protwin.shared.answers.advice import TrainedModel
 from protwin.shared.basics.errors import InfeasibleError
 from protwin.shared.catalogue.machines import load_hardware, override_hardware
 from protwin.shared.catalogue.models import model_configuration
-from protwin.shared.schema.advice import TrainedModel
 from protwin.shared.schema.hardware import Hardware
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import Workload

@@ -8,12 +8,12 @@ from itertools import product
 
 import pytest
 
+from protwin.shared.answers.plan_kind import PlanKind
 from protwin.shared.basics.errors import ProtwinError
 from protwin.shared.basics.progress import no_progress
 from protwin.shared.catalogue.machines import machine, override_hardware
 from protwin.shared.schema.hardware import Hardware
 from protwin.shared.schema.plan import ParallelMode
-from protwin.shared.schema.plan_kind import PlanKind
 from protwin.shared.sweeps.sweep import SweepPoint
 from protwin.sim.commands.model_choice import ModelChoice, PredictedTraining
 from protwin.sim.engine.simulator import simulate

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protwin.shared.answers.search_result import BatchSearchResult
 from protwin.shared.basics.errors import InfeasibleError, PlanError
-from protwin.shared.schema.search_result import BatchSearchResult
 from protwin.shared.schema.workload import BlockProfile, Phase, Workload
 from protwin.sim.questions.what_if import largest_batch, what_if
 from protwin.sim.searching.request import Effort, GlobalBatch, Step, divisors

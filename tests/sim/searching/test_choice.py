@@ -9,6 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from protwin.shared.answers.plan_kind import PlanKind, Uncertainty
+from protwin.shared.answers.search_result import Goal, SearchResult
 from protwin.shared.basics.errors import InfeasibleError, PlanError, WorkloadError
 from protwin.shared.catalogue.machines import load_hardware
 from protwin.shared.families.shipped import shipped_family
@@ -16,8 +18,6 @@ from protwin.shared.layout.kinds import kind_of
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.methods.runtime_profile import Runtime, RuntimeProfile
 from protwin.shared.schema.hardware import DeviceKind, Hardware
-from protwin.shared.schema.plan_kind import PlanKind, Uncertainty
-from protwin.shared.schema.search_result import Goal, SearchResult
 from protwin.shared.schema.workload import DType, Workload
 from protwin.sim.engine.simulator import simulate
 from protwin.sim.questions.goals import search_goal

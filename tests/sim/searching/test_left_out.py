@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protwin.shared.schema.search_result import LeftOut, LeftOutSort, SearchResult
+from protwin.shared.answers.search_result import LeftOut, LeftOutSort, SearchResult
 from protwin.shared.tables.search import left_out_sentence
 from protwin.sim.commands.space_options import count_or_all
 from protwin.sim.searching.left_out import left_out

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from protwin.shared.answers.advice import Advice
 from protwin.shared.basics.errors import WorkloadError
 from protwin.shared.catalogue.machines import machine
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.phases.operations import Compiled, Float8
-from protwin.shared.schema.advice import Advice
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.training_options import TrainingOptions
 from protwin.shared.schema.workload import Workload

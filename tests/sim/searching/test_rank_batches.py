@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protwin.shared.answers.search_result import BatchSearchResult
 from protwin.shared.basics.errors import HardwareError, InfeasibleError, PlanError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.hardware import Hardware, Link, Node, Topology
 from protwin.shared.schema.plan import ParallelMode, Plan
-from protwin.shared.schema.search_result import BatchSearchResult
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.costs.task_costs import CostModel

@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
+from protwin.shared.answers.search_result import SearchResult
 from protwin.shared.basics.errors import InfeasibleError, PlanError
 from protwin.shared.catalogue.machines import machine as known_machine
 from protwin.shared.compile.compile import compile_schedule
@@ -20,7 +21,6 @@ from protwin.shared.layout.residencies import ChunkResidency, residencies
 from protwin.shared.schema.hardware import Hardware
 from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.schedule import Lane, Memory, lanes_of
-from protwin.shared.schema.search_result import SearchResult
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.bounds.peak_bounds import MemoryBounds

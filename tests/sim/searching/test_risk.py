@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from protwin.shared.answers.search_result import Risk, SearchResult
 from protwin.shared.schema.calibration import Calibration, Factor
 from protwin.shared.schema.schedule import TaskKind
-from protwin.shared.schema.search_result import Risk, SearchResult
 from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.engine.drawn_timings import DrawnTimings

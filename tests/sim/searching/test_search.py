@@ -12,6 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from protwin.shared.answers.search_result import SearchResult
 from protwin.shared.basics.errors import InfeasibleError, PlanError, ScheduleError, WorkloadError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
@@ -19,7 +20,6 @@ from protwin.shared.schema.calibration import Calibration, Contention
 from protwin.shared.schema.hardware import DeviceKind, Hardware
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.schedule import Lane, Schedule, TaskKind
-from protwin.shared.schema.search_result import SearchResult
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.verify import verify_schedule
 from protwin.sim.engine import simulator

@@ -9,13 +9,13 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 
 from ..basics.documents import Document, FrozenModel
 from ..basics.interval import Interval
+from ..schema.optimizer import Optimizer
+from ..schema.plan import Plan
+from ..schema.question import Question
+from ..schema.record import Factorisation, TrainingRun
+from ..schema.schedule import Lane
 from .list_price import ListPrice
-from .optimizer import Optimizer
-from .plan import Plan
 from .plan_kind import PlanKind
-from .question import Question
-from .record import Factorisation, TrainingRun
-from .schedule import Lane
 from .search_result import Goal
 
 

@@ -9,10 +9,10 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 
 from ..basics.documents import Document, FrozenModel
 from ..basics.interval import Interval
+from ..schema.plan import ParallelMode, Plan, mode_words
+from ..schema.record import Record
 from .list_price import ListPrice
-from .plan import ParallelMode, Plan, mode_words
 from .plan_kind import PlanKind, Uncertainty
-from .record import Record
 
 
 class Goal(StrEnum):
