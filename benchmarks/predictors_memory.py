@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 
+from protwin.runtime.fakes.models import plain_batches
 from protwin.runtime.model.configurations import build_model, quiet
 from protwin.runtime.tracing.configurations import workload_of_configuration
-from protwin.runtime.tracing.fake import plain_batches
 from protwin.shared.catalogue.machines import machine
 from protwin.shared.catalogue.models import model_configuration
 from protwin.shared.layout.layout import layout_of

@@ -17,13 +17,12 @@ from ...shared.schema.training_options import ImageOptions
 from ...shared.schema.workload import Workload
 from ..data.byte_text import byte_batches, head_batches
 from ..data.sources import Batch, DataSource
+from ..fakes.models import fake_batch, fake_model
+from ..fakes.running import running_fakes
 from ..model.batches import BatchRefusedError, batch_shapes, loss_of
 from ..model.heads import Head, Labels, reads_more_than_text
 from ..timing.within_budget import meta_twin
 from ..tracing.configurations import check_limits
-from ..tracing.fake import fake_batch, fake_model, plain_batches
-from ..tracing.fake_kernels import FakeGroupedProducts
-from ..tracing.known_values import values_known
 from ..tracing.model_inputs import Inputs, ModelInputs
 
 _TOKENS = "input_ids"
@@ -132,7 +131,7 @@ def _accepted(model: Any, batches: list[Inputs]) -> Inputs:
         # Copied before: a mode of fake tensors takes no weights, which are not copied either.
         twin = fake_model(meta_twin(model), mode)
         try:
-            with values_known(mode), FakeGroupedProducts(), plain_batches():
+            with running_fakes(mode, with_values=True):
                 loss_of(twin, fake_batch(batch, mode, with_values=True), None)
         except BatchRefusedError:
             continue

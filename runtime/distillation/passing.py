@@ -25,12 +25,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...shared.basics.errors import ProtwinError, ScheduleError
+from ..fakes.running import running_fakes
 from ..model.blocks import NamedBlock
 from ..model.kept_tensors import kept_tensors
 from ..model.nested_tensors import tensors_in
 from ..model.strides import contiguous_strides, is_dense
-from ..tracing.fake import plain_batches
-from ..tracing.fake_kernels import FakeGroupedProducts
 
 
 class PassedOver(nn.Module):
@@ -209,7 +208,7 @@ def _fake_result(block: nn.Module, name: str, mode: FakeTensorMode, given: tuple
     # Weights are not copied: the copy has fake ones in their places.
     twin = copy.deepcopy(block, made)
     try:
-        with torch.no_grad(), mode, FakeGroupedProducts(), plain_batches():
+        with torch.no_grad(), running_fakes(mode):
             return twin.forward(*given[0], **given[1])
     except ProtwinError:
         raise

@@ -7,7 +7,7 @@ has, so that what is traced is what will run; real tensors are then timed withou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -29,6 +29,9 @@ from ...shared.schema.workload import BlockId, DType, Parameter, Workload
 from ...shared.workloads.pair_assembly import assemble_pairs
 from ..devices.device import device_description
 from ..devices.ledger import MemoryLedger
+from ..fakes.known_values import with_values_if_wanted
+from ..fakes.models import fake_batch, fake_model, keep_alike
+from ..fakes.running import running_fakes
 from ..model.batches import Batch, batch_shapes, batch_tensors, call_model, count_samples_and_tokens
 from ..model.compiled import compiled_part
 from ..model.identity import model_hash, software_versions
@@ -42,10 +45,6 @@ from ..quantized.checks import refuse_quantized
 from ..routing.forced_choices import ForcedChoices
 from ..routing.tried import with_other_values
 from ..routing.value_dependence import ValueWatch
-from ..tracing.cuda_autocast import autocast_as_on_cuda
-from ..tracing.fake import fake_batch, fake_model, keep_alike, plain_batches
-from ..tracing.fake_kernels import FakeGroupedProducts, kernels_of_cuda
-from ..tracing.known_values import values_known, with_values_if_wanted
 from ..tracing.observing import GivenParameters, OutputSizes, SectionObserver, has_settled, kept_beside
 from ..tracing.stopwatch import WARM_UP_ITERATIONS, medians_of, stopwatch_on
 from .mixed_types import RefusingMixedTypes
@@ -220,17 +219,13 @@ def _observe_fake(pairs: Pairs, batch: Batch, blocks: str | Sequence[str] | None
 
     def observe(with_values: bool) -> _Seen:
         given = fake_batch(batch, mode, with_values=with_values)
-        with ExitStack() as around:
-            around.enter_context(values_known(mode) if with_values else mode)
-            around.enter_context(FakeGroupedProducts())
-            around.enter_context(RefusingMixedTypes())
-            if device_kind is DeviceKind.CUDA:
-                around.enter_context(kernels_of_cuda())
-                around.enter_context(autocast_as_on_cuda())
-            around.enter_context(plain_batches())
-            around.enter_context(left_as_found(twin))
-            held = around.enter_context(attributes_as_found(twin))
-            around.enter_context(twin.learning())
+        with (
+            running_fakes(mode, with_values=with_values, is_cuda=device_kind is DeviceKind.CUDA),
+            RefusingMixedTypes(),
+            left_as_found(twin),
+            attributes_as_found(twin) as held,
+            twin.learning(),
+        ):
             return _observe(twin, given, passes=1, held=held, stands_for=stands_for)
 
     return with_values_if_wanted(batch, observe)

@@ -22,7 +22,8 @@ from ..model.blocks import find_blocks
 from ..model.configurations import quiet
 from ..model.identity import software_versions
 from ..tracing.configurations import batch_of, configured_model
-from ..tracing.tracing import FakeSubject, traced_model
+from ..tracing.facts import traced_model
+from ..tracing.fake_subject import FakeSubject
 from .family_fit import NotPolynomialError
 from .sized_fit import fit_sized_piece
 

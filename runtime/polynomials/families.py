@@ -34,7 +34,8 @@ from ..model.configurations import quiet
 from ..model.identity import structure_of
 from ..tiles.mlp_modules import Mlps, find_mlps, names_of
 from ..tracing.configurations import autocast_of, batch_of, configured_model, limits_of, variables_of
-from ..tracing.tracing import FakeSubject, traced_model
+from ..tracing.facts import traced_model
+from ..tracing.fake_subject import FakeSubject
 from .family_fit import NotPolynomialError, Shape, do_the_same, fit_piece
 from .tiled_fit import Seen, TiledFit, TilesNotPolynomialError
 

@@ -23,7 +23,7 @@ from ..model.blocks import find_blocks
 from ..model.configurations import quiet
 from ..tiles.mlp_modules import Mlps, find_mlps
 from ..tracing.configurations import batch_of, configured_model
-from ..tracing.tracing import FakeSubject
+from ..tracing.fake_subject import FakeSubject
 
 _HEADS: Final = 4
 _WIDTH: Final = 8

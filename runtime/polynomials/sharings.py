@@ -25,7 +25,7 @@ from ..sequences.exchange import allowed_ranks
 from ..sequences.sharing import check_model, heads_of
 from ..tiles.mlp_modules import Mlps, find_mlps
 from ..tracing.configurations import batch_of, configured_model
-from ..tracing.tracing import FakeSubject
+from ..tracing.fake_subject import FakeSubject
 from .family_fit import NotPolynomialError
 from .sharing_fit import SharedTrace, SharingFit, Values, are_alike
 from .tiled_fit import TiledFit, TilesNotPolynomialError

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..fakes.known_values import with_values_if_wanted
+from ..fakes.models import fake_batch, fake_model
+from ..fakes.running import running_fakes
 from ..model.batches import Batch, Loss, loss_of
 from ..model.blocks import NamedBlock, find_blocks
 from ..model.nested_tensors import tensors_in
-from .fake import fake_batch, fake_model, plain_batches
-from .fake_kernels import FakeGroupedProducts
-from .known_values import values_known, with_values_if_wanted
 
 
 def blocks_as_run(model: nn.Module, batch: Batch, loss: Loss | None, blocks: Sequence[NamedBlock]) -> list[str] | None:
@@ -78,7 +78,7 @@ def _run(
 
     for block in find_blocks(twin, list(names)):
         block.module.register_forward_hook(leave(block.name))
-    with values_known(mode) if with_values else mode, FakeGroupedProducts(), plain_batches():
+    with running_fakes(mode, with_values=with_values):
         value = loss_of(twin, fake_batch(batch, mode, with_values=with_values), loss)
         torch.autograd.backward(value)
     return ran, reached

@@ -21,6 +21,7 @@ from ...shared.schema.training_options import FULL_TRAINING, TrainingOptions
 from ...shared.schema.workload import DType, Workload
 from ..data.packed_batches import with_positions
 from ..devices.time_limit import TimeChecks, time_limit
+from ..fakes.known_values import looks_at_values
 from ..model.adapters import add_lora, freeze
 from ..model.batches import BatchRefusedError
 from ..model.configurations import build_model, first_line, quiet, training_dtype
@@ -28,7 +29,6 @@ from ..osft.cache import FactorCache
 from ..osft.orthogonal_model import make_orthogonal
 from ..quantized.quantizing import quantize
 from ..quantized.releases import mark
-from .known_values import looks_at_values
 from .model_inputs import ModelInputs
 from .tracing import trace
 

@@ -16,7 +16,7 @@ they take the number: it follows from the size by a rule of each family.
 
 [Note: What images hold]
 Some models leave out images that are all zeros, as padding.  So images are ones where they are small enough to be held:
-a trace carries these values along (``known_values.py``).
+a trace carries these values along (``fakes/known_values.py``).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ...shared.basics.errors import WorkloadError
 from ...shared.families.family import BATCH_SIZE, SEQUENCE_LENGTH, TARGET_LENGTH
 from ...shared.schema.training_options import ImageOptions
+from ..fakes.known_values import KnownValues, looks_at_values, values_known
+from ..fakes.models import fake_batch, fake_model
 from ..model.configurations import first_line
 from ..model.heads import SOUNDS, Head, Labels, head_of, reads_more_than_text
-from .fake import fake_batch, fake_model
-from .known_values import KnownValues, looks_at_values, values_known
 
 Inputs = dict[str, Any]
 _IMAGES: Final = "pixel_values"

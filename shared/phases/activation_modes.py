@@ -24,7 +24,7 @@ ATTENTION: Final = ("scaled_dot_product", "_flash_attention", "_efficient_attent
 MEMORY_EFFICIENT: Final = "_scaled_dot_product_efficient_attention"
 """What attention is called in traces of fake tensors where CUDA runs the memory-efficient kernel and the CPU none."""
 FUSED_DROPOUT: Final = frozenset({"_scaled_dot_product_flash_attention", MEMORY_EFFICIENT})
-"""What attention is called in families where it may draw dropout (``runtime/tracing/fake_kernels.py``)."""
+"""What attention is called in families where it may draw dropout (``runtime/fakes/kernels.py``)."""
 _PRODUCTS: Final = frozenset({"mm", "addmm"})
 _REDUCTIONS: Final = frozenset({"reduce_scatter_tensor"})
 

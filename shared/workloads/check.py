@@ -65,7 +65,7 @@ def has_kernels_of_gpus(workload: Workload) -> bool:
     """Whether dropout, attention or norms were traced as CUDA runs them and a CPU does not, without a machine at hand.
 
     The CPU's fused attention knows neither dropout, nor gradients of masks, nor values of another width: it saves noise
-    and probabilities, and its rms_norm copies in float32 (``runtime/tracing/fake_kernels.py``).
+    and probabilities, and its rms_norm copies in float32 (``runtime/fakes/kernels.py``).
     """
     forwards = (workload.prologue_forward, workload.epilogue_forward, *(one.forward for one in workload.profiles))
     return workload.traced_with == "fake" and any(

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from protwin.runtime.fakes.models import representatives
 from protwin.runtime.model.configurations import build_model, quiet
 from protwin.runtime.polynomials.families import family_of_configuration
 from protwin.runtime.tracing import tracing
 from protwin.runtime.tracing.configurations import workload_of_configuration
-from protwin.runtime.tracing.fake import representatives
 from protwin.shared.basics.errors import WorkloadError
 from protwin.shared.catalogue.models import model_configuration, model_names
 from protwin.shared.families.family import OutsideFamilyError, WorkloadFamily

@@ -10,7 +10,7 @@ import torch
 import transformers as tr
 from torch import nn
 
-from protwin.runtime.tracing.tracing import FakeSubject
+from protwin.runtime.tracing.fake_subject import FakeSubject
 from protwin.shared.observed.assembly import TracedShape
 from protwin.shared.observed.compiled import FUSED
 from protwin.shared.observed.flow import APART

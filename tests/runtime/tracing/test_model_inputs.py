@@ -7,7 +7,7 @@ import torch
 
 from protwin.runtime import trace
 from protwin.runtime.data.byte_text import head_batches
-from protwin.runtime.tracing import known_values
+from protwin.runtime.fakes import known_values
 from protwin.runtime.tracing.configurations import workload_of_configuration
 from protwin.shared.basics.errors import ScheduleError, WorkloadError
 from protwin.shared.schema.workload import OperationClass, Phase, Workload

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from protwin.runtime import trace
-from protwin.runtime.tracing.tracing import TRACED_MODES
+from protwin.runtime.tracing.facts import TRACED_MODES
 from protwin.shared.basics.errors import ProtwinError, WorkloadError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout

@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler
 import protwin.runtime.hooks.recomputation as recomputation_module
 import protwin.runtime.hooks.swapping as swapping_module
 import protwin.runtime.model.batches as batches_module
-import protwin.runtime.tracing.tracing as tracing_module
+import protwin.runtime.tracing.facts as facts_module
 from protwin.runtime import carry_out, trace
 from protwin.runtime.optimizers import device_steps
 from protwin.shared.basics.errors import ScheduleError
@@ -221,7 +221,7 @@ def test_casts_of_checkpointed_blocks_do_not_pile_up(monkeypatch: pytest.MonkeyP
 
     assert growth_bytes() < 1_000
     monkeypatch.setattr(
-        tracing_module, "_casts_until_backward", lambda seen: {mode: found.sections for mode, found in seen.items()}
+        facts_module, "_casts_until_backward", lambda seen: {mode: found.sections for mode, found in seen.items()}
     )
     assert growth_bytes() > 100_000
 

@@ -14,11 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from protwin.runtime import trace
+from protwin.runtime.fakes import cuda_autocast as rules
+from protwin.runtime.fakes.cuda_autocast import cuda_autocast
 from protwin.runtime.model.nested_tensors import tensors_in
-from protwin.runtime.tracing import cuda_autocast as rules
-from protwin.runtime.tracing import tracing
+from protwin.runtime.tracing import facts
 from protwin.runtime.tracing.configurations import workload_of_configuration
-from protwin.runtime.tracing.cuda_autocast import cuda_autocast
 from protwin.shared.basics.errors import WorkloadError
 from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.plan import ActivationMode
@@ -187,7 +187,7 @@ def test_a_checkpointed_block_leaves_what_a_kept_one_does_in_whatever_order_cast
     config |= {"num_attention_heads": 2, "vocab_size": 60, "architectures": ["BertForSequenceClassification"]}
     given = {"name": "bert", "batch_size": 2, "sequence_length": 24, "dtype": "float32"}
     options = TrainingOptions(autocast=DType.FLOAT16)
-    own = tracing._casts_until_backward
+    own = facts._casts_until_backward
     found = []
     for chance in map(random.Random, range(4)):
 
@@ -199,7 +199,7 @@ def test_a_checkpointed_block_leaves_what_a_kept_one_does_in_whatever_order_cast
             outlived.update(items)
             return own(seen)
 
-        monkeypatch.setattr(tracing, "_casts_until_backward", in_another_order)
+        monkeypatch.setattr(facts, "_casts_until_backward", in_another_order)
         found.append(workload_of_configuration(config, options=options, **given))
     assert all(one.model_dump() == found[0].model_dump() for one in found)
     for block in range(1, 5):

@@ -17,8 +17,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from protwin.runtime import trace
+from protwin.runtime.fakes.kernels import FakeGroupedProducts, kernels_of_cuda
 from protwin.runtime.model.adapters import add_lora
-from protwin.runtime.tracing.fake_kernels import FakeGroupedProducts, kernels_of_cuda
 from protwin.runtime.tracing.operations import describe_operation
 from protwin.shared.phases.block_profile import BlockProfile
 from protwin.shared.schema.hardware import DeviceKind

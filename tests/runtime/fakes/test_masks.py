@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, create_causal_mask, sdpa_mask
 
 from protwin.runtime import trace
-from protwin.runtime.tracing.fake import plain_batches
+from protwin.runtime.fakes.models import plain_batches
 from protwin.shared.basics.errors import WorkloadError
 from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.workload import OperationClass, Workload

@@ -1,0 +1,33 @@
+"""How a fake model is run: all that fake tensors need around them, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ...shared.phases.packing import Packing
+from .cuda_autocast import autocast_as_on_cuda
+from .kernels import FakeGroupedProducts, kernels_of_cuda
+from .known_values import values_known
+from .models import plain_batches
+
+
+@contextmanager
+def running_fakes(
+    mode: FakeTensorMode, *, with_values: bool = False, packing: Packing | None = None, is_cuda: bool = False
+) -> Iterator[None]:
+    """Within the block models and batches of ``mode`` run.
+
+    ``with_values``: as far as they are known (``known_values.py``).  ``packing``: how samples lie in the batch's rows.
+    ``is_cuda``: by the kernels and casts of CUDA.
+    """
+    with (
+        values_known(mode) if with_values else mode,
+        FakeGroupedProducts(),
+        kernels_of_cuda() if is_cuda else nullcontext(),
+        autocast_as_on_cuda() if is_cuda else nullcontext(),
+        plain_batches(packing),
+    ):
+        yield
