@@ -21,7 +21,7 @@ from protwin.shared.catalogue.machines import load_hardware
 from protwin.shared.schema.training_options import LoraOptions, TrainingOptions
 from protwin.shared.schema.workload import Workload
 from protwin.shared.tables.answer import lacking_words
-from protwin.shared.workloads.source import resolve_workload
+from protwin.shared.workloads.source import load_workload
 from protwin.sim.searching.request import SearchRequest, Step
 from protwin.sim.searching.search import search
 
@@ -47,13 +47,11 @@ class Asked:
 
     def workload(self) -> Workload:
         """What is trained; with LoRA it is traced, with torch."""
-        return resolve_workload(
+        return load_workload(
             self.model,
             batch_size=self.batch_size,
             sequence_length=self.sequence_length,
             dtype="bfloat16",
-            cache=None,
-            warn=lambda message: None,
             options=TrainingOptions(lora=LoraOptions(rank=LORA_RANK)) if self.is_lora else TrainingOptions(),
         )
 

@@ -37,7 +37,7 @@ from protwin.shared.catalogue.machines import load_hardware
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
-from protwin.shared.workloads.source import resolve_workload
+from protwin.shared.workloads.source import load_workload
 from protwin.sim.bounds.replay import Replayer, ReplayPlan
 from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.costs.task_costs import CostModel
@@ -218,14 +218,7 @@ def _table(rows: list[Row], repeats: int) -> Table:
 
 
 def _row(case: Case, repeats: int, sample: int) -> Row:
-    workload = resolve_workload(
-        case.model,
-        batch_size=case.batch_size,
-        sequence_length=case.sequence_length,
-        dtype=None,
-        cache=None,
-        warn=lambda message: print(f"warning: {message}", file=sys.stderr),
-    )
+    workload = load_workload(case.model, batch_size=case.batch_size, sequence_length=case.sequence_length)
     times: list[tuple[float, float]] = []
     result: SearchResult | None = None
     gc.disable()

@@ -30,7 +30,7 @@ from ...shared.schema.training_options import TrainingOptions
 from ...shared.schema.workload import Workload
 from ...shared.students.student import Student
 from ...shared.workloads.dtypes import TRAINABLE
-from ...shared.workloads.source import resolve_workload
+from ...shared.workloads.source import WorkloadRequest, resolve_workload
 from ...sim.searching.request import SearchRequest, Step
 from ...sim.searching.search import search
 from .bypass_inputs import BypassInputs
@@ -141,19 +141,18 @@ class BypassRequest:
         """
         inputs, plan, found = self.inputs, self.inputs.plan, None
         for dtype in (inputs.dtype,) if inputs.dtype is not None or plan is None else (None, *TRAINABLE):
-            workload = resolve_workload(
+            asked = WorkloadRequest(
                 str(inputs.teacher / "config.json"),
                 batch_size=inputs.fields["micro_batch_size"],
                 sequence_length=inputs.fields["sequence_length"],
                 dtype=dtype,
-                cache=cache_folder(),
-                warn=warn,
                 device=None if inputs.hardware is None else inputs.hardware.device,
                 device_kind=DeviceKind.CUDA if torch.cuda.is_available() else DeviceKind.CPU,
                 options=TrainingOptions(autocast=inputs.fields["autocast"]),
                 student=student,
                 code=teacher.code,
             )
+            workload = resolve_workload(asked, cache=cache_folder(), warn=warn)
             found = found or workload
             if plan is None or workload.identity == plan.workload_id:
                 return workload

@@ -19,7 +19,7 @@ from ...shared.schema.record import Record
 from ...shared.schema.workload import Workload
 from ...shared.workloads.check import has_kernels_of_gpus, narrow_words
 from ...shared.workloads.dtypes import TRAINABLE
-from ...shared.workloads.source import resolve_workload
+from ...shared.workloads.source import WorkloadRequest, resolve_workload
 from ..checkpoints.published import check_free, save_published
 from ..data.sources import DataSource, PackedSource
 from ..devices.cpu_device import CpuDevice
@@ -167,18 +167,17 @@ class RunRequest:
         """
         found = None
         for dtype in (self.shape.dtype,) if self.shape.dtype is not None else (None, *TRAINABLE):
-            workload = resolve_workload(
+            asked = WorkloadRequest(
                 self.model.named,
                 batch_size=self.shape.batch_size,
                 sequence_length=self.shape.sequence_length,
                 dtype=dtype,
-                cache=cache_folder(),
-                warn=warn if self.rank.speaks else _warn_nobody,
                 options=self.model.options,
                 device_kind=DeviceKind.CUDA if torch.cuda.is_available() else DeviceKind.CPU,
                 mlp_tiles=(self.plan.mlp_tiles,),
                 loss_tiles=(self.plan.loss_tiles,),
             )
+            workload = resolve_workload(asked, cache=cache_folder(), warn=warn if self.rank.speaks else _warn_nobody)
             found = found or workload
             if workload.identity == self.plan.workload_id:
                 return workload

@@ -37,6 +37,39 @@ _LONGEST_FIELDS: Final = ("max_position_embeddings", "n_positions", "max_seq_len
 """What configurations call the most tokens of a sample."""
 
 
+@dataclass(frozen=True, slots=True)
+class WorkloadRequest:
+    """What decides a workload."""
+
+    model: str
+    """A saved workload's path, a configuration's path, or a name of the catalogue."""
+    _: KW_ONLY
+    batch_size: int | None = None
+    """Samples per micro-batch; None: a saved workload's."""
+    sequence_length: int | None = None
+    """Tokens of one sample; None: a saved workload's, or of images alone."""
+    dtype: str | None = None
+    """None: the element type that the model was published in, or what ``choose_dtype`` has for it."""
+    options: TrainingOptions = FULL_TRAINING
+    """What of the model is trained, and how."""
+    device: Device | None = None
+    """What it is to train on: decides which kernels run and, without ``dtype``, in which element type."""
+    device_kind: DeviceKind = DeviceKind.CUDA
+    """Stands in for a device that is not described."""
+    student: Student | None = None
+    """Every block of which learns beside the model's."""
+    code: OwnCode | None = None
+    """Files that the model is made by, if these may run."""
+    packed_lengths: str | None = None
+    """Samples in each row, end to end (``parse_packed_lengths``)."""
+    mlp_tiles: Sequence[int] = ()
+    """Numbers of tiles that the workload shall know beside 1; a saved workload has to know them."""
+    loss_tiles: Sequence[int] = ()
+    """The same of head and loss."""
+    sequence_ranks: Sequence[int] = ()
+    """The same of ranks that share each sequence."""
+
+
 def load_workload(
     name_or_path: str | Path,
     *,
@@ -64,13 +97,11 @@ def load_workload(
     """
     if not isinstance(name_or_path, str | Path):
         raise wrong_name(name_or_path, "a model, or the path of its config.json or of a saved workload")
-    return resolve_workload(
+    asked = WorkloadRequest(
         str(name_or_path),
         batch_size=batch_size,
         sequence_length=sequence_length,
         dtype=dtype,
-        cache=None,
-        warn=_ignore,
         options=options,
         device=None if hardware is None else hardware.device,
         packed_lengths=packed_lengths,
@@ -78,60 +109,24 @@ def load_workload(
         loss_tiles=loss_tiles,
         sequence_ranks=sequence_ranks,
     )
+    return resolve_workload(asked)
 
 
 def _ignore(_: str) -> None:
     """Warnings say why something takes long; who calls from Python waits anyway."""
 
 
-def resolve_workload(
-    model: str,
-    *,
-    batch_size: int | None,
-    sequence_length: int | None,
-    dtype: str | None,
-    cache: Path | None,
-    warn: Warn,
-    options: TrainingOptions = FULL_TRAINING,
-    device: Device | None = None,
-    device_kind: DeviceKind = DeviceKind.CUDA,
-    student: Student | None = None,
-    code: OwnCode | None = None,
-    packed_lengths: str | None = None,
-    mlp_tiles: Sequence[int] = (),
-    loss_tiles: Sequence[int] = (),
-    sequence_ranks: Sequence[int] = (),
-) -> Workload:
-    """The workload that ``model`` names: a saved workload's path, a configuration's path, or a catalogue name.
+def resolve_workload(asked: WorkloadRequest, *, cache: Path | None = None, warn: Warn = _ignore) -> Workload:
+    """The workload that is asked for: saved, known, or traced.
 
-    With ``student``, of every block of the student learning beside its block; without a trace where the model is one
-    of the catalogue and its student's blocks have its sizes (``catalogue_pairs.py``).  ``code``: files that such a
-    teacher is made by, if these may run.  ``mlp_tiles`` and ``loss_tiles``: numbers of tiles that the workload shall
-    know beside 1; a saved workload has to know them.  ``sequence_ranks``: the same of ranks that share each sequence.
-
-    ``cache`` is the folder of traced workloads; None: trace anew and keep nothing.  ``options`` say what of the model
-    is trained, ``device`` on what, where that decides which kernels run and, without ``dtype``, in which element type;
-    ``device_kind`` stands in for a device that is not described.  ``warn`` gets a message if that folder cannot be
-    written; that a model is traced is ordinary.
+    A student's is not traced where the model is one of the catalogue and the student's blocks have its sizes
+    (``catalogue_pairs.py``).  ``cache`` is the folder of traced workloads; None: trace anew and keep nothing.  ``warn``
+    gets a message if that folder cannot be written; that a model is traced is ordinary.
 
     Raises ProtwinError if the model is unknown, its file is damaged, or the shape is missing (configurations) or
     another one (saved workloads).
     """
-    asked = _Asked(
-        model,
-        batch_size,
-        sequence_length,
-        dtype,
-        options,
-        device,
-        device_kind,
-        student=student,
-        code=code,
-        packed_lengths=packed_lengths,
-        mlp_tiles=mlp_tiles,
-        loss_tiles=loss_tiles,
-        sequence_ranks=sequence_ranks,
-    )
+    model, dtype, device = asked.model, asked.dtype, asked.device
     saved = _saved_workload(model)
     if saved is not None:
         return _as_asked(saved, asked)
@@ -146,27 +141,7 @@ def resolve_workload(
     return chosen.note_in(found if found is not None else _traced(request, cache, warn), described.config)
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What decides a workload, as ``resolve_workload`` is asked for it."""
-
-    model: str
-    batch_size: int | None
-    sequence_length: int | None
-    dtype: str | None
-    options: TrainingOptions
-    device: Device | None
-    device_kind: DeviceKind = DeviceKind.CUDA
-    _: KW_ONLY
-    student: Student | None = None
-    code: OwnCode | None = None
-    packed_lengths: str | None = None
-    mlp_tiles: Sequence[int] = ()
-    loss_tiles: Sequence[int] = ()
-    sequence_ranks: Sequence[int] = ()
-
-
-def _as_asked(saved: Workload, asked: _Asked) -> Workload:
+def _as_asked(saved: Workload, asked: WorkloadRequest) -> Workload:
     """``saved``.  Raises WorkloadError if something else is asked for than the workload that was saved."""
     check_saved(saved, asked.model, asked.options, asked.student)
     if asked.packed_lengths is not None:
@@ -181,7 +156,7 @@ def _as_asked(saved: Workload, asked: _Asked) -> Workload:
     return saved
 
 
-def _check_goes_together(asked: _Asked) -> None:
+def _check_goes_together(asked: WorkloadRequest) -> None:
     """Raise WorkloadError if options are asked for that no workload of a model has together."""
     options, is_learnt = asked.options, asked.student is not None
     if is_learnt and (options.other_loss is not None or not options.model_copy(update={"autocast": None}).is_full):
@@ -204,7 +179,7 @@ def _check_goes_together(asked: _Asked) -> None:
         )
 
 
-def _request(asked: _Asked, described: ModelConfiguration, dtype: DType | None) -> TraceRequest:
+def _request(asked: WorkloadRequest, described: ModelConfiguration, dtype: DType | None) -> TraceRequest:
     """What to trace, or to find among what was traced.  Raises WorkloadError if the batch has no shape."""
     batch_size, sequence_length = asked.batch_size, asked.sequence_length
     if batch_size is None or (sequence_length is None and _has_sequence(described)):
@@ -252,43 +227,16 @@ def _beside_one(counts: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(set(counts) - {1}))
 
 
-def untraced_workload(
-    model: str,
-    batch_size: int,
-    *,
-    sequence_length: int | None,
-    dtype: str | None,
-    options: TrainingOptions = FULL_TRAINING,
-    device: Device | None = None,
-    student: Student | None = None,
-    packed_lengths: str | None = None,
-    mlp_tiles: Sequence[int] = (),
-    loss_tiles: Sequence[int] = (),
-    sequence_ranks: Sequence[int] = (),
-) -> Workload | None:
+def untraced_workload(asked: WorkloadRequest) -> Workload | None:
     """The workload of a model of the catalogue as ``resolve_workload`` has it, where that takes no trace; else None.
 
     For batches that nobody has asked for.  Raises WorkloadError if the model has none of this shape.
     """
-    if known_model(model) is None:
+    if known_model(asked.model) is None:
         return None
-    described = load_model_configuration(model)
-    chosen = choose_dtype(published_dtype(described.config), dtype, device)
-    asked = _Asked(
-        model,
-        batch_size,
-        sequence_length,
-        dtype,
-        options,
-        device,
-        student=student,
-        packed_lengths=packed_lengths,
-        mlp_tiles=mlp_tiles,
-        loss_tiles=loss_tiles,
-        sequence_ranks=sequence_ranks,
-    )
-    request = _request(asked, described, chosen.dtype)
-    found = shipped_workload(described, request)
+    described = load_model_configuration(asked.model)
+    chosen = choose_dtype(published_dtype(described.config), asked.dtype, asked.device)
+    found = shipped_workload(described, _request(asked, described, chosen.dtype))
     return None if found is None else chosen.note_in(found, described.config)
 
 

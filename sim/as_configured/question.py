@@ -19,7 +19,13 @@ from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.training_options import LoraOptions, QuantizationOptions, TrainingOptions
 from ...shared.schema.workload import DType, Workload
 from ...shared.workloads.dtypes import choose_dtype, computes_in
-from ...shared.workloads.source import is_saved_workload, resolve_workload, untraced_workload, usual_shape
+from ...shared.workloads.source import (
+    WorkloadRequest,
+    is_saved_workload,
+    resolve_workload,
+    untraced_workload,
+    usual_shape,
+)
 from ..questions.in_tiles import AskedTiles, Tiles
 
 _DTYPES: Final = {
@@ -154,7 +160,8 @@ def workload_of(settled: Settled, *, cache: Path | None, warn: Callable[[str], N
     Raises ProtwinError if the model has none of this shape.
     """
     settled = _untiled(settled)
-    return _resolved(settled, (settled.mlp_tiles,), (settled.loss_tiles,), cache=cache, warn=warn), settled
+    asked = _request(settled, (settled.mlp_tiles,), (settled.loss_tiles,))
+    return resolve_workload(asked, cache=cache, warn=warn), settled
 
 
 def workload_in_tiles(
@@ -167,26 +174,8 @@ def workload_in_tiles(
     return tiles.workload(
         settled.batch_size,
         settled.sequence_length,
-        lambda mlp, loss: _resolved(settled, mlp, loss, cache=cache, warn=warn),
+        lambda mlp, loss: resolve_workload(_request(settled, mlp, loss), cache=cache, warn=warn),
         lambda mlp, loss: _untraced(settled, mlp, loss),
-    )
-
-
-def _resolved(
-    settled: Settled, mlp_tiles: Tiles, loss_tiles: Tiles, *, cache: Path | None, warn: Callable[[str], None]
-) -> Workload:
-    return resolve_workload(
-        settled.model,
-        batch_size=settled.batch_size,
-        sequence_length=settled.sequence_length,
-        dtype=settled.dtype,
-        cache=cache,
-        warn=warn,
-        options=settled.options,
-        device=settled.machine.device,
-        packed_lengths=settled.packed_lengths,
-        mlp_tiles=mlp_tiles,
-        loss_tiles=loss_tiles,
     )
 
 
@@ -206,9 +195,13 @@ def _untiled(settled: Settled) -> Settled:
 
 
 def _untraced(settled: Settled, mlp_tiles: Tiles, loss_tiles: Tiles) -> Workload | None:
-    return untraced_workload(
+    return untraced_workload(_request(settled, mlp_tiles, loss_tiles))
+
+
+def _request(settled: Settled, mlp_tiles: Tiles, loss_tiles: Tiles) -> WorkloadRequest:
+    return WorkloadRequest(
         settled.model,
-        settled.batch_size,
+        batch_size=settled.batch_size,
         sequence_length=settled.sequence_length,
         dtype=settled.dtype,
         options=settled.options,

@@ -19,7 +19,13 @@ from ...shared.schema.training_options import QuantizationOptions, TrainingOptio
 from ...shared.schema.workload import Workload
 from ...shared.students.student import Student
 from ...shared.workloads.check import check_method
-from ...shared.workloads.source import is_saved_workload, resolve_workload, saved_sizes, untraced_workload
+from ...shared.workloads.source import (
+    WorkloadRequest,
+    is_saved_workload,
+    resolve_workload,
+    saved_sizes,
+    untraced_workload,
+)
 from ..questions.in_tiles import AskedTiles, Tiles
 from ..searching.request import GlobalBatch
 from ..space.step_spec import check_shares
@@ -160,21 +166,8 @@ class ModelChoice:
         num_samples = 1 if is_one else self.batch_size
 
         def resolved(mlp_tiles: Tiles, loss_tiles: Tiles) -> Workload:
-            return resolve_workload(
-                self.name,
-                batch_size=num_samples,
-                sequence_length=self.sequence_length,
-                dtype=self.dtype,
-                cache=cache_folder() if self.has_cache else None,
-                warn=warn,
-                options=self.options,
-                device=self.device,
-                student=self.student,
-                packed_lengths=self.packed_lengths,
-                mlp_tiles=mlp_tiles,
-                loss_tiles=loss_tiles,
-                sequence_ranks=self.sequence_ranks,
-            )
+            asked = self._request(num_samples, self.sequence_length, mlp_tiles, loss_tiles)
+            return resolve_workload(asked, cache=cache_folder() if self.has_cache else None, warn=warn)
 
         if not self.has_shapes or self.student is not None:
             return resolved(tiles.mlp or (), tiles.loss or ())
@@ -226,9 +219,14 @@ class ModelChoice:
     def _untraced(
         self, batch_size: int, sequence_length: int | None, mlp_tiles: Tiles, loss_tiles: Tiles
     ) -> Workload | None:
-        return untraced_workload(
+        return untraced_workload(self._request(batch_size, sequence_length, mlp_tiles, loss_tiles))
+
+    def _request(
+        self, batch_size: int | None, sequence_length: int | None, mlp_tiles: Tiles, loss_tiles: Tiles
+    ) -> WorkloadRequest:
+        return WorkloadRequest(
             self.name,
-            batch_size,
+            batch_size=batch_size,
             sequence_length=sequence_length,
             dtype=self.dtype,
             options=self.options,

@@ -36,6 +36,7 @@ from ...shared.schema.workload import Workload
 from ...shared.students.student import Student
 from ...shared.workloads.check import check_method
 from ...shared.workloads.source import (
+    WorkloadRequest,
     is_saved_workload,
     resolve_workload,
     saved_sizes,
@@ -117,14 +118,12 @@ class AdviceRequest:
     def workload_at(self, size: int, cache: Path | None, device: Device | None = None) -> Workload:
         """The workload of a micro-batch of ``size`` samples as ``resolve_workload`` gives it, with tiles."""
 
-        def resolved(mlp_tiles: Tiles, loss_tiles: Tiles) -> Workload:
-            return resolve_workload(
+        def asked(mlp_tiles: Tiles, loss_tiles: Tiles) -> WorkloadRequest:
+            return WorkloadRequest(
                 self.model,
                 batch_size=size,
                 sequence_length=self.sequence_length,
                 dtype=self.dtype,
-                cache=cache,
-                warn=lambda message: None,
                 options=self.options,
                 device=device,
                 student=self.student,
@@ -133,18 +132,11 @@ class AdviceRequest:
                 loss_tiles=loss_tiles,
             )
 
+        def resolved(mlp_tiles: Tiles, loss_tiles: Tiles) -> Workload:
+            return resolve_workload(asked(mlp_tiles, loss_tiles), cache=cache)
+
         def untraced(mlp_tiles: Tiles, loss_tiles: Tiles) -> Workload | None:
-            return untraced_workload(
-                self.model,
-                size,
-                sequence_length=self.sequence_length,
-                dtype=self.dtype,
-                options=self.options,
-                device=device,
-                packed_lengths=self.packed_lengths,
-                mlp_tiles=mlp_tiles,
-                loss_tiles=loss_tiles,
-            )
+            return untraced_workload(asked(mlp_tiles, loss_tiles))
 
         if self.student is not None or is_saved_workload(self.model):
             return resolved(self.tiles.mlp or (), self.tiles.loss or ())

@@ -22,7 +22,7 @@ from ...shared.schema.record import Record
 from ...shared.schema.schedule import Schedule
 from ...shared.schema.training_options import FULL_TRAINING, TrainingOptions
 from ...shared.schema.workload import Workload
-from ...shared.workloads.source import is_saved_workload, resolve_workload, usual_shape
+from ...shared.workloads.source import WorkloadRequest, is_saved_workload, resolve_workload, usual_shape
 from ..engine.simulator import simulate as simulate_plan
 from ..searching.request import Effort, GlobalBatch, SearchRequest, Step
 from ..searching.search import search_batches
@@ -248,16 +248,15 @@ def _workload(model: Workload | str | Path, device: Device, shape: Shape) -> Wor
     training = shape.get("training", FULL_TRAINING)
     check_kind("training", training, TrainingOptions, 'TrainingOptions, as TrainingOptions(lora={"rank": 16})')
     check_kind("dtype", shape.get("dtype"), (str, NoneType), 'text such as "bf16"')
-    return resolve_workload(
+    asked = WorkloadRequest(
         str(model),
         batch_size=shape.get("batch_size", batch_size),
         sequence_length=shape.get("sequence_length", length),
         dtype=shape.get("dtype"),
-        cache=None,
-        warn=lambda _: None,  # it says why tracing takes long
         options=training,
         device=device,
     )
+    return resolve_workload(asked)
 
 
 def _check_no_shape(model: Workload | GlobalBatch, shape: Shape) -> None:

@@ -23,7 +23,7 @@ from ...shared.schema.hardware import Device, Hardware
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.workload import Workload
 from ...shared.tables.labels import bottleneck
-from ...shared.workloads.source import untraced_workload
+from ...shared.workloads.source import WorkloadRequest, untraced_workload
 from ..memory.host import memory_with_room
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..searching.infeasible import smallest_changes
@@ -60,9 +60,14 @@ class LargestRequest:
     def workload(self, model: str, device: Device) -> Workload | None:
         """What the model does in one step; None if it has no sequences of this length."""
         try:
-            found = untraced_workload(
-                model, self.batch_size, sequence_length=self.sequence_length, dtype=self.dtype, device=device
+            asked = WorkloadRequest(
+                model,
+                batch_size=self.batch_size,
+                sequence_length=self.sequence_length,
+                dtype=self.dtype,
+                device=device,
             )
+            found = untraced_workload(asked)
         except WorkloadError:
             return None
         return found if found is not None and sequence_length_of(found) is not None else None

@@ -9,7 +9,7 @@ import pytest
 
 from protwin.shared.basics.errors import WorkloadError
 from protwin.shared.schema.workload import Workload
-from protwin.shared.workloads.source import resolve_workload
+from protwin.shared.workloads.source import WorkloadRequest, resolve_workload
 from protwin.sim.commands import model_choice
 from tests.cli.conftest import Protwin
 
@@ -31,12 +31,12 @@ def test_no_budget_below_the_least_is_enough(protwin_here: Protwin) -> None:
 def unknown(monkeypatch: pytest.MonkeyPatch, *, is_traceable: bool) -> None:
     """Make the model one whose tiles nobody knows without a trace, which nobody can make unless ``is_traceable``."""
 
-    def resolved(*arguments: Any, mlp_tiles: tuple[int, ...], loss_tiles: tuple[int, ...], **asked: Any) -> Workload:
-        if (mlp_tiles or loss_tiles) and not is_traceable:
+    def resolved(asked: WorkloadRequest, **how: Any) -> Workload:
+        if (asked.mlp_tiles or asked.loss_tiles) and not is_traceable:
             raise WorkloadError("there is no torch")
-        return resolve_workload(*arguments, mlp_tiles=mlp_tiles, loss_tiles=loss_tiles, **asked)
+        return resolve_workload(asked, **how)
 
-    monkeypatch.setattr(model_choice, "untraced_workload", lambda *_, **__: None)
+    monkeypatch.setattr(model_choice, "untraced_workload", lambda _: None)
     monkeypatch.setattr(model_choice, "resolve_workload", resolved)
 
 

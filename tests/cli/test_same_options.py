@@ -16,6 +16,7 @@ from protwin.shared.cli.root import APPS
 from protwin.shared.cli.trained_as import options_of
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.training_options import TrainingOptions
+from protwin.shared.workloads.source import WorkloadRequest
 from tests.cli.conftest import Protwin
 
 ASKING: Final = ("search", "simulate", "advise", "sweep")
@@ -144,9 +145,9 @@ def test_all_commands_ask_about_the_same_training(
     Plan(workload_id="any", chunk_bytes=2**20, n_persist=1, n_buffer=1).save(tmp_path / "plan.json")
     asked: list[dict[str, Any]] = []
 
-    def note(model: str, *_: object, **known: Any) -> None:
-        told = {name: known[name] for name in ("options", "packed_lengths", "dtype", "student", "sequence_length")}
-        asked.append({"model": model, **told})
+    def note(request: WorkloadRequest, **_: object) -> None:
+        told = ("model", "options", "packed_lengths", "dtype", "student", "sequence_length")
+        asked.append({name: getattr(request, name) for name in told})
         raise WorkloadError("it was asked")
 
     for where in ("commands.model_choice", "questions.advise"):

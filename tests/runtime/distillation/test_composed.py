@@ -115,10 +115,10 @@ def test_no_torch_is_needed() -> None:
     program = (
         "import sys; sys.modules.update(torch=None, transformers=None)\n"
         "from protwin.shared.students.student import Student\n"
-        "from protwin.shared.workloads.source import resolve_workload, untraced_workload\n"
-        "shape = {'batch_size': 3, 'sequence_length': 333, 'student': Student(), 'dtype': None}\n"
-        "found = resolve_workload('llama-3-70b', **shape, cache=None, warn=exit)\n"
-        "again = untraced_workload('llama-3-70b', 3, **{k: v for k, v in shape.items() if k != 'batch_size'})\n"
+        "from protwin.shared.workloads.source import WorkloadRequest, resolve_workload, untraced_workload\n"
+        "asked = WorkloadRequest('llama-3-70b', batch_size=3, sequence_length=333, student=Student())\n"
+        "found = resolve_workload(asked, warn=exit)\n"
+        "again = untraced_workload(asked)\n"
         "assert found == again and found.method == 'bypass' and found.num_blocks == 160\n"
         "sys.exit(found.num_tokens != 3 * 333)"
     )

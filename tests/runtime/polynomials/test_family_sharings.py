@@ -18,7 +18,7 @@ from protwin.shared.families.sharings import FamilySharings
 from protwin.shared.families.shipped import shipped_family, shipped_sharings, shipped_tilings
 from protwin.shared.families.tilings import FamilyTilings
 from protwin.shared.schema.workload import DType, Workload
-from protwin.shared.workloads.source import resolve_workload
+from protwin.shared.workloads.source import load_workload
 from tests.runtime.polynomials.test_families import LLAMA, same
 
 GROUPED = LLAMA | {"num_attention_heads": 8, "num_key_value_heads": 4}
@@ -162,13 +162,10 @@ def test_wrong_edits_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_million_tokens_among_eight_need_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protwin.shared.workloads.source.plugin", None)
-    found = resolve_workload(
+    found = load_workload(
         "llama-3-8b",
         batch_size=1,
         sequence_length=1_000_000,
-        dtype=None,
-        cache=None,
-        warn=print,
         mlp_tiles=[128],
         loss_tiles=[512],
         sequence_ranks=[8],

@@ -16,7 +16,7 @@ from protwin.shared.families.family import WorkloadFamily
 from protwin.shared.families.shipped import shipped_family, shipped_tilings
 from protwin.shared.families.tilings import FamilyTilings
 from protwin.shared.schema.workload import DType, Workload
-from protwin.shared.workloads.source import resolve_workload
+from protwin.shared.workloads.source import load_workload
 from tests.runtime.polynomials.test_families import LLAMA, same
 
 TIED = LLAMA | {"tie_word_embeddings": True}
@@ -146,8 +146,7 @@ def test_every_shipped_model_in_tiles_equals_the_trace(name: str, dtype: DType) 
 
 
 def resolve(model: str, **asked: Any) -> Workload:
-    shape = {"batch_size": 1, "sequence_length": 131_072, "dtype": None, "cache": None, "warn": print}
-    return resolve_workload(model, **(shape | asked))
+    return load_workload(model, **({"batch_size": 1, "sequence_length": 131_072} | asked))
 
 
 def test_shipped_models_are_in_tiles_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from protwin.shared.schema.plan import ActivationMode
 from protwin.shared.schema.schedule import TaskKind
 from protwin.shared.schema.training_options import LoraOptions, QuantizationOptions, TrainingOptions
 from protwin.shared.schema.workload import BlockId, DType, OperationClass
-from protwin.shared.workloads.source import untraced_workload
+from protwin.shared.workloads.source import WorkloadRequest, untraced_workload
 
 BESIDE = ("software", "published_dtype", "dtype_origin", "rotary_tokens")
 """Of a workload, what its configuration says, or who traced it."""
@@ -82,7 +82,7 @@ def compared(model: str, draw: random.Random, how: Quantization | None, dtype: s
     options = TrainingOptions(lora=LoraOptions(rank=draw.randrange(1, 33), targets=targets), quantized=quantized)
     shape = {"batch_size": draw.choice((1, 2, 5)), "sequence_length": draw.randrange(2, 400)}
     asked: dict[str, Any] = {"dtype": dtype, "options": options}
-    found = untraced_workload(model, shape["batch_size"], sequence_length=shape["sequence_length"], **asked)
+    found = untraced_workload(WorkloadRequest(model, **shape, **asked))
     assert found is not None
     traced = workload_of_configuration(model_configuration(model).config, name=model, **shape, **asked)
     assert first_different(found, traced, but=BESIDE) is None, (
@@ -119,7 +119,7 @@ def test_a_derivation_with_other_groups_is_told_from_the_trace(wrong: dict[str, 
     ]
     config = model_configuration("smollm2-135m").config
     traced = workload_of_configuration(config, name="smollm2-135m", options=options[0], **shape, **asked)
-    found = untraced_workload("smollm2-135m", 1, sequence_length=19, options=options[1], **asked)
+    found = untraced_workload(WorkloadRequest("smollm2-135m", **shape, options=options[1], **asked))
     assert found is not None
     assert found.profiles != traced.profiles
     assert found.parameters != traced.parameters

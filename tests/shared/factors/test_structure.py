@@ -7,7 +7,7 @@ import pytest
 from protwin.shared.catalogue.models import model_names
 from protwin.shared.families.shipped import SHIPPED_DTYPES, shipped_family
 from protwin.shared.schema.training_options import OsftOptions, TrainingOptions
-from protwin.shared.workloads.source import resolve_workload
+from protwin.shared.workloads.source import load_workload
 
 NAMES = model_names()
 
@@ -33,18 +33,8 @@ def test_models_of_the_catalogue_are_factorised_without_the_tracer(
 
     monkeypatch.setattr("protwin.shared.workloads.source.plugin", refuse)
     options = TrainingOptions(osft=OsftOptions(unfreeze_rank_ratio=ratio))
-    found = resolve_workload(
-        "llama-3-8b",
-        batch_size=1,
-        sequence_length=512,
-        dtype=None,
-        cache=None,
-        warn=lambda _: None,
-        options=options,
-    )
-    dense = resolve_workload(
-        "llama-3-8b", batch_size=1, sequence_length=512, dtype=None, cache=None, warn=lambda _: None
-    )
+    found = load_workload("llama-3-8b", batch_size=1, sequence_length=512, options=options)
+    dense = load_workload("llama-3-8b", batch_size=1, sequence_length=512)
     scalars = sum(parameter.num_elements for parameter in found.parameters)
     # (n + m + 1) min(n, m) in place of n m, in each of 32 blocks: q and o, k and v, gate, up and down.
     of_maps = ((4096, 4096, 2), (1024, 4096, 2), (14336, 4096, 3))

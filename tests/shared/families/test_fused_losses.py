@@ -20,7 +20,7 @@ from protwin.shared.schema.plan import ActivationMode
 from protwin.shared.schema.schedule import OuterSection, TaskKind
 from protwin.shared.schema.training_options import LoraOptions, OsftOptions, QuantizationOptions, TrainingOptions
 from protwin.shared.schema.workload import Workload
-from protwin.shared.workloads.source import load_workload, resolve_workload, untraced_workload
+from protwin.shared.workloads.source import WorkloadRequest, load_workload, untraced_workload
 from protwin.shared.workloads.untraced import resolve_family
 
 FUSED = TrainingOptions(loss_head=LossHead.FUSED)
@@ -67,7 +67,8 @@ def test_a_loss_made_otherwise_needs_no_trace(
     model: str, shape: tuple[int, int], dtype: str, options: TrainingOptions, more: dict[str, Any]
 ) -> None:
     samples, tokens = shape
-    found = untraced_workload(model, samples, sequence_length=tokens, dtype=dtype, options=options, **more)
+    asked = WorkloadRequest(model, batch_size=samples, sequence_length=tokens, dtype=dtype, options=options, **more)
+    found = untraced_workload(asked)
     assert found is not None
     assert found.loss_head is options.loss_head
     described = load_model_configuration(model)
@@ -173,8 +174,8 @@ def test_logits_of_samples_are_none_of_tokens() -> None:
 
 
 def asked(model: str, options: TrainingOptions, **more: Any) -> Workload:
-    known = {"batch_size": 1, "sequence_length": 64, "dtype": "bfloat16", "cache": None, "warn": str}
-    return resolve_workload(model, options=options, **{**known, **more})  # type: ignore[arg-type]
+    known = {"batch_size": 1, "sequence_length": 64, "dtype": "bfloat16"}
+    return load_workload(model, options=options, **{**known, **more})
 
 
 def test_what_goes_not_together_gets_one_message(tmp_path: Any) -> None:
@@ -196,7 +197,8 @@ def test_what_goes_not_together_gets_one_message(tmp_path: Any) -> None:
 
 def test_factors_and_a_fused_loss_are_traced_together() -> None:
     options = FUSED.model_copy(update={"osft": OsftOptions(unfreeze_rank_ratio=0.25)})
-    assert untraced_workload("smollm2-135m", 1, sequence_length=64, dtype="bfloat16", options=options) is None
+    asked = WorkloadRequest("smollm2-135m", batch_size=1, sequence_length=64, dtype="bfloat16", options=options)
+    assert untraced_workload(asked) is None
 
 
 def test_options_without_it_are_kept_as_before() -> None:

@@ -141,8 +141,8 @@ def test_the_families_are_small_and_belong_to_models() -> None:
 def test_no_torch_is_needed() -> None:
     program = (
         "import sys; sys.modules.update(torch=None, transformers=None)\n"
-        "from protwin.shared.workloads.source import resolve_workload\n"
-        "found = resolve_workload('llama-3-8b', batch_size=5, sequence_length=333, dtype=None, cache=None, warn=exit)\n"
+        "from protwin.shared.workloads.source import load_workload\n"
+        "found = load_workload('llama-3-8b', batch_size=5, sequence_length=333)\n"
         "sys.exit(found.num_tokens != 5 * 333)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=600).returncode == 0

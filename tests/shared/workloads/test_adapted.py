@@ -17,7 +17,7 @@ from protwin.shared.families.architectures import program_of, resized, sizes_of
 from protwin.shared.phases.quantization import Quantization, QuantizedType
 from protwin.shared.schema.training_options import LoraOptions, OsftOptions, QuantizationOptions, TrainingOptions
 from protwin.shared.schema.workload import DType, Workload
-from protwin.shared.workloads.source import untraced_workload
+from protwin.shared.workloads.source import WorkloadRequest, untraced_workload
 
 FOLDER = files("protwin.shared") / "catalogue" / "data" / "adapters"
 MOST_BYTES = 2**20
@@ -41,7 +41,9 @@ def asked(
         quantized=quantized,
         **others.pop("options", {}),
     )
-    return untraced_workload(model, 2, sequence_length=257, dtype=dtype, options=options, **others)
+    return untraced_workload(
+        WorkloadRequest(model, batch_size=2, sequence_length=257, dtype=dtype, options=options, **others)
+    )
 
 
 def found(*args: Any, **kwargs: Any) -> Workload:
@@ -180,9 +182,11 @@ def test_what_is_not_known_takes_a_trace(changed: dict[str, Any]) -> None:
 
 def test_beyond_a_sliding_window_a_trace_is_needed() -> None:
     options = TrainingOptions(lora=LoraOptions(rank=8))
-    ask = {"dtype": None, "options": options}
-    assert untraced_workload("mistral-7b", 1, sequence_length=4095, **ask) is not None
-    assert untraced_workload("mistral-7b", 1, sequence_length=4096, **ask) is None
+    within, beyond = (
+        WorkloadRequest("mistral-7b", batch_size=1, sequence_length=length, options=options) for length in (4095, 4096)
+    )
+    assert untraced_workload(within) is not None
+    assert untraced_workload(beyond) is None
 
 
 def test_sizes_of_a_configuration_and_back() -> None:

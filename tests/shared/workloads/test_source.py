@@ -19,7 +19,7 @@ from protwin.shared.schema.training_options import FULL_TRAINING, LoraOptions, T
 from protwin.shared.schema.workload import DType, Workload
 from protwin.shared.students.student import Student
 from protwin.shared.workloads import source as workload_source
-from protwin.shared.workloads.source import resolve_workload
+from protwin.shared.workloads.source import WorkloadRequest, resolve_workload
 from protwin.shared.workloads.untraced import resolve_family
 from tests.shared.laid_out import decoder_workload
 
@@ -59,8 +59,9 @@ def ask(tmp_path: Path, tracer: Tracer, warnings: list[str]) -> Ask:
     """``resolve_workload`` with a cache, for a batch of 1 x 8."""
 
     def resolve(model: str | Path, **changes: Any) -> Workload:
-        asked: dict[str, Any] = {"batch_size": 1, "sequence_length": 8, "dtype": None, "cache": tmp_path / "cache"}
-        return resolve_workload(str(model), **(asked | changes), warn=warnings.append)
+        cache = changes.pop("cache", tmp_path / "cache")
+        asked = WorkloadRequest(str(model), **({"batch_size": 1, "sequence_length": 8} | changes))
+        return resolve_workload(asked, cache=cache, warn=warnings.append)
 
     return resolve
 

@@ -19,7 +19,7 @@ from protwin.shared.schema.record import Record
 from protwin.shared.schema.schedule import Lane, Schedule
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
-from protwin.shared.workloads.source import resolve_workload
+from protwin.shared.workloads.source import load_workload
 from protwin.sim.bounds.exact_peaks import family_peaks
 from protwin.sim.bounds.replay import REPLAY_FRAC, Replayer, ReplayPlan
 from protwin.sim.engine import simulator, unfolding
@@ -285,7 +285,7 @@ def test_bounds_hold_however_many_micro_batches_were_left_out(problem: SearchPro
 
 def test_the_work_of_many_micro_batches_bounds_them_as_one() -> None:
     """Of one alone, little is known to lie between two events; with chains of single ones a quarter is missing."""
-    model = resolve_workload("qwen2.5-0.5b", batch_size=1, sequence_length=512, dtype=None, cache=None, warn=print)
+    model = load_workload("qwen2.5-0.5b", batch_size=1, sequence_length=512)
     space = SearchSpace(n_persist=(0,), n_host_stepped=(0,))
     hardware = load_hardware("rtx-3090")
     problem = search_problem(

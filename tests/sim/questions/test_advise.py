@@ -22,7 +22,7 @@ from protwin.shared.catalogue.machines import override_hardware
 from protwin.shared.schema.hardware import Hardware
 from protwin.shared.tables.advice import advice_tables
 from protwin.shared.tables.terminal import as_text
-from protwin.shared.workloads.source import resolve_workload
+from protwin.shared.workloads.source import load_workload
 from protwin.sim.questions.advise import (
     AdviceRequest,
     Offer,
@@ -410,16 +410,8 @@ def test_the_longest_sequence_trains_and_the_next_one_does_not(name: str, num_ra
 
     def result_at(length: int) -> BatchSearchResult:
         tiles = sensible_tiles(length)
-        workload = resolve_workload(
-            MODEL,
-            batch_size=1,
-            sequence_length=length,
-            dtype=None,
-            cache=None,
-            warn=print,
-            device=box.device,
-            mlp_tiles=tiles,
-            loss_tiles=tiles,
+        workload = load_workload(
+            MODEL, batch_size=1, sequence_length=length, hardware=box, mlp_tiles=tiles, loss_tiles=tiles
         )
         step = Step(micro_batches=SAMPLES // num_ranks, num_ranks=num_ranks)
         return search_batches(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -17,7 +15,7 @@ from protwin.shared.schema.record import Remedy, RemedyKind
 from protwin.shared.schema.workload import DType, Operation, OperationClass, Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.verify.verify import verify_schedule
-from protwin.shared.workloads.source import load_workload, untraced_workload
+from protwin.shared.workloads.source import WorkloadRequest, load_workload, untraced_workload
 from protwin.sim.costs.efficiency import KERNEL_FIXED_S
 from protwin.sim.costs.task_costs import CostModel, operation_s
 from protwin.sim.engine.simulator import simulate
@@ -36,11 +34,10 @@ from tests.strategies.plans import PlannedWorkload, parallel_workloads, planned_
 
 HERE = known_machine("rtx-3090")
 ROOMY = Room(2**50, 2**50)
-GPT2 = partial(untraced_workload, "gpt2", sequence_length=512, dtype=None)
 
 
 def gpt2_of(batch_size: int, sequence_length: int | None) -> Workload | None:
-    return untraced_workload("gpt2", batch_size, sequence_length=sequence_length, dtype=None)
+    return untraced_workload(WorkloadRequest("gpt2", batch_size=batch_size, sequence_length=sequence_length))
 
 
 def gpt2(batch_size: int) -> Workload:
@@ -126,13 +123,13 @@ def test_a_larger_batch_is_told_as_far_as_it_fits() -> None:
     model = gpt2(1)
     chosen = plan(model, n_persist=0, n_buffer=4).model_copy(update={"chunk_bytes": 64 * 2**20})
     record = simulate(chosen, model, HERE)
-    found = {one.kind: one for one in remedies(record, model, HERE, room=ROOMY, workload_at=GPT2)}
+    found = {one.kind: one for one in remedies(record, model, HERE, room=ROOMY, workload_at=gpt2)}
     assert found[RemedyKind.BATCH].num_samples == 4
     assert found[RemedyKind.BATCH].plan == chosen.model_copy(update={"workload_id": gpt2(4).identity})
     # With no more room than the plan needs at twice the batch, four times the batch takes a leaner plan.
     twice = compile_schedule(chosen.model_copy(update={"workload_id": gpt2(2).identity}), gpt2(2))
     tight = Room(guaranteed_device_peak(twice).size_bytes, 2**50)
-    found = {one.kind: one for one in remedies(record, model, HERE, room=tight, workload_at=GPT2)}
+    found = {one.kind: one for one in remedies(record, model, HERE, room=tight, workload_at=gpt2)}
     larger = found[RemedyKind.BATCH]
     then = simulate(larger.plan, gpt2(larger.num_samples), HERE)
     assert then.guaranteed_peak_device_bytes <= tight.device_bytes
@@ -141,7 +138,7 @@ def test_a_larger_batch_is_told_as_far_as_it_fits() -> None:
     assert (larger.num_samples, larger.plan.n_checkpoint > 0) == (4, True)
     # With no room for more, or without other batches, the batch is as it is.
     none = Room(record.guaranteed_peak_device_bytes // 2, 2**50)
-    assert all(one.kind is not RemedyKind.BATCH for one in remedies(record, model, HERE, room=none, workload_at=GPT2))
+    assert all(one.kind is not RemedyKind.BATCH for one in remedies(record, model, HERE, room=none, workload_at=gpt2))
     assert all(one.kind is not RemedyKind.BATCH for one in remedies(record, model, HERE, room=ROOMY))
 
 

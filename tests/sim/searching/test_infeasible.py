@@ -16,7 +16,7 @@ from protwin.shared.catalogue.machines import load_hardware
 from protwin.shared.schema.hardware import DeviceKind, Hardware
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import Workload
-from protwin.shared.workloads.source import untraced_workload
+from protwin.shared.workloads.source import load_workload
 from protwin.sim.memory.host import default_reserve_bytes, memory_with_room
 from protwin.sim.searching import infeasible, least_memory
 from protwin.sim.searching.infeasible import Changes, smallest_changes
@@ -150,8 +150,7 @@ def test_peaks_are_worked_out_once_for_all_that_is_said() -> None:
 def test_activations_that_outweigh_everything_take_few_looks() -> None:
     """Of a sequence that no device holds, hundreds of residencies differ by less than one block's input."""
     tiles = (512,)
-    model = untraced_workload("llama-3-8b", 1, sequence_length=4_000_000, dtype=None, mlp_tiles=tiles, loss_tiles=tiles)
-    assert model is not None
+    model = load_workload("llama-3-8b", batch_size=1, sequence_length=4_000_000, mlp_tiles=tiles, loss_tiles=tiles)
     *_, widest = fastest_request(workload=model, hardware=load_hardware("rtx-3090")).tries
     problem = next(problems(widest))
     assert least_memory.least_device(problem) is not None

@@ -20,7 +20,7 @@ from protwin.shared.tables.advice import advice_tables
 from protwin.shared.tables.search import search_tables
 from protwin.shared.tables.terminal import as_text
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
-from protwin.shared.workloads.source import untraced_workload
+from protwin.shared.workloads.source import WorkloadRequest, untraced_workload
 from protwin.sim.engine.simulator import simulate
 from protwin.sim.searching.request import Effort, SearchRequest
 from protwin.sim.searching.search import search
@@ -33,7 +33,9 @@ SAID = "no plan of which is carried out here"
 
 def workload_of(options: TrainingOptions) -> Workload:
     found = untraced_workload(
-        "llama-3.2-1b", 2, sequence_length=1024, dtype="bfloat16", options=options, device=BOX.device
+        WorkloadRequest(
+            "llama-3.2-1b", batch_size=2, sequence_length=1024, dtype="bfloat16", options=options, device=BOX.device
+        )
     )
     assert found is not None, "nothing is traced"
     return found
