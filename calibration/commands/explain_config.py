@@ -46,7 +46,8 @@ from ...shared.foreign.asked_run import Tool
 from ...shared.foreign.files import read_content, read_run
 from ...shared.schema.calibration import Calibration
 from ...shared.tables.table import Table
-from ...sim.commands.options import MicroBatches, NumRanks, machine_of
+from ...sim.commands.machine_choice import NumRanks, machine_of
+from ...sim.commands.options import MicroBatches
 
 if TYPE_CHECKING:
     from ...sim.as_configured.explain import Asked

@@ -36,6 +36,8 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
             )
         else:
             parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=of))
+    # What has to be said comes first, whichever group it is of.
+    parameters.sort(key=lambda parameter: parameter.default is not Parameter.empty)
 
     @wraps(command)
     def spread(**given: Any) -> None:

@@ -24,15 +24,12 @@ from ...shared.cli.exits import report_interruption
 from ...shared.cli.option_groups import with_groups
 from ...shared.cli.options import (
     DeviceBudget,
-    DTypeName,
     HardwareChanges,
     HostGradientsName,
     JsonFlag,
-    ModelName,
     NoCacheFlag,
     OptimizerName,
     OutputPath,
-    PackedLengths,
     PriceEntries,
     SequenceLength,
     Tokens,
@@ -54,23 +51,16 @@ from ..questions.advise import AdviceRequest, Offer, check_request, machines_wit
 from ..questions.advise import advise as advise_machines
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..space.step_spec import MOST_RANKS, check_shares
-from .model_choice import PredictedTraining, student_of
-from .options import (
-    MOST_SAMPLES,
-    Margin,
-    MaxGradientNorm,
-    MethodName,
-    StudentPath,
-    check_budget,
-    price_files,
-    warn_of_loss,
-)
+from .machine_choice import check_budget, price_files
+from .model_choice import NamedModel, PredictedTraining, student_of
+from .options import MOST_SAMPLES, Margin, MaxGradientNorm
 from .space_options import (
     AllowedLossTiles,
     AllowedMlpTiles,
     AllowedProductStrides,
     product_strides,
 )
+from .warnings import warn_of_loss
 
 if TYPE_CHECKING:
     from ...shared.report.page import Report
@@ -138,14 +128,10 @@ StatePath = Annotated[
 @with_groups
 def advise_command(
     *,
-    model: ModelName,
+    named: NamedModel,
     global_batch: SamplesPerStep,
     longest: LongestFlag = False,
-    method: MethodName = None,
-    student: StudentPath = None,
     sequence_length: SequenceLength = None,
-    packed_lengths: PackedLengths = None,
-    dtype: DTypeName = None,
     hardware: Machines = None,
     ranks: AllowedRanks = None,
     training: PredictedTraining,
@@ -179,36 +165,37 @@ def advise_command(
     read |= {f"--calibration {path}": str(path) for path in calibrations or ()}
     keep_apart(
         {"--output": output, "--state": state, "--report": report},
-        {"--model": model, "--student": student, **read, **price_files(prices)},
+        {**named.files, **read, **price_files(prices)},
         as_json=as_json,
     )
     if longest and sequence_length is not None:
         raise PlanError(
             f"--longest chooses the length, but --sequence-length {sequence_length} fixes it. Leave one out."
         )
-    if longest and packed_lengths is not None:
+    if longest and named.packed_lengths is not None:
         raise PlanError(
-            f"--longest chooses the length, but --packed-lengths {packed_lengths} fills rows of one. Leave one out."
+            f"--longest chooses the length, but --packed-lengths {named.packed_lengths} fills rows of one. Leave one "
+            f"out."
         )
     machines, listed = _machines(hardware or (*machine_names(), *cluster_names()), changes_of(changes), prices)
     for box in machines.values() if hardware else ():
         check_budget(device_budget_bytes, box)
     request = AdviceRequest(
-        model,
+        named.model,
         sequence_length,
-        dtype,
+        named.dtype,
         global_batch,
         max_gradient_norm,
-        _fingerprint(model, packed_lengths),
-        options=training.options(method),
-        packed_lengths=packed_lengths,
+        _fingerprint(named.model, named.packed_lengths),
+        options=training.options(named.method),
+        packed_lengths=named.packed_lengths,
         device_budget_bytes=device_budget_bytes,
         margin_frac=DEFAULT_MARGIN_FRAC if margin is None else margin / 100,
         calibrations=_calibrations(calibrations or (), machines),
         num_tokens=tokens,
         optimizer=optimizer or Optimizer.ADAMW,
         host_gradients=host_gradients or HostGradients.PARAMETERS,
-        student=student_of(model, student, method),
+        student=student_of(named.model, named.student, named.method),
         goal=Goal.LONGEST_SEQUENCE if longest else Goal.FASTEST,
         tiles=training.tiles(mlp_tiles, loss_tiles),
         product_stride=product_strides(product_stride),
@@ -217,7 +204,7 @@ def advise_command(
     for number in numbers:
         check_shares(global_batch, number)
     cache = None if no_cache else cache_folder()
-    num_parts = check_request(request, cache, method if training.unfreeze_rank_ratio is None else None)
+    num_parts = check_request(request, cache, named.method if training.unfreeze_rank_ratio is None else None)
     if training.loss is LossHead.NARROW:
         warn_of_loss(request.smallest_workload(cache))
     boxes = list(machines.values())

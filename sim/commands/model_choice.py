@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from ...shared.basics.errors import ProtwinError, WorkloadError
 from ...shared.catalogue.models import known_model
-from ...shared.cli.options import cache_folder, warn
+from ...shared.cli.options import DTypeName, MethodName, ModelName, PackedLengths, cache_folder, warn
 from ...shared.cli.trained_as import loss_tiles_of, quantized_of
 from ...shared.cli.training_choice import TrainingChoice
-from ...shared.schema.hardware import Device
+from ...shared.schema.hardware import Device, Hardware
 from ...shared.schema.plan import TrainingMethod
 from ...shared.schema.training_options import QuantizationOptions, TrainingOptions
 from ...shared.schema.workload import Workload
@@ -29,7 +29,7 @@ from ...shared.workloads.source import (
 from ..questions.in_tiles import AskedTiles, Tiles
 from ..searching.request import GlobalBatch
 from ..space.step_spec import check_shares
-from .options import BitsandbytesRelease, CompiledParts, Float8Scaling, PackedFrom
+from .options import BitsandbytesRelease, CompiledParts, Float8Scaling, PackedFrom, StudentPath
 
 if TYPE_CHECKING:
     from ..questions.what_if_methods import MethodChange
@@ -96,6 +96,49 @@ class PredictedTraining(TrainingChoice):
         whole = [1] if self.compiled is not None or self.float8 is not None else None
         found = AskedTiles.named(mlp or whole, loss_tiles_of(self.loss, loss), at_any_length=at_any_length)
         return found.needed if is_needed else found
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedModel:
+    """A model as options name it; see [Note: Groups of options] in ``shared/cli/option_groups.py``."""
+
+    model: ModelName
+    method: MethodName = None
+    student: StudentPath = None
+    packed_lengths: PackedLengths = None
+    dtype: DTypeName = None
+
+    @property
+    def files(self) -> dict[str, str | Path | None]:
+        """Files that it is read from, by what a message calls them."""
+        return {"--model": self.model, "--student": self.student}
+
+    def choice(
+        self,
+        training: PredictedTraining,
+        machine: Hardware,
+        *,
+        batch_size: int | None,
+        sequence_length: int | None,
+        tiles: AskedTiles,
+        sequence_ranks: Sequence[int] | None,
+        has_cache: bool,
+    ) -> ModelChoice:
+        """The model as it is trained on a machine, with a batch."""
+        return ModelChoice(
+            name=self.model,
+            batch_size=batch_size,
+            sequence_length=sequence_length,
+            dtype=self.dtype,
+            training=training,
+            device=machine.device,
+            has_cache=has_cache,
+            method=self.method,
+            student_path=self.student,
+            packed_lengths=self.packed_lengths,
+            tiles=tiles,
+            sequence_ranks=tuple(sequence_ranks or ()),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import zip_longest
@@ -14,20 +13,12 @@ from typer.core import TyperCommand
 
 from ...shared.answers.search_result import BatchSearchResult, Goal, Risk
 from ...shared.basics.errors import PlanError, ProtwinError
-from ...shared.basics.units import format_bytes
-from ...shared.catalogue.machines import load_hardware, override_hardware
 from ...shared.cli.options import MethodName as MethodName
-from ...shared.cli.options import changes_of, count_option, warn
+from ...shared.cli.options import count_option
 from ...shared.methods.runtime_profile import MOST_METRICS, Runtime, RuntimeProfile
-from ...shared.phases.quadratic import attention_words
-from ...shared.schema.hardware import Hardware
-from ...shared.schema.plan import ParallelMode, Plan
-from ...shared.schema.record import Record
-from ...shared.schema.workload import Compiled, DType, Float8, Workload
-from ...shared.workloads.check import narrow_words
-from ...shared.workloads.dtypes import TRAINABLE
+from ...shared.schema.workload import Compiled, DType, Float8
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
-from ..space.step_spec import MOST_MICRO_BATCHES, MOST_RANKS, check_ranks
+from ..space.step_spec import MOST_MICRO_BATCHES
 
 MOST_SAMPLES: Final = 10**9
 """Of a step."""
@@ -96,20 +87,6 @@ RiskName = Annotated[
 BaselinePlans = Annotated[
     list[Path] | None,
     typer.Option("--baseline", metavar="FILE", help="Lay this plan beside the recommended one (repeatable)."),
-]
-NumRanks = Annotated[
-    int | None,
-    typer.Option(
-        "--ranks",
-        metavar="N",
-        min=1,
-        max=MOST_RANKS,
-        help="Devices that train together; all of the machine's with --parallel.",
-    ),
-]
-Parallel = Annotated[
-    ParallelMode | None,
-    typer.Option("--parallel", help="What they do together."),
 ]
 AsRuntime = Annotated[
     Runtime, typer.Option("--as", help="Who carries the plan out: other systems copy, wait and step otherwise.")
@@ -231,27 +208,6 @@ ReduceDType = Annotated[
     ReducedAs | None,
     typer.Option("--reduce-dtype", help="What another system reduces gradients in; their own type without."),
 ]
-Shards = Annotated[
-    int | None,
-    typer.Option(
-        "--n-shard",
-        metavar="N",
-        min=0,
-        help="Chunks, after the persistent ones, that are sharded over the devices; with --parallel sharded.",
-    ),
-]
-
-
-ShardRanks = Annotated[
-    int | None,
-    typer.Option(
-        "--shard-ranks",
-        metavar="N",
-        min=1,
-        max=MOST_RANKS,
-        help="Neighbouring ranks that share chunks, with replicas across such groups; with --parallel sharded.",
-    ),
-]
 
 
 class WhatIfCommand(TyperCommand):
@@ -267,6 +223,12 @@ class WhatIfCommand(TyperCommand):
 
                 filled.append(USUAL)
         return super().parse_args(ctx, filled)
+
+
+StudentPath = Annotated[
+    Path | None,
+    typer.Option("--student", metavar="FILE", help="What learns from the model, block by block (student.toml)."),
+]
 
 
 def check_goal(
@@ -311,76 +273,6 @@ def check_batch(global_batch: int | None, batch_size: int | None, micro_batches:
             )
 
 
-def with_ranks(
-    plan: Plan,
-    hardware: Hardware,
-    num_ranks: int | None,
-    parallel: ParallelMode | None,
-    n_shard: int | None = None,
-    shard_ranks: int | None = None,
-) -> Plan:
-    """``plan`` for so many ranks, in this mode, with so many chunks sharded in such groups, the plan's own if None.
-
-    A mode of several ranks alone takes all devices of the machine, one rank alone is single.
-    Raises PlanError if ranks and mode do not agree; whether mode and shards do, compiling the plan says.
-    """
-    if n_shard is not None:
-        plan = plan.model_copy(update={"n_shard": n_shard})
-    if shard_ranks is not None:
-        plan = _with_ranks(plan, hardware, num_ranks, parallel)
-        return plan.model_copy(update={"shard_ranks": None if shard_ranks == plan.num_ranks else shard_ranks})
-    return _with_ranks(plan, hardware, num_ranks, parallel)
-
-
-def _with_ranks(plan: Plan, hardware: Hardware, num_ranks: int | None, parallel: ParallelMode | None) -> Plan:
-    if num_ranks is None and parallel is None:
-        return plan
-    if parallel is None:
-        parallel = ParallelMode.SINGLE if num_ranks == 1 else plan.parallel
-    if num_ranks is None:
-        num_ranks = 1 if parallel is ParallelMode.SINGLE else max(plan.num_ranks, hardware.num_devices)
-    check_ranks(num_ranks, parallel)
-    return plan.model_copy(update={"num_ranks": num_ranks, "parallel": parallel})
-
-
-def ranks_to_search(hardware: Hardware, num_ranks: int | None, parallel: Sequence[ParallelMode]) -> int:
-    """Ranks that a search asks about: as many as are named, all devices if only modes are, else one.
-
-    Raises PlanError if the modes do not go with them.
-    """
-    if num_ranks is None:
-        num_ranks = hardware.num_devices if any(mode is not ParallelMode.SINGLE for mode in parallel) else 1
-    for mode in parallel:
-        check_ranks(num_ranks, mode)
-    return num_ranks
-
-
-def unused_devices(hardware: Hardware, num_ranks: int) -> str | None:
-    """A note on devices that nobody uses; None if all are used."""
-    if num_ranks >= hardware.num_devices:
-        return None
-    number = "one is used" if num_ranks == 1 else f"{num_ranks} are used"
-    return f"{hardware.name} has {hardware.num_devices} devices and {number}. Without --ranks, --parallel takes all."
-
-
-def machine_of(name: str, changes: list[str] | None, prices: list[str] | None = None) -> Hardware:
-    """The machine that ``--hardware`` names, with the changes of ``--set`` and the rent of ``--price``."""
-    machine = load_hardware(name)
-    wanted = changes_of(changes)
-    if wanted:
-        machine = override_hardware(machine, wanted)
-    if prices:
-        from ...shared.catalogue.prices import parse_prices, with_prices
-
-        (machine,) = with_prices([machine], parse_prices(prices))
-    return machine
-
-
-def price_files(prices: list[str] | None) -> dict[str, str | Path | None]:
-    """Files among the values of ``--price``, by what a message calls them."""
-    return {f"--price {entry}": Path(entry) for entry in prices or () if entry.endswith((".toml", ".json"))}
-
-
 def with_run(found: BatchSearchResult, num_tokens: int | None) -> BatchSearchResult:
     """``found``, whose prediction says what training on ``num_tokens`` takes, if that is asked.
 
@@ -390,63 +282,6 @@ def with_run(found: BatchSearchResult, num_tokens: int | None) -> BatchSearchRes
         return found
     prediction = found.result.prediction.for_tokens(num_tokens)
     return found.model_copy(update={"result": found.result.model_copy(update={"prediction": prediction})})
-
-
-StudentPath = Annotated[
-    Path | None,
-    typer.Option("--student", metavar="FILE", help="What learns from the model, block by block (student.toml)."),
-]
-
-
-def check_budget(budget_bytes: int | None, machine: Hardware) -> None:
-    """Warn of a budget that the device does not have: it is taken as asked for."""
-    usable_bytes = machine.device.usable_bytes
-    if budget_bytes is not None and budget_bytes > usable_bytes:
-        warn(
-            f"the device budget is {format_bytes(budget_bytes)} but {machine.device.name} has "
-            f"{format_bytes(usable_bytes)} for training. For a larger device, use --set device.memory_bytes=SIZE."
-        )
-
-
-def warn_of_dtype(record: Record, hardware: Hardware) -> None:
-    """Warn of an element type that the device has no matrix units for."""
-    assert record.question is not None, "a prediction says what was asked"
-    device, dtype = hardware.device, record.question.compute_dtype
-    rate = device.matrix_flop_per_s(dtype)
-    if dtype in device.peak_flop_per_s or rate is None:
-        return
-    faster = [known for known in TRAINABLE if device.peak_flop_per_s.get(known, 0) > rate]
-    remedy = (
-        f"; use --dtype {faster[0]}, which reaches {device.peak_flop_per_s[faster[0]] / 1e12:.4g} TFLOP/s"
-        if faster
-        else ""
-    )
-    warn(
-        f"{device.name} has no matrix units for {dtype}: its products are predicted at {rate / 1e12:.4g} TFLOP/s, the "
-        f"rate of {device.rate_dtype(dtype) or 'its vector units'}, at most{remedy}."
-    )
-
-
-def warn_of_attention(workload: Workload) -> None:
-    """Warn of attention that takes memory with the square of the sequence."""
-    words = attention_words(workload.quadratic, workload.model_name, workload.num_tokens // workload.num_samples)
-    if words is not None:
-        warn(words)
-
-
-def warn_of_loss(workload: Workload) -> None:
-    """Warn of a loss that is asked to be narrow where no logits are."""
-    if (words := narrow_words(workload)) is not None:
-        warn(words)
-
-
-def warn_of_memory(record: Record, host_bytes: int) -> None:
-    """Warn of segments or host memory that do not fit although all that the plan allocates does."""
-    from ...shared.tables.memory import allocator_warning, host_warning
-
-    for message in (allocator_warning(record), host_warning(record, host_bytes)):
-        if message is not None:
-            warn(message)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,8 @@ from ..engine.pipelines import simulate_pipeline
 from ..memory.libraries import rank_device_bytes, rank_host_bytes
 from ..questions.splits import search_splits
 from ..searching.request import SearchRequest
-from .options import unused_devices, warn_of_dtype, warn_of_memory
+from .machine_choice import unused_devices
+from .warnings import warn_of_dtype, warn_of_memory
 
 if TYPE_CHECKING:
     from ...shared.pipelines.prediction import PipelinePrediction

@@ -15,17 +15,9 @@ from ...shared.cli.exits import report_interruption
 from ...shared.cli.option_groups import with_groups
 from ...shared.cli.options import (
     BatchSize,
-    CalibrationPath,
-    DeviceBudget,
-    DTypeName,
-    HardwareChanges,
-    HardwareName,
     JsonFlag,
-    ModelName,
     NoCacheFlag,
     OutputPath,
-    PackedLengths,
-    PriceEntries,
     SequenceLength,
     Tokens,
     command_app,
@@ -47,28 +39,19 @@ from ..questions.host_bound import with_host_bound
 from ..questions.remedies import with_remedies
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..searching.request import GlobalBatch, SearchRequest
-from .model_choice import ModelChoice, PredictedTraining
+from .machine_choice import MachineChoice, check_budget, unused_devices
+from .model_choice import ModelChoice, NamedModel, PredictedTraining
 from .options import (
     BaselinePlans,
     GlobalBatchSize,
     GoalName,
     Margin,
-    MethodName,
     RiskName,
-    StudentPath,
     WhatIfCommand,
     WhatIfQuestions,
     check_batch,
-    check_budget,
     check_goal,
     check_risk,
-    machine_of,
-    price_files,
-    unused_devices,
-    warn_of_attention,
-    warn_of_dtype,
-    warn_of_loss,
-    warn_of_memory,
     with_run,
 )
 from .pipelines import may_be_pipeline, refuse, search_pipelines
@@ -78,6 +61,7 @@ from .space_options import (
     StepChoice,
     groups_that_share,
 )
+from .warnings import warn_of_attention, warn_of_dtype, warn_of_loss, warn_of_memory
 
 if TYPE_CHECKING:
     from ...shared.report.page import Report
@@ -105,18 +89,11 @@ search = command_app()
 @with_groups
 def search_command(
     *,
-    model: ModelName,
-    hardware: HardwareName,
-    method: MethodName = None,
-    student: StudentPath = None,
+    named: NamedModel,
     batch_size: BatchSize = None,
     sequence_length: SequenceLength = None,
-    packed_lengths: PackedLengths = None,
-    dtype: DTypeName = None,
     training: PredictedTraining,
-    changes: HardwareChanges = None,
-    device_budget_bytes: DeviceBudget = None,
-    calibration: CalibrationPath = None,
+    on: MachineChoice,
     knobs: AllowedKnobs,
     global_batch: GlobalBatchSize = None,
     steps: StepChoice,
@@ -127,7 +104,6 @@ def search_command(
     margin: Margin = None,
     baseline: BaselinePlans = None,
     tokens: Tokens = None,
-    prices: PriceEntries = None,
     output: OutputPath = None,
     report: ReportPath = None,
     as_json: JsonFlag = False,
@@ -147,42 +123,30 @@ def search_command(
         batch_size=batch_size,
         sequence_length=sequence_length,
         global_batch=global_batch,
-        packed_lengths=packed_lengths,
+        packed_lengths=named.packed_lengths,
     )
     check_risk(risk, goal)
     keep_apart(
         {"--output": output, "--report": report},
-        {
-            "--model": model,
-            "--student": student,
-            "--hardware": hardware,
-            "--calibration": calibration,
-            **{f"--baseline {path}": path for path in baseline or ()},
-            **price_files(prices),
-        },
+        {**named.files, **on.files, **{f"--baseline {path}": path for path in baseline or ()}},
         as_json=as_json,
     )
-    machine = machine_of(hardware, changes, prices)
-    check_budget(device_budget_bytes, machine)
-    factors = Calibration.load(calibration) if calibration is not None else None
+    machine = on.machine()
+    check_budget(on.device_budget_bytes, machine)
+    factors = on.factors()
     num_ranks = steps.ranks_of(machine)
     if goal is not Goal.CHEAPEST and (unused := unused_devices(machine, num_ranks)) is not None:
         warn(unused)
     what_ifs = _what_ifs(questions, machine, factors)
     num_groups = groups_that_share(sequence_ranks, num_ranks)
     space = knobs.space(loss_tiles=loss_tiles_of(training.loss, knobs.loss_tiles), sequence_ranks=sequence_ranks)
-    choice = ModelChoice(
-        name=model,
+    choice = named.choice(
+        training,
+        machine,
         batch_size=batch_size,
         sequence_length=sequence_length,
-        dtype=dtype,
-        training=training,
-        device=machine.device,
         has_cache=not no_cache,
-        method=method,
-        student_path=student,
-        packed_lengths=packed_lengths,
-        sequence_ranks=tuple(sequence_ranks or ()),
+        sequence_ranks=sequence_ranks,
         tiles=training.tiles(
             knobs.mlp_tiles,
             knobs.loss_tiles,
@@ -202,7 +166,7 @@ def search_command(
             else choice.global_batch(global_batch, num_groups),
             hardware=machine,
             calibration=factors,
-            device_budget_bytes=device_budget_bytes,
+            device_budget_bytes=on.device_budget_bytes,
             margin_frac=DEFAULT_MARGIN_FRAC if margin is None else margin / 100,
             baselines=tuple((str(path), Plan.load(path)) for path in baseline or ()),
             space=space,

@@ -16,18 +16,10 @@ from ...shared.catalogue.rank_share import machine_of_rank
 from ...shared.cli.option_groups import with_groups
 from ...shared.cli.options import (
     BatchSize,
-    CalibrationPath,
-    DeviceBudget,
-    DTypeName,
-    HardwareChanges,
-    HardwareName,
     JsonFlag,
-    ModelName,
     NoCacheFlag,
     OptimizerName,
     OutputPath,
-    PackedLengths,
-    PriceEntries,
     SequenceLength,
     TimelinePath,
     Tokens,
@@ -43,7 +35,6 @@ from ...shared.cli.trained_as import check_loss_of_plan
 from ...shared.compile.compile import compile_schedule
 from ...shared.methods.known import method_named
 from ...shared.pipelines.pipeline import Pipeline, load_plan_or_pipeline
-from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import DeviceKind, Hardware
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
@@ -57,26 +48,11 @@ from ..questions.in_tiles import AskedTiles
 from ..questions.leaner_plans import Room
 from ..questions.remedies import remedies
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
-from .model_choice import ModelChoice, PredictedTraining
-from .options import (
-    MethodName,
-    NumRanks,
-    Parallel,
-    RuntimeChoice,
-    ShardRanks,
-    Shards,
-    StudentPath,
-    check_budget,
-    machine_of,
-    price_files,
-    unused_devices,
-    warn_of_attention,
-    warn_of_dtype,
-    warn_of_loss,
-    warn_of_memory,
-    with_ranks,
-)
+from .machine_choice import MachineChoice, RanksOfPlan, check_budget, unused_devices
+from .model_choice import NamedModel, PredictedTraining
+from .options import RuntimeChoice
 from .pipelines import Asked, refuse, simulate_stages
+from .warnings import warn_of_attention, warn_of_dtype, warn_of_loss, warn_of_memory
 
 if TYPE_CHECKING:
     from ...shared.report.page import Report
@@ -99,26 +75,15 @@ simulate = command_app()
 def simulate_command(
     *,
     plan: Annotated[Path, typer.Option("--plan", metavar="FILE", help="What to simulate.")],
-    model: ModelName,
-    hardware: HardwareName,
-    method: MethodName = None,
-    student: StudentPath = None,
+    named: NamedModel,
     batch_size: BatchSize = None,
     sequence_length: SequenceLength = None,
-    packed_lengths: PackedLengths = None,
-    dtype: DTypeName = None,
     training: PredictedTraining,
-    changes: HardwareChanges = None,
-    device_budget_bytes: DeviceBudget = None,
-    calibration: CalibrationPath = None,
-    num_ranks: NumRanks = None,
-    parallel: Parallel = None,
-    n_shard: Shards = None,
-    shard_ranks: ShardRanks = None,
+    on: MachineChoice,
+    ranks: RanksOfPlan,
     carried_out: RuntimeChoice,
     optimizer: OptimizerName = None,
     tokens: Tokens = None,
-    prices: PriceEntries = None,
     timeline: TimelinePath = None,
     output: OutputPath = None,
     report: ReportPath = None,
@@ -135,47 +100,34 @@ def simulate_command(
     """
     keep_apart(
         {"--output": output, "--timeline": timeline, "--report": report},
-        {
-            "--plan": plan,
-            "--model": model,
-            "--student": student,
-            "--hardware": hardware,
-            "--calibration": calibration,
-            **price_files(prices),
-        },
+        {"--plan": plan, **named.files, **on.files},
         as_json=as_json,
     )
     profile = carried_out.profile()
-    machine = machine_of(hardware, changes, prices)
+    machine = on.machine()
     loaded = load_plan_or_pipeline(plan)
-    check_budget(device_budget_bytes, machine)
-    factors = Calibration.load(calibration) if calibration is not None else None
-    choice = ModelChoice(
-        name=model,
+    check_budget(on.device_budget_bytes, machine)
+    factors = on.factors()
+    choice = named.choice(
+        training,
+        machine,
         batch_size=batch_size,
         sequence_length=sequence_length,
-        dtype=dtype,
-        training=training,
-        device=machine.device,
         has_cache=not no_cache,
-        method=method,
-        student_path=student,
-        packed_lengths=packed_lengths,
         tiles=AskedTiles()
         if isinstance(loaded, Pipeline)
         else AskedTiles(mlp=(loaded.mlp_tiles,), loss=(loaded.loss_tiles,)),
         sequence_ranks=() if isinstance(loaded, Pipeline) else (loaded.sequence_ranks,),
     )
     if isinstance(loaded, Pipeline):
-        of_ranks = {"--ranks": num_ranks, "--parallel": parallel, "--n-shard": n_shard, "--shard-ranks": shard_ranks}
         others: dict[str, object] = {"--as": profile.other, "--optimizer": optimizer, "--tokens": tokens}
         others |= {"--timeline": timeline, "--report": report}
-        refuse({**of_ranks, **others}, "a pipeline's file")
-        asked = Asked(device_budget_bytes, output, as_json=as_json)
+        refuse({**ranks.options, **others}, "a pipeline's file")
+        asked = Asked(on.device_budget_bytes, output, as_json=as_json)
         simulate_stages(loaded, choice.workload(), machine, factors, asked)
         return
     check_loss_of_plan(training.loss, loaded)
-    chosen = with_ranks(load_plan(plan, optimizer), machine, num_ranks, parallel, n_shard, shard_ranks)
+    chosen = ranks.taking(load_plan(plan, optimizer), machine)
     workload = choice.workload()
     with progress_bar("simulating") as on_progress:
         schedule = compile_schedule(chosen, workload, policies=profile.method(method_named(chosen.method)).policies)
@@ -183,12 +135,12 @@ def simulate_command(
             simulate_plan,
             schedule=schedule,
             runtime=profile,
-            device_budget_bytes=device_budget_bytes,
+            device_budget_bytes=on.device_budget_bytes,
             on_progress=on_progress,
         )
         record = ask(chosen, workload, machine, factors)
     record = record if tokens is None else record.for_tokens(tokens)
-    budget_bytes = device_budget_bytes or rank_device_bytes(machine, chosen.num_ranks, chosen.shard_ranks)
+    budget_bytes = on.device_budget_bytes or rank_device_bytes(machine, chosen.num_ranks, chosen.shard_ranks)
     told = remedies(
         record,
         workload,

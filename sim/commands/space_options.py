@@ -18,7 +18,8 @@ from ...shared.schema.plan import MOST_RANKS, ParallelMode, why_not_shard_ranks
 from ..searching.request import Step
 from ..space.space import ALL, LARGEST_KNOB, SearchSpace
 from ..space.step_spec import SEVERAL
-from .options import MaxGradientNorm, MicroBatches, NumRanks, ranks_to_search
+from .machine_choice import NumRanks, ranks_to_search
+from .options import MaxGradientNorm, MicroBatches
 
 
 def _allowed(name: str, help_text: str, *, least: int = 0) -> Any:

@@ -14,18 +14,9 @@ from ...shared.catalogue.list_prices import with_list_prices
 from ...shared.cli.exits import report_interruption
 from ...shared.cli.option_groups import with_groups
 from ...shared.cli.options import (
-    CalibrationPath,
-    DeviceBudget,
-    DTypeName,
-    HardwareChanges,
-    HardwareName,
     JsonFlag,
-    MethodName,
-    ModelName,
     NoCacheFlag,
     OutputPath,
-    PackedLengths,
-    PriceEntries,
     command_app,
     examples,
     keep_apart,
@@ -36,7 +27,6 @@ from ...shared.cli.ranges import Numbers, numbers_option
 from ...shared.cli.report_options import ReportPath, write_report
 from ...shared.phases.operations import lowering_notes
 from ...shared.records.question import exceeded_tokens
-from ...shared.schema.calibration import Calibration
 from ...shared.sweeps.sweep import Sweep, crossovers
 from ...shared.workloads.source import is_saved_workload
 from ..questions.sweep import SweepRequest
@@ -44,16 +34,9 @@ from ..questions.sweep import sweep as sweep_points
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..searching.request import SearchRequest
 from .advise import NumProcesses
-from .model_choice import ModelChoice, PredictedTraining
-from .options import (
-    Margin,
-    StudentPath,
-    check_budget,
-    machine_of,
-    price_files,
-    unused_devices,
-    warn_of_loss,
-)
+from .machine_choice import MachineChoice, check_budget, unused_devices
+from .model_choice import NamedModel, PredictedTraining
+from .options import Margin
 from .space_options import (
     AllowedLossTiles,
     AllowedMlpTiles,
@@ -63,6 +46,7 @@ from .space_options import (
     groups_that_share,
     product_strides,
 )
+from .warnings import warn_of_loss
 
 if TYPE_CHECKING:
     from ...shared.report.page import Report
@@ -103,25 +87,17 @@ BatchSizes = Annotated[
 @with_groups
 def sweep_command(
     *,
-    model: ModelName,
-    hardware: HardwareName,
-    sequences: SequenceLengths,
+    named: NamedModel,
     batches: BatchSizes = None,
-    method: MethodName = None,
-    student: StudentPath = None,
-    packed_lengths: PackedLengths = None,
-    dtype: DTypeName = None,
     training: PredictedTraining,
-    changes: HardwareChanges = None,
-    device_budget_bytes: DeviceBudget = None,
+    on: MachineChoice,
+    sequences: SequenceLengths,
     margin: Margin = None,
-    calibration: CalibrationPath = None,
     product_stride: AllowedProductStrides = None,
     mlp_tiles: AllowedMlpTiles = None,
     loss_tiles: AllowedLossTiles = None,
     steps: StepChoice,
     sequence_ranks: AllowedSequenceRanks = None,
-    prices: PriceEntries = None,
     processes: NumProcesses = None,
     output: OutputPath = None,
     report: ReportPath = None,
@@ -136,41 +112,30 @@ def sweep_command(
     """
     keep_apart(
         {"--output": output, "--report": report},
-        {
-            "--model": model,
-            "--student": student,
-            "--hardware": hardware,
-            "--calibration": calibration,
-            **price_files(prices),
-        },
+        {**named.files, **on.files},
         as_json=as_json,
     )
     sequence_lengths, batch_sizes = sequences.values, (1,) if batches is None else batches.values
-    _check_shapes(model, sequence_lengths, batch_sizes)
-    (machine,), listed = with_list_prices([machine_of(hardware, changes, prices)])
-    check_budget(device_budget_bytes, machine)
+    _check_shapes(named.model, sequence_lengths, batch_sizes)
+    (machine,), listed = with_list_prices([on.machine()])
+    check_budget(on.device_budget_bytes, machine)
     num_ranks = steps.ranks_of(machine)
     if (unused := unused_devices(machine, num_ranks)) is not None:
         warn(unused)
     groups_that_share(sequence_ranks, num_ranks)
-    choice = ModelChoice(
-        name=model,
+    choice = named.choice(
+        training,
+        machine,
         batch_size=batch_sizes[0],
         sequence_length=sequence_lengths[0],
-        dtype=dtype,
-        training=training,
-        device=machine.device,
         has_cache=not no_cache,
-        method=method,
-        student_path=student,
-        packed_lengths=packed_lengths,
-        sequence_ranks=tuple(sequence_ranks or ()),
+        sequence_ranks=sequence_ranks,
         tiles=training.tiles(mlp_tiles, loss_tiles),
     )
     if num_ranks > 1 and choice.student is not None:
         raise PlanError(
-            f"{num_ranks} ranks that learn from {model} are stages and replicas, which a sweep does not search. Leave "
-            f"--ranks and --parallel out, or ask protwin search about one shape."
+            f"{num_ranks} ranks that learn from {named.model} are stages and replicas, which a sweep does not search. "
+            f"Leave --ranks and --parallel out, or ask protwin search about one shape."
         )
     with progress_bar("searching points") as on_progress:
         asked = SweepRequest(
@@ -180,8 +145,8 @@ def sweep_command(
             request=SearchRequest(
                 workload=choice.workload(),
                 hardware=machine,
-                calibration=Calibration.load(calibration) if calibration is not None else None,
-                device_budget_bytes=device_budget_bytes,
+                calibration=on.factors(),
+                device_budget_bytes=on.device_budget_bytes,
                 margin_frac=DEFAULT_MARGIN_FRAC if margin is None else margin / 100,
                 space=choice.tiles.space.model_copy(
                     update={
@@ -201,10 +166,10 @@ def sweep_command(
         )
     workload = choice.workload()
     found = Sweep(
-        model=model,
+        model=named.model,
         model_name=workload.model_name,
         hardware_name=machine.name,
-        device_budget_bytes=device_budget_bytes,
+        device_budget_bytes=on.device_budget_bytes,
         num_ranks=num_ranks,
         micro_batches=steps.micro_batches or 1,
         sequence_lengths=sequence_lengths,

@@ -30,7 +30,7 @@ First = Annotated[str, typer.Option("--first")]
 Last = Annotated[int, typer.Option("--last")]
 
 
-def test_a_group_is_an_option_a_field_in_its_place() -> None:
+def test_a_group_is_an_option_a_field_in_its_place_and_required_ones_come_first() -> None:
     app, told = typer.Typer(), []
 
     @app.command()
@@ -48,4 +48,4 @@ def test_a_group_is_an_option_a_field_in_its_place() -> None:
     ]
     assert "--size" in CliRunner().invoke(app, []).output, "a field without a default is required"
     options = [parameter.opts[0] for parameter in typer.main.get_command(app).params]
-    assert options[:5] == ["--first", "--size", "--name", "--loud", "--last"]
+    assert options[:5] == ["--size", "--first", "--name", "--loud", "--last"]

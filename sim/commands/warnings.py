@@ -1,0 +1,53 @@
+"""What commands warn of, of a prediction and the machine that it is for."""
+
+from __future__ import annotations
+
+from ...shared.cli.options import MethodName as MethodName
+from ...shared.cli.options import warn
+from ...shared.phases.quadratic import attention_words
+from ...shared.schema.hardware import Hardware
+from ...shared.schema.record import Record
+from ...shared.schema.workload import Workload
+from ...shared.workloads.check import narrow_words
+from ...shared.workloads.dtypes import TRAINABLE
+
+
+def warn_of_dtype(record: Record, hardware: Hardware) -> None:
+    """Warn of an element type that the device has no matrix units for."""
+    assert record.question is not None, "a prediction says what was asked"
+    device, dtype = hardware.device, record.question.compute_dtype
+    rate = device.matrix_flop_per_s(dtype)
+    if dtype in device.peak_flop_per_s or rate is None:
+        return
+    faster = [known for known in TRAINABLE if device.peak_flop_per_s.get(known, 0) > rate]
+    remedy = (
+        f"; use --dtype {faster[0]}, which reaches {device.peak_flop_per_s[faster[0]] / 1e12:.4g} TFLOP/s"
+        if faster
+        else ""
+    )
+    warn(
+        f"{device.name} has no matrix units for {dtype}: its products are predicted at {rate / 1e12:.4g} TFLOP/s, the "
+        f"rate of {device.rate_dtype(dtype) or 'its vector units'}, at most{remedy}."
+    )
+
+
+def warn_of_attention(workload: Workload) -> None:
+    """Warn of attention that takes memory with the square of the sequence."""
+    words = attention_words(workload.quadratic, workload.model_name, workload.num_tokens // workload.num_samples)
+    if words is not None:
+        warn(words)
+
+
+def warn_of_loss(workload: Workload) -> None:
+    """Warn of a loss that is asked to be narrow where no logits are."""
+    if (words := narrow_words(workload)) is not None:
+        warn(words)
+
+
+def warn_of_memory(record: Record, host_bytes: int) -> None:
+    """Warn of segments or host memory that do not fit although all that the plan allocates does."""
+    from ...shared.tables.memory import allocator_warning, host_warning
+
+    for message in (allocator_warning(record), host_warning(record, host_bytes)):
+        if message is not None:
+            warn(message)
