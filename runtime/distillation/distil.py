@@ -19,6 +19,8 @@ from ...shared.schema.plan_check import check_plan
 from ...shared.schema.schedule import Memory
 from ...shared.schema.workload import Workload
 from ..devices.device import TrainingDevice
+from ..lanes.compute_lane import ComputeLane
+from ..lanes.progress import Call, TrainingPhase
 from ..model.identity import model_hash
 from ..model.ownership import check_untaken, taken_over
 from ..optimizers.chunk_optimizer import MakeOptimizer
@@ -27,11 +29,9 @@ from ..optimizers.named import named_optimizer
 from ..ranks.agreement import agreed
 from ..ranks.stages import StageRanks, stage_ranks
 from ..ranks.world import World, exchanged
-from ..training.assembly import TrainingSettings
 from ..training.carry_out import begun, checked_plan, device_for, joined, with_values_of_a_file
-from ..training.compute_lane import ComputeLane
 from ..training.evaluation import EvaluatedModel
-from ..training.progress import Call, TrainingPhase
+from ..training.settings import TrainingSettings
 from ..training.training import Training
 from .ends import Ends
 from .handing_on import HandingOn

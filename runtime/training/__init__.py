@@ -1,1 +1,1 @@
-"""The Schedule interpreted: Training and its lanes."""
+"""The Schedule interpreted: a training, put together, carried out, and the model given back."""

@@ -6,20 +6,17 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from ...shared.basics.errors import PlanError
 from ...shared.compile.compile import compile_schedule
 from ...shared.layout.layout import Layout, layout_of
 from ...shared.layout.looked_up import as_planned
 from ...shared.layout.residencies import chunk_counts
 from ...shared.layout.shards import stepped_members
 from ...shared.optimizers.state import state_tensors
-from ...shared.schema.hardware import Disk
 from ...shared.schema.plan import Plan
 from ...shared.schema.schedule import Content, Schedule, TaskKind
 from ...shared.schema.workload import Workload
@@ -31,19 +28,22 @@ from ..chunks.chunk_store import ChunkStore, chunk_store
 from ..chunks.gradient_watch import refusing_late_gradients
 from ..chunks.model_optimizers import StepPolicy
 from ..chunks.placed_model import PlacedModel
-from ..chunks.saved_weights import SavedWeights
 from ..devices.device import TrainingDevice
 from ..hooks.autocast import following_autocast
 from ..hooks.offloaded_inputs import offloaded_inputs
 from ..hooks.section_walker import Recomputing, SectionWalker
 from ..hooks.swapping import SwappedActivations, swapped_blocks
+from ..lanes.compute_lane import ComputeLane
+from ..lanes.progress import Progress
+from ..lanes.stage_work import StageWork
+from ..lanes.transfer_lanes import TransferLanes
 from ..model.blocks import NamedBlock, find_blocks
 from ..model.kept_tensors import kept_tensors
 from ..model.ownership import check_model, taken_over
 from ..model.snapshot import without_cache
-from ..optimizers.chunk_optimizer import MakeOptimizer, group_options
+from ..optimizers.chunk_optimizer import group_options
 from ..optimizers.facade import ParameterStates, TrainingOptimizer
-from ..optimizers.loss_scaling import BlockScalers, LossScaler, LossScaling, scaler_for
+from ..optimizers.loss_scaling import BlockScalers, LossScaler, scaler_for
 from ..optimizers.named import check_made, check_runs_on, on_host
 from ..quantized.states import states_as_parameters
 from ..ranks.agreement import agree, agreed
@@ -51,20 +51,17 @@ from ..ranks.collectives import Collectives
 from ..ranks.own_device import check_own_device
 from ..ranks.sequence_peers import sharing_sequences
 from ..ranks.shard_groups import between_steps, of_lane
-from ..ranks.stages import StageRanks
-from ..ranks.world import World, exchanged
+from ..ranks.world import exchanged
 from ..ranks.wrappers import check_unwrapped
 from ..recording.allocator_metering import AllocatorMetering
 from ..recording.ledger_metering import LedgerMetering
 from ..recording.metering import Metering
 from ..recording.recorder import Recorder
-from ..recording.replanning import Replanning
 from ..sequences import sharing
 from ..tiles.fused_loss import check_loss_of_plan, loss_of_plan
 from ..tiles.mlp_modules import as_planned as in_tiles_of
-from .compute_lane import ComputeLane
 from .consensus import check_ranks_on, facts_of_optimizer, facts_of_pipeline, facts_of_plan
-from .evaluation import EvaluatedModel, Evaluation, whole_model
+from .evaluation import Evaluation, whole_model
 from .guards import (
     OffloadedWeights,
     StateAccess,
@@ -75,73 +72,7 @@ from .guards import (
 )
 from .initial_values import check_values, fill_buffers, values_for
 from .module_buffers import SharedBuffers, buffers_on
-from .progress import Progress
-from .stage_work import StageWork
-from .transfer_lanes import TransferLanes
-
-
-class Walker(Protocol):
-    """What leads the compute lane through its program, as long as a training lives."""
-
-    def remove(self) -> None:
-        """Announce nothing any more; afterwards the model is as it was.  Idempotent."""
-
-    def forget(self) -> None:
-        """The iteration that is under way has been given up."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingSettings:
-    """What a user chooses beside the plan; ``carry_out`` says what each means."""
-
-    optimizer: MakeOptimizer
-    parameter_groups: Sequence[Mapping[str, Any]] | None
-    device: TrainingDevice
-    meter_every: int | None
-    check_gradients: bool
-    loss_scaling: LossScaling | None
-    keep_last_step: bool
-    disk_folder: str | Path | None = None
-    stated_disk: Disk | None = None
-    world: World | None = None
-    """The ranks of a plan for several: of a pipeline those of this rank's stage."""
-    stages: StageRanks | None = None
-    """The ranks of a pipeline; None: there is one stage."""
-    traced_hash: str | None = None
-    """That of the model of which this stage's is a part; None: it is whole."""
-    weights: SavedWeights | None = None
-    """What fills parameters on the meta device."""
-    returning: frozenset[nn.Parameter] = frozenset()
-    """Those of them that are on the meta device again in the end."""
-    follow: Callable[[ComputeLane], Walker] | None = None
-    """Who tells the compute lane where the model is; None: hooks on its blocks, in forward and backward."""
-    evaluated: Sequence[EvaluatedModel] | None = None
-    """The models that an evaluation calls; None: the whole."""
-    saved: SavedPart | None = None
-    """What a checkpoint holds; None: everything."""
-    replanning: Replanning | None = None
-    """Who looks for a better plan after the first steps."""
-
-    @property
-    def everybody(self) -> World | None:
-        """All ranks, of all stages; None if there is one."""
-        return self.world if self.stages is None else self.stages.world
-
-    def check(self, plan: Plan) -> None:
-        """Raise PlanError if a setting makes no sense, or not with ``plan``."""
-        if self.keep_last_step and plan.n_disk_state:
-            raise PlanError(
-                f"keep_last_step keeps what CPU Adam overwrites in host memory, but the plan has n_disk_state = "
-                f"{plan.n_disk_state} chunks on the disk because they do not fit there. Leave keep_last_step out, or "
-                f"carry out a plan with n_disk_state = 0."
-            )
-        if isinstance(self.optimizer, torch.optim.Optimizer):
-            raise PlanError(
-                f"optimizer is made already; each chunk needs its own. Pass optimizer={type(self.optimizer).__name__}, "
-                "parameter_groups=optimizer.param_groups, which have its options, and schedulers training.optimizer."
-            )
-        if self.meter_every is not None and self.meter_every < 1:
-            raise PlanError(f"meter_every is {self.meter_every}; it must be positive.")
+from .settings import TrainingSettings, Walker
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

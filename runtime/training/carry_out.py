@@ -21,6 +21,7 @@ from ..chunks.saved_weights import SavedWeights
 from ..devices.cpu_device import CpuDevice
 from ..devices.cuda_device import CudaDevice
 from ..devices.device import TrainingDevice
+from ..lanes.progress import Call, TrainingPhase
 from ..model.ownership import owner_of
 from ..model.snapshot import buffers_kept, random_states_kept
 from ..optimizers.chunk_optimizer import MakeOptimizer
@@ -31,8 +32,7 @@ from ..ranks.failures import tell_failure
 from ..ranks.own_device import device_of_rank
 from ..ranks.world import World, exchanged, join_world
 from ..recording.replanning import Replan, Replanning
-from .assembly import TrainingSettings
-from .progress import Call, TrainingPhase
+from .settings import TrainingSettings
 from .training import Training
 
 _T = TypeVar("_T", bound=Training)

@@ -31,6 +31,7 @@ from ..checkpoints.saved import Saved
 from ..checkpoints.saved_by_ranks import RankPlace, open_checkpoint
 from ..checkpoints.state import Resumed, Scheduler
 from ..hooks.refusals import refuse_call
+from ..lanes.progress import Call, Progress, TrainingPhase, refuse_copy
 from ..model.nested_tensors import tensors_in
 from ..optimizers.facade import ParameterStates
 from ..optimizers.loss_scaling import LossScaler
@@ -38,11 +39,11 @@ from ..ranks.agreement import agree, agreed
 from ..recording.counts import Counted, Counts
 from ..recording.rank_records import record_of_ranks
 from ..recording.summaries import StepSummary, Summaries, to_stderr
-from .assembly import Assembly, Callbacks, Kept, Parts, TrainingSettings
+from .assembly import Assembly, Callbacks, Kept, Parts
 from .evaluation import refuse_other_gradient_mode
 from .guards import refuse_own_checkpointing, refuse_with_ranks, state_on_host, weight_of_rank
 from .plan_changes import changed_parts
-from .progress import Call, Progress, TrainingPhase, refuse_copy
+from .settings import TrainingSettings
 
 
 class Training(Counted):
@@ -381,16 +382,7 @@ class Training(Counted):
     @property
     def counts(self) -> Counts:
         """What was moved and stepped so far."""
-        work = self._lanes.work
-        return self._earlier + Counts(
-            num_iterations=self._progress.iteration,
-            num_gathers=work.num_gathers,
-            num_cpu_adam_steps=work.num_cpu_adam_steps,
-            bytes_host_to_device=work.bytes_host_to_device + work.rows.moved_bytes,
-            bytes_device_to_host=work.bytes_device_to_host,
-            bytes_read_from_disk=work.bytes_read_from_disk,
-            bytes_written_to_disk=work.bytes_written_to_disk,
-        )
+        return self._earlier + self._lanes.work.counts(self._progress.iteration)
 
     @property
     def num_steps(self) -> int:

@@ -13,7 +13,7 @@ stream, and events do the rest:
   copy: by then the compute stream waits for the copy, and so does whoever gets the memory next.
 
 So the order in which memory is asked for and freed depends on no timing: it is read off the happens-before relation.
-The runtime carries it out (``runtime/training/transfer_lanes.py``), the simulator replays it
+The runtime carries it out (``runtime/lanes/transfer_lanes.py``), the simulator replays it
 (``sim/memory/requests_of_schedule.py``).
 
 Nothing is guessed (``Tensor.record_stream`` would keep memory until somebody happens to look whether the other stream

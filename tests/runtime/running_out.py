@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from protwin.runtime import CpuDevice, CpuOutOfMemoryError, Training, carry_out
-from protwin.runtime.training.lane_work import LaneWork
+from protwin.runtime.lanes.lane_work import LaneWork
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.schedule import Lane, Task, TaskId, TaskKind
 from tests.runtime.eager_lanes import settle

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from protwin.runtime import CpuDevice, Training
 from protwin.runtime.chunks.sharded_chunk import ShardedChunk
-from protwin.runtime.training.rank_work import RankWork
+from protwin.runtime.lanes.rank_work import RankWork
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.layout.residencies import ChunkResidency, residencies

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from protwin.runtime import CudaDevice, carry_out
 from protwin.runtime.chunks.sharded_chunk import ShardedChunk
+from protwin.runtime.lanes.rank_work import RankWork
 from protwin.runtime.ranks import ordered_sums
-from protwin.runtime.training.rank_work import RankWork
 from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from tests.runtime.deferred_cuda import DeferredCuda, backward, cuda_device

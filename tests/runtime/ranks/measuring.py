@@ -17,10 +17,10 @@ from protwin.runtime import CpuDevice, Training, carry_out
 from protwin.runtime.chunks.chunk import DeviceChunk
 from protwin.runtime.chunks.placed_model import PlacedModel
 from protwin.runtime.chunks.sharded_chunk import ShardedChunk
+from protwin.runtime.lanes.rank_work import RankWork
 from protwin.runtime.model.nested_tensors import storage_bytes
 from protwin.runtime.optimizers.gradient_norms import ClippedNorm
 from protwin.runtime.ranks.collectives import Collectives
-from protwin.runtime.training.rank_work import RankWork
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.layout.residencies import ChunkResidency, residencies

@@ -21,8 +21,8 @@ from torch import nn
 from protwin.runtime import CpuDevice
 from protwin.runtime.distillation.distil import distil
 from protwin.runtime.distillation.tracing import trace_distillation
+from protwin.runtime.lanes.stage_work import StageWork
 from protwin.runtime.model.blocks import find_blocks
-from protwin.runtime.training.stage_work import StageWork
 from protwin.shared.basics.errors import ScheduleError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import layout_of

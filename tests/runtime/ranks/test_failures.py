@@ -17,9 +17,9 @@ from unittest import mock
 import pytest
 
 from protwin.runtime import CpuDevice, CpuOutOfMemoryError
-from protwin.runtime.training import rank_work
-from protwin.runtime.training.compute_lane import ComputeLane
-from protwin.runtime.training.lane_work import LaneWork
+from protwin.runtime.lanes import rank_work
+from protwin.runtime.lanes.compute_lane import ComputeLane
+from protwin.runtime.lanes.lane_work import LaneWork
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.schedule import Section, Task, TaskKind

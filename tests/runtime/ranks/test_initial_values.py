@@ -25,8 +25,8 @@ from protwin.runtime.chunks.chunk import DeviceChunk
 from protwin.runtime.chunks.model_optimizers import ModelOptimizers
 from protwin.runtime.chunks.saved_weights import SavedWeights
 from protwin.runtime.chunks.sharded_chunk import ShardedChunk
+from protwin.runtime.lanes.transfer_lanes import TransferLanes
 from protwin.runtime.ranks.placing import Rank0Values
-from protwin.runtime.training.transfer_lanes import TransferLanes
 from protwin.shared import FileError, RanksError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout

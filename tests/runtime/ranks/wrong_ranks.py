@@ -14,11 +14,11 @@ import torch
 from protwin.runtime.chunks.placed_model import PlacedModel
 from protwin.runtime.chunks.sharded_chunk import ShardedChunk
 from protwin.runtime.devices.lanes import Mark
+from protwin.runtime.lanes.compute_lane import ComputeLane
+from protwin.runtime.lanes.rank_work import RankWork
+from protwin.runtime.lanes.transfer_lanes import TransferLanes
 from protwin.runtime.ranks import ordered_sums
 from protwin.runtime.ranks.collectives import Collectives
-from protwin.runtime.training.compute_lane import ComputeLane
-from protwin.runtime.training.rank_work import RankWork
-from protwin.runtime.training.transfer_lanes import TransferLanes
 from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.schedule import Task, TaskKind
 from tests.runtime.ranks.beside_ddp import Found, averaged, train

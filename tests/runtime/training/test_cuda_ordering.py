@@ -14,7 +14,7 @@ import torch
 from protwin.runtime import CudaDevice, Training, carry_out
 from protwin.runtime.devices import stream_clock
 from protwin.runtime.hooks.swapping import SwappedBlock
-from protwin.runtime.training.lane_work import LaneWork
+from protwin.runtime.lanes.lane_work import LaneWork
 from protwin.shared.basics.errors import HardwareError, ScheduleError
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ActivationMode, Plan

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from protwin.runtime import carry_out
-from protwin.runtime.training.progress import TRANSITIONS, Call, Progress, TrainingPhase
+from protwin.runtime.lanes.progress import TRANSITIONS, Call, Progress, TrainingPhase
 from protwin.shared.basics.errors import ScheduleError
 from tests.proof_size import examples
 from tests.runtime.life_cycle import plan_for

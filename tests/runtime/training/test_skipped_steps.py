@@ -15,9 +15,9 @@ import torch
 
 from protwin.runtime import CpuDevice, CpuOutOfMemoryError, LossScaling, NonFiniteGradientError, Training, carry_out
 from protwin.runtime.chunks.placed_model import PlacedModel
+from protwin.runtime.lanes.compute_lane import ComputeLane
 from protwin.runtime.optimizers.chunk_optimizer import ChunkOptimizer
 from protwin.runtime.optimizers.step_undo import _Kept
-from protwin.runtime.training.compute_lane import ComputeLane
 from protwin.shared.schema.plan import ActivationMode, Plan
 from protwin.shared.schema.schedule import Content, Task, TaskKind
 from tests.interrupting import interruption

@@ -21,6 +21,7 @@ from ..hooks.swapping import SwappedBlock
 from ..model.nested_tensors import storage_bytes
 from ..optimizers.gradient_norms import ClippedNorm
 from ..ranks.collectives import Collectives
+from ..recording.counts import Counts
 from .rank_work import RankWork, is_of_norm
 from .stage_work import STAGE_KINDS, StageWork
 
@@ -87,6 +88,18 @@ class LaneWork:
         if collectives is not None:
             shared = next((task.id for task in schedule.tasks if is_of_norm(task)), None)
             self.ranks = RankWork(placed, device, collectives, self._outgoing, self.clipped, norm_task=shared)
+
+    def counts(self, num_iterations: int) -> Counts:
+        """What was moved and stepped so far, in so many iterations."""
+        return Counts(
+            num_iterations=num_iterations,
+            num_gathers=self.num_gathers,
+            num_cpu_adam_steps=self.num_cpu_adam_steps,
+            bytes_host_to_device=self.bytes_host_to_device + self.rows.moved_bytes,
+            bytes_device_to_host=self.bytes_device_to_host,
+            bytes_read_from_disk=self.bytes_read_from_disk,
+            bytes_written_to_disk=self.bytes_written_to_disk,
+        )
 
     def _chunks_by_norm(self) -> dict[Limited, list[int]]:
         found: dict[Limited, list[int]] = {section: [] for section in self.limited}
