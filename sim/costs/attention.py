@@ -30,6 +30,9 @@ from ...shared.schema.hardware import AttentionKernel, Device
 from ...shared.schema.workload import DType, Operation, OperationClass
 from .efficiency import efficiency_frac, multiplies_by_warpgroups, sustained_flop_per_s
 
+_CAUSAL_FRAC: Final = 0.6
+"""Between the shares of FLOPs that a causal mask leaves, a half at most, and that values leave which are narrower than
+queries: queries meet keys whole, so that more than a half is left forward, and three of five products backward."""
 _SCORE_TILE: Final = 128
 """Rows and columns of scores that attention kernels compute at a time."""
 _FLASH_DTYPES: Final = frozenset({DType.FLOAT16, DType.BFLOAT16})
@@ -100,7 +103,7 @@ def attention_s(operation: Operation, device: Device, peak_flop_per_s: float) ->
     """Seconds of fused attention; see [Note: Attention kernels].
 
     Each multiprocessor takes one row of tiles of scores at a time.  Under a causal mask (told by the FLOPs, of which
-    half are left) tiles above the diagonal are left out, and those on it are computed whole.
+    at most half are left) tiles above the diagonal are left out, and those on it are computed whole.
     """
     heads, queries, keys, width = operation.shape
     assert device.num_multiprocessors is not None
@@ -108,7 +111,9 @@ def attention_s(operation: Operation, device: Device, peak_flop_per_s: float) ->
     num_products = 5 if is_backward else 2
     whole_flops = 2 * num_products * heads * queries * keys * width
     num_rows, num_columns = heads * ceil(queries / _SCORE_TILE), ceil(keys / _SCORE_TILE)
-    if operation.flops * 4 < whole_flops * 3:
+    counted_frac = operation.flops / whole_flops
+    if counted_frac < _CAUSAL_FRAC:
+        counted_frac *= 2
         # Rows differ in length, and the short ones fill up what the long ones leave.
         tiles_in_turn = max(num_columns, num_rows * (num_columns + 1) / 2 / device.num_multiprocessors)
     else:
@@ -121,7 +126,7 @@ def attention_s(operation: Operation, device: Device, peak_flop_per_s: float) ->
         sustained = direction.matrix_frac * peak_flop_per_s
     elif kernel is AttentionKernel.MEMORY_EFFICIENT:
         sustained *= _MEMORY_EFFICIENT_FRAC
-    tile_flops = 2 * num_products * _SCORE_TILE**2 * width
+    tile_flops = counted_frac * 2 * num_products * _SCORE_TILE**2 * width
     # A vector FLOP/s counts a multiply-add as two.
     tile_vector_flops = 2 * direction.instructions * _SCORE_TILE**2
     tile_s = tile_flops / sustained + tile_vector_flops / device.vector_flop_per_s

@@ -36,6 +36,18 @@ def test_attention_by_hand() -> None:
     assert attention_s(attention(2, 256, 64, backward=True), device(), 1.0) == pytest.approx(4 * 2 * backward)
 
 
+@pytest.mark.parametrize(("causal", "backward"), [(False, False), (True, False), (False, True), (True, True)])
+def test_values_narrower_than_queries_by_hand(causal: bool, backward: bool) -> None:
+    # Latent attention of DeepSeek-V3: queries and keys 192 wide, values 128.
+    like = attention(256, 1024, 192, causal=causal, backward=backward)
+    widths = 3 * 192 + 2 * 128 if backward else 192 + 128
+    pairs = 256 * 1024 * 1024
+    narrow = like.model_copy(update={"flops": 2 * pairs * widths // (2 if causal else 1)})
+    tile = 2 * 128 * 128 * widths + 2 * (14 if backward else 10) * 128 * 128
+    columns = 4.5 if causal else 8
+    assert attention_s(narrow, device(), 1.0) == pytest.approx(256 * 8 * columns * tile)
+
+
 def test_attention_reaches_what_flash_attention_2_measured_on_an_a100() -> None:
     a100 = device_part("a100-80gb")
     for backward, low, high in ((False, 0.5, 0.73), (True, 0.44, 0.66)):
