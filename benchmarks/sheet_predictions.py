@@ -18,8 +18,9 @@ from protwin.calibration.published.run_predictions import hardware_of, plan_of, 
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.schedule import TaskKind
 from protwin.shared.schema.workload import OperationClass
-from protwin.sim.costs.task_costs import CostModel, operation_s
+from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.engine.simulator import simulate
+from protwin.sim.operations.roofline import operation_s
 
 _PRODUCTS: Final = re.compile("nvjet|gemm|cutlass(?!.*fmha)|cublas", re.IGNORECASE)
 _ATTENTION: Final = re.compile("sdpa|fmha|flash", re.IGNORECASE)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 BESIDE = (ROOT / "sim" / "engine" / "error_sources.py", ROOT / "shared" / "schema" / "hardware.py")
-FILES = (*sorted((ROOT / "sim" / "costs").glob("*.py")), *BESIDE)
+FILES = (*sorted(file for room in ("operations", "costs") for file in (ROOT / "sim" / room).glob("*.py")), *BESIDE)
 SOURCE = re.compile(
     r"arXiv|doi|github|NVIDIA|NCCL|CUTLASS|PTX|bench-|benchmarks/|[Mm]easured|published|torch|Little|definition"
     r"|estimate|\d %|counted|Note:"

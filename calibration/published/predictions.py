@@ -16,10 +16,10 @@ from ...shared.schema.hardware import Hardware, Host
 from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.record import Record
 from ...shared.schema.workload import Workload
-from ...sim.costs.efficiency import CORE_BYTES_PER_S
 from ...sim.costs.runtimes import FUSED_BYTES, LOOPED_BYTES
 from ...sim.costs.task_costs import host_adam_bytes_per_s
 from ...sim.engine.simulator import simulate
+from ...sim.operations.efficiency import CORE_BYTES_PER_S
 from ...sim.searching.request import SearchRequest
 from ...sim.searching.search import search
 from ...sim.space.space import SearchSpace

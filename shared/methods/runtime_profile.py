@@ -80,8 +80,8 @@ class RuntimeProfile:
     """Whether the process asks PyTorch's allocator for expandable segments (PYTORCH_CUDA_ALLOC_CONF)."""
     loss_metrics: int | None = None
     """Metrics that are taken from all logits of every micro-batch, each by a cross-entropy in float32, as Composer does
-    ([Note: Metrics of losses] in ``sim/costs/streams.py``); None: as many as the runtime takes.  Their memory is not
-    counted."""
+    ([Note: Metrics of losses] in ``sim/operations/streams.py``); None: as many as the runtime takes.  Their memory is
+    not counted."""
     bucket_scalars: int | None = None
     """Gradients that are reduced together pass through a flat buffer of so many scalars (``reduce_bucket_size``); 0:
     through none (without ``contiguous_gradients``); None: of as many as the runtime takes by itself."""
@@ -303,7 +303,7 @@ MOST_LISTS: Final = 2
 MOST_METRICS: Final = 100
 """Of all logits; more are a mistake."""
 _METRICS: Final = {Runtime.COMPOSER: 2}
-"""Of all logits that a runtime takes by itself ([Note: Metrics of losses] in ``sim/costs/streams.py``)."""
+"""Of all logits that a runtime takes by itself ([Note: Metrics of losses] in ``sim/operations/streams.py``)."""
 _UPDATES: Final[dict[Runtime, type[Updates]]] = {
     Runtime.DEEPSPEED_ZERO1: ZeroUpdates,
     Runtime.DEEPSPEED_ZERO2: ZeroUpdates,

@@ -117,13 +117,13 @@ class Device(FrozenModel):
     of how evenly their tiles fill them."""
     clock_hz: PositiveFloat | None = None
     """Clocks per second at which it reaches ``vector_flop_per_s``; None: what follows from the units that boards have
-    (``sim/costs/efficiency.py``).  A file has the field where it is set."""
+    (``sim/operations/efficiency.py``).  A file has the field where it is set."""
     efficiency: dict[OperationClass, Annotated[float, Field(gt=0, le=1)]] = {}
-    """Share of the roofline that operations of a class reach; ``sim/costs/task_costs.py`` has the defaults and their
-    sources."""
+    """Share of the roofline that operations of a class reach; ``sim/operations/efficiency.py`` has the defaults and
+    their sources."""
     sustained_frac: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of the matrix units' peak in 16 bits and fewer that power and libraries sustain in the largest products;
-    None: what most boards do (``sim/costs/efficiency.py``).  A file has the field where it is set."""
+    None: what most boards do (``sim/operations/efficiency.py``).  A file has the field where it is set."""
     power_w: PositiveFloat | None = None
     """Watts that the board draws at most by its data sheet; None where they are not known."""
     power_limit_w: PositiveFloat | None = None

@@ -39,11 +39,11 @@ from ...shared.schema.hardware import DeviceKind, Hardware
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
 from ...shared.schema.schedule import Schedule
-from ..costs.streams import loss_metric_bytes
 from ..engine.simulator import simulate as simulate_plan
 from ..memory.host import default_host_budget_bytes
 from ..memory.libraries import collective_bytes, rank_device_bytes, rank_host_bytes
 from ..memory.reserved import segment_limit_bytes
+from ..operations.streams import loss_metric_bytes
 from ..questions.in_tiles import AskedTiles
 from ..questions.leaner_plans import Room
 from ..questions.remedies import remedies

@@ -28,7 +28,7 @@ from ...shared.optimizers.work import host_kernels
 from ...shared.schema.hardware import DeviceKind, Hardware, Topology
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.schedule import Lane
-from .efficiency import CORE_BYTES_PER_S
+from ..operations.efficiency import CORE_BYTES_PER_S
 from .fabrics import fabric_levels, flat_fabric
 from .task_costs import disk_of, host_adam_bytes_per_s, step_cores
 
@@ -58,8 +58,8 @@ _DEVICE_COMPUTE_FRAC: Final = 0.42
 """Share of the device's memory bandwidth that compute draws.
 
 Training a transformer spends 39 % of its time outside products (Ivanov et al., arXiv 2007.00072, table 1), where it
-streams at 0.85 of the bandwidth (``sim/costs/efficiency.py``); a product of 2 048 by 4 096 by 4 096 in 16 bit moves 67
-MB in 0.22 ms on an A100, 0.15 of it.
+streams at 0.85 of the bandwidth (``sim/operations/efficiency.py``); a product of 2 048 by 4 096 by 4 096 in 16 bit
+moves 67 MB in 0.22 ms on an A100, 0.15 of it.
 """
 _COLLECTIVE_PASSES: Final = 3
 """A ring's step reads what it sends, reads what it adds to, and writes the sum."""

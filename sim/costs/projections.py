@@ -10,7 +10,7 @@ from typing import Final
 
 from ...shared.schema.hardware import Device, DeviceKind, Hardware
 from ...shared.schema.workload import DType, OperationClass
-from .efficiency import KERNEL_FIXED_S, efficiency_frac
+from ..operations.efficiency import KERNEL_FIXED_S, efficiency_frac
 
 PRODUCTS: Final = 2
 """Of one projection: the coefficients, and the frozen matrix times these."""

@@ -35,9 +35,10 @@ it (``torch/distributed/run.py``, ``accelerate/commands/launch.py``); DeepSpeed'
 every rank, and nobody has published what that takes.
 
 [Note: Hooks]
-Python in hooks takes the host's time, beside operations ([Note: Launches] in ``task_costs.py``): so much for every
-module, for every parameter and for every block, forward and backward.  ``benchmarks/runtime_hooks.py`` measures it in
-operations of a model, each DISPATCHES_PER_LAUNCH launches.  Under ZeRO-3 recomputed blocks run the hooks of forward.
+Python in hooks takes the host's time, beside operations ([Note: Launches] in ``sim/operations/roofline.py``): so much
+for every module, for every parameter and for every block, forward and backward.  ``benchmarks/runtime_hooks.py``
+measures it in operations of a model, each DISPATCHES_PER_LAUNCH launches.  Under ZeRO-3 recomputed blocks run the hooks
+of forward.
 
 Not counted, for want of a source: waits of the host for the device (FSDP's limiter of gathers, ZeRO-2's
 synchronization behind every backward), and buckets.
@@ -56,9 +57,10 @@ from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.schedule import ChunkId, Content, Lane, OuterSection, Schedule, Section, Task, TaskKind
 from ...shared.schema.workload import BlockId, DType, Workload
-from .efficiency import CORE_BYTES_PER_S, DISPATCHES_PER_LAUNCH
-from .streams import elements_s, launched, loss_metric
-from .task_costs import CostModel, host_adam_bytes_per_s, operation_s
+from ..operations.efficiency import CORE_BYTES_PER_S, DISPATCHES_PER_LAUNCH
+from ..operations.roofline import operation_s
+from ..operations.streams import elements_s, launched, loss_metric
+from .task_costs import CostModel, host_adam_bytes_per_s
 
 FUSED_BYTES: Final = 28
 """Moved for one float32 scalar: parameter, gradient and two moments are read, all but the gradient written."""

@@ -1,14 +1,5 @@
 """How long a task takes alone on its lane: the one place that durations come from.
 
-[Note: Launches]
-The host thread that dispatches operations and the device that executes them are two workers with a queue between.  On
-CUDA the host runs ahead, hundreds of kernels deep, and a phase takes as long as the slower of the two needs for all of
-its operations: max(dispatches, executions).  Taking the larger one operation by operation would bill small kernels for
-dispatches that happen while a large one before them still runs.  A dispatch takes the host DISPATCHES_PER_LAUNCH times
-as long as an operation that does nothing, and a kernel takes the device KERNEL_FIXED_S besides its work.  Kernels of
-a compiled graph take COMPILED_DISPATCHES_PER_LAUNCH, and its call DISPATCHES_PER_GRAPH.  On the CPU one thread
-dispatches and then executes, so the two add up.
-
 [Note: Paged state]
 The moments of a paged optimizer lie in memory that the driver moves between host and device as it is used.  A plan
 counts none of it on the device, so a step has them come and go: two bytes per scalar in each direction, one direction
@@ -17,7 +8,6 @@ after the other.  Where the device has room to spare they stay, and the step is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Self
 
@@ -26,35 +16,29 @@ from ...shared.basics.units import format_bytes
 from ...shared.catalogue.rank_share import machine_of_rank
 from ...shared.optimizers.work import PAGED_BYTES_PER_SCALAR, device_operations_per_tensor, host_kernels
 from ...shared.schema.calibration import Calibration
-from ...shared.schema.hardware import Device, DeviceKind, Disk, Hardware, Host, Link
+from ...shared.schema.hardware import DeviceKind, Disk, Hardware, Host, Link
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.schedule import ALL_TO_ALLS, OF_OWNERS, Memory, RankAxis, Schedule, Section, Task, TaskKind
-from ...shared.schema.workload import Operation, OperationClass, Phase, Workload
+from ...shared.schema.workload import OperationClass, Phase, Workload
 from ...shared.workloads.check import check_kernels, check_lowering
-from .collectives import Collective
-from .copies import copy_time_s
-from .efficiency import (
-    COMPILED_DISPATCHES_PER_LAUNCH,
+from ..operations.efficiency import (
     CORE_BYTES_PER_S,
     CPU_ADAM_FRAC,
-    DISPATCHES_PER_GRAPH,
-    DISPATCHES_PER_LAUNCH,
-    KERNEL_FIXED_S,
     efficiency_frac,
-    power_slowdown,
 )
+from ..operations.roofline import roofline_s
+from ..operations.streams import DEVICE_STEP_FRAC
+from .collectives import Collective
+from .copies import copy_time_s
 from .fabrics import machine_collective, passing_s
-from .kernels import kernel_s
 from .projections import device_projection_s, host_projection_s
 from .rank_lines import RankLine
-from .streams import DEVICE_STEP_FRAC, element_s, launched, moved_bytes, share_of
 
 _OF_PHASES: Final = frozenset(
     {TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.TEACHER_FORWARD, TaskKind.LOSS}
 )
 FLAT_PASSES: Final = 3
 """Over gradients that are laid flat, counted in ``runtime/chunks/sharded_chunk.py``."""
-_MATRIX_CLASSES: Final = frozenset({OperationClass.MATMUL, OperationClass.ATTENTION})
 
 
 def swapping_sections(schedule: Schedule) -> set[Section | None]:
@@ -352,7 +336,8 @@ class CostModel:
             tensor_s = device_operations_per_tensor(named) * self._dispatch_s
         moving_s = stepped_bytes / self._stepped_bytes_per_s if stated is None else stated * num_stepped
         stepping_s, dispatching_s = factor * (device.launch_overhead_s + moving_s), tensor_s * num_tensors
-        # Who waits for every kernel dispatches the next one afterwards; the others run ahead ([Note: Launches]).
+        # Who waits for every kernel dispatches the next one afterwards; the others run ahead ([Note: Launches]
+        # in ``sim/operations/roofline.py``).
         seconds = stepping_s + dispatching_s if named.is_of_bitsandbytes else max(stepping_s, dispatching_s)
         if named is not self.optimizer:
             links = (self.hardware.host_to_device, self.hardware.device_to_host)
@@ -423,73 +408,3 @@ def check_disk(schedule: Schedule, hardware: Hardware) -> None:
             f"{format_bytes(disk_of(hardware).capacity_bytes)} for files (disk.capacity_bytes). Lower n_disk_state, or "
             f"use a larger disk."
         )
-
-
-def roofline_s(phase: Phase, device: Device) -> float:
-    """Seconds of a phase from its operations and the device's data sheet.
-
-    Each operation executes for max(arithmetic, bytes / (bandwidth * efficiency)) (roofline: Williams, Waterman,
-    Patterson, doi 10.1145/1498765.1498785), the arithmetic being flops / (peak * efficiency), or what its shape implies
-    (``sim/costs/kernels.py``); and it costs one launch, see [Note: Launches].
-    Raises HardwareError if the device states no peak for an element type that matrix products use.
-    """
-    operations = phase.operations if device.kind is DeviceKind.CPU else launched(phase.operations)
-    seconds = [(operation, operation_s(operation, device)) for operation in operations]
-    working_s = sum(of_one_s for _, of_one_s in seconds)
-    if device.kind is DeviceKind.CPU:
-        return working_s
-    products_s = sum(of_one_s for operation, of_one_s in seconds if operation.operation_class in _MATRIX_CLASSES)
-    if working_s > 0:
-        working_s += products_s * (power_slowdown(device, products_s / working_s) - 1)
-    return max(working_s, _dispatches(operations, phase.num_graphs) * device.launch_overhead_s)
-
-
-def _dispatches(operations: Sequence[Operation], num_graphs: int | None) -> float:
-    """How many times as long the host takes as for an operation that does nothing; see [Note: Launches]."""
-    num_launches = sum(operation.count for operation in operations)
-    if num_graphs is None:
-        return num_launches * DISPATCHES_PER_LAUNCH
-    return num_launches * COMPILED_DISPATCHES_PER_LAUNCH + num_graphs * DISPATCHES_PER_GRAPH
-
-
-def operation_s(operation: Operation, device: Device) -> float:
-    """What all of an operation's kernels keep ``device`` busy, with what each takes besides its work."""
-    is_cpu = device.kind is DeviceKind.CPU
-    besides_s = device.launch_overhead_s if is_cpu else min(KERNEL_FIXED_S, device.launch_overhead_s)
-    return operation.count * (_execution_s(operation, device) + besides_s)
-
-
-def _execution_s(operation: Operation, device: Device) -> float:
-    operation_class = operation.operation_class
-    efficiency = efficiency_frac(device, operation_class)
-    if operation_class not in _MATRIX_CLASSES:
-        streaming_s = moved_bytes(operation) / device.memory_bandwidth_bytes_per_s
-        if device.kind is DeviceKind.CPU:
-            return max(operation.flops / device.vector_flop_per_s, streaming_s) / efficiency
-        share = share_of(operation, device, efficiency)
-        calculating_s = operation.flops / device.vector_flop_per_s / efficiency
-        return max(calculating_s, streaming_s / share, element_s(operation, device))
-    moving_s = operation.bytes_moved / device.memory_bandwidth_bytes_per_s
-    if operation.flops == 0:
-        return moving_s / efficiency
-    peak = matrix_flop_per_s(device, operation)
-    multiplying_s = kernel_s(operation, device, peak) if device.kind is DeviceKind.CUDA else None
-    if multiplying_s is None:
-        return max(operation.flops / peak, moving_s) / efficiency
-    # Operands stream in as those of element-wise operations do.
-    return max(multiplying_s, moving_s / efficiency_frac(device, OperationClass.ELEMENTWISE))
-
-
-def matrix_flop_per_s(device: Device, operation: Operation) -> float:
-    """Peak of matrix products in the operation's element type, or the nearest wider one that the device states.
-
-    Float32 and narrower end at the vector units, which every device has.  Raises HardwareError for other types.
-    """
-    peak = device.matrix_flop_per_s(operation.dtype)
-    if peak is not None:
-        return peak
-    stated: Sequence[str] = sorted(device.peak_flop_per_s)
-    raise HardwareError(
-        f"{operation.name} multiplies matrices of {operation.dtype} but {device.name} states peak_flop_per_s for "
-        f"{', '.join(stated)} only. Add {operation.dtype} to the device's peak_flop_per_s."
-    )

@@ -52,9 +52,9 @@ from protwin.shared.families.shipped import shipped_family
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.workload import DType, Workload
 from protwin.sim.costs.copies import copy_time_s
-from protwin.sim.costs.efficiency import DISPATCHES_PER_LAUNCH
 from protwin.sim.costs.fabrics import CALL_OVERHEAD_S
 from protwin.sim.engine.simulator import simulate
+from protwin.sim.operations.efficiency import DISPATCHES_PER_LAUNCH
 from tests.sim.hand_made import machine
 
 TINY = llama(32, 4, 2, 64, vocab_size=64)

@@ -83,7 +83,7 @@ def test_attention(causal: bool) -> None:
     share = 2 if causal else 1
     assert forward.flops == 4 * heads * queries * keys * width // share
     assert backward.flops == 10 * heads * queries * keys * width // share
-    assert backward.name.endswith("_backward")  # sim/costs/kernels.py tells the two apart by it
+    assert backward.name.endswith("_backward")  # sim/operations/kernels.py tells the two apart by it
 
 
 def test_what_multiplies_no_matrices_has_no_shape() -> None:

@@ -23,7 +23,7 @@ from protwin.shared.catalogue.parts import (
 )
 from protwin.shared.catalogue.plausibility import check_plausible
 from protwin.shared.schema.hardware import Hardware, LinkPoint
-from protwin.sim.costs.efficiency import has_half_the_lanes
+from protwin.sim.operations.efficiency import has_half_the_lanes
 from tests.strategies.machines import hardware as random_hardware
 
 VALUES = {

@@ -14,12 +14,13 @@ from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.training_options import LoraOptions, TrainingOptions
 from protwin.shared.schema.workload import Compiled, DType, Float8, Operation, OperationClass, Phase, Workload
 from protwin.shared.workloads.source import load_workload
-from protwin.sim.costs.efficiency import (
+from protwin.sim.costs.task_costs import CostModel
+from protwin.sim.operations.efficiency import (
     COMPILED_DISPATCHES_PER_LAUNCH,
     DISPATCHES_PER_GRAPH,
     DISPATCHES_PER_LAUNCH,
 )
-from protwin.sim.costs.task_costs import CostModel, operation_s, roofline_s
+from protwin.sim.operations.roofline import operation_s, roofline_s
 
 H100 = machine("h100-80gb")
 TOKENS, WIDTH, INNER, KEYS = 2048, 4096, 14336, 1024

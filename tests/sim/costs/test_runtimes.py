@@ -19,9 +19,10 @@ from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.schedule import Lane, TaskKind
 from protwin.shared.schema.workload import DType, Workload
 from protwin.sim.costs.runtimes import RuntimeCosts
-from protwin.sim.costs.streams import loss_metric_bytes
-from protwin.sim.costs.task_costs import CostModel, operation_s
+from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.engine.simulator import simulate
+from protwin.sim.operations.roofline import operation_s
+from protwin.sim.operations.streams import loss_metric_bytes
 
 WHOLE_MACHINE = machine("a100-80gb-x8")
 MACHINE = WHOLE_MACHINE.model_copy(

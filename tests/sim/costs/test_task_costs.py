@@ -17,9 +17,10 @@ from protwin.shared.schema.hardware import Device, DeviceKind, Disk, Hardware, L
 from protwin.shared.schema.schedule import LANE_OF, Lane, Task, TaskId, TaskKind
 from protwin.shared.schema.workload import DType, Operation, OperationClass, Phase
 from protwin.sim.costs.copies import copy_time_s
-from protwin.sim.costs.efficiency import DISPATCHES_PER_LAUNCH, KERNEL_FIXED_S, efficiency_frac
-from protwin.sim.costs.task_costs import CostModel, host_adam_bytes_per_s, matrix_flop_per_s, roofline_s
+from protwin.sim.costs.task_costs import CostModel, host_adam_bytes_per_s
 from protwin.sim.engine.simulator import simulate
+from protwin.sim.operations.efficiency import DISPATCHES_PER_LAUNCH, KERNEL_FIXED_S, efficiency_frac
+from protwin.sim.operations.roofline import matrix_flop_per_s, roofline_s
 from tests.sim.hand_made import MACHINE, STEPPED_BYTES, adam, copy, machine, plan, workload
 from tests.strategies.machines import hardware, links
 from tests.strategies.workloads import operations

@@ -16,9 +16,10 @@ from protwin.shared.schema.workload import DType, Operation, OperationClass, Wor
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.verify.verify import verify_schedule
 from protwin.shared.workloads.source import WorkloadRequest, load_workload, untraced_workload
-from protwin.sim.costs.efficiency import KERNEL_FIXED_S
-from protwin.sim.costs.task_costs import CostModel, operation_s
+from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.engine.simulator import simulate
+from protwin.sim.operations.efficiency import KERNEL_FIXED_S
+from protwin.sim.operations.roofline import operation_s
 from protwin.sim.questions.faster_parts import faster_device, faster_host, faster_links
 from protwin.sim.questions.leaner_plans import Room, may_have_room, plan_with_room
 from protwin.sim.questions.remedies import least_compute_s, remedies, with_remedies

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from protwin.shared.catalogue.parts import device_part
 from protwin.shared.schema.hardware import Device, DeviceKind
 from protwin.shared.schema.workload import DType, Operation, OperationClass, Phase
-from protwin.sim.costs.efficiency import (
+from protwin.sim.operations.efficiency import (
     KERNEL_FIXED_S,
     POWER_LIMITED_FRAC,
     PRODUCTS_ALONE_FRAC,
     power_slowdown,
     sustained_flop_per_s,
 )
-from protwin.sim.costs.kernels import alignment_of, kernel_s, product_s
-from protwin.sim.costs.task_costs import operation_s, roofline_s
+from protwin.sim.operations.kernels import alignment_of, kernel_s, product_s
+from protwin.sim.operations.roofline import operation_s, roofline_s
 
 from .kernel_cases import attention, device, product
 

@@ -18,8 +18,9 @@ from protwin.shared.schema.schedule import TaskKind
 from protwin.shared.schema.training_options import LoraOptions, TrainingOptions
 from protwin.shared.schema.workload import DType, Operation, OperationClass, Phase
 from protwin.shared.workloads.source import load_workload
-from protwin.sim.costs.streams import goes_by_elements, launched, moved_bytes
-from protwin.sim.costs.task_costs import CostModel, operation_s, roofline_s
+from protwin.sim.costs.task_costs import CostModel
+from protwin.sim.operations.roofline import operation_s, roofline_s
+from protwin.sim.operations.streams import goes_by_elements, launched, moved_bytes
 
 from .kernel_cases import device
 

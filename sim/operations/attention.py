@@ -31,8 +31,9 @@ from ...shared.schema.workload import DType, Operation, OperationClass
 from .efficiency import efficiency_frac, multiplies_by_warpgroups, sustained_flop_per_s
 
 _CAUSAL_FRAC: Final = 0.6
-"""Between the shares of FLOPs that a causal mask leaves, a half at most, and that values leave which are narrower than
-queries: queries meet keys whole, so that more than a half is left forward, and three of five products backward."""
+"""By definition between the shares of FLOPs that a causal mask leaves, a half at most, and that values leave which are
+narrower than queries: queries meet keys whole, so that more than a half is left, and three of five products backward.
+"""
 _SCORE_TILE: Final = 128
 """Rows and columns of scores that attention kernels compute at a time."""
 _FLASH_DTYPES: Final = frozenset({DType.FLOAT16, DType.BFLOAT16})

@@ -14,8 +14,8 @@ from protwin.shared import load_workload
 from protwin.shared.catalogue.parts import device_part
 from protwin.shared.schema.hardware import AttentionKernel, Device
 from protwin.shared.schema.workload import DType, OperationClass
-from protwin.sim.costs.attention import attention_s, has_mask, kernel_of
-from protwin.sim.costs.kernels import kernel_s
+from protwin.sim.operations.attention import attention_s, has_mask, kernel_of
+from protwin.sim.operations.kernels import kernel_s
 
 from .kernel_cases import attention, device
 
