@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 from peers_others import Plain
-from peers_ours import MAKE_OPTIMIZER, fixed_plan, guaranteed_bytes
+from peers_ours import MAKE_OPTIMIZER, CarriedOut, fixed_plan, guaranteed_bytes
 from peers_subject import BATCH_SIZE, LEARNING_RATE, MODEL_NAME, SEQUENCE_LENGTH, WEIGHT_DECAY, make_batches, make_model
 
 from protwin.runtime.devices.cpu_device import CpuDevice
@@ -68,7 +68,7 @@ def make_plans(folder: Path) -> None:
     (folder / "budget").write_text(str(budget_bytes))
 
 
-class Budgeted:
+class Budgeted(CarriedOut):
     """A model, dense or factorised, whose plan is carried out, on a device that has the budget or no limit."""
 
     def __init__(self, name: str, folder: Path) -> None:
@@ -76,35 +76,17 @@ class Budgeted:
         way, place = name.split("-")
         workload, plan = Workload.load(folder / f"{way}.json"), Plan.load(folder / f"{name}.json")
         budget_bytes = int((folder / "budget").read_text()) if _WITHIN[place] else None
-        self._training = carry_out(
+        training = carry_out(
             model_of(way, folder), plan, workload, optimizer=MAKE_OPTIMIZER, device=CpuDevice(budget_bytes)
         )
         layout = layout_of(workload, plan.chunk_bytes)
         away = sum(chunk.size_bytes for chunk in layout.chunks if chunk.id not in layout.persistent(plan.n_persist))
         limit = "without a limit" if budget_bytes is None else f"of {format_bytes(budget_bytes)} that the device has"
-        self.about = (
+        about = (
             f"searched plan, needs at most {format_bytes(guaranteed_bytes(plan, workload))} {limit}; "
             f"{format_bytes(away)} of parameters on the host, n_checkpoint {plan.n_checkpoint}"
         )
-
-    def step(self, batch: dict[str, torch.Tensor]) -> float:
-        """One training step; gives its loss."""
-        loss: Any = self._training.model(**batch).loss
-        loss.backward()
-        self._training.step()
-        return float(loss.item())
-
-    def synchronize(self) -> None:
-        """Wait for the lanes."""
-        self._training.synchronize()
-
-    def copied_bytes(self) -> int:
-        """Bytes gathered and sent to the host so far."""
-        return self._training.bytes_host_to_device + self._training.bytes_device_to_host
-
-    def close(self) -> None:
-        """End the lanes."""
-        self._training.close()
+        super().__init__(training, about)
 
 
 class PlainOsft(Plain):

@@ -16,6 +16,7 @@ from protwin.runtime.devices.cpu_device import CpuDevice
 from protwin.runtime.devices.probe import probe_hardware
 from protwin.runtime.tracing.tracing import trace
 from protwin.runtime.training.carry_out import carry_out
+from protwin.runtime.training.training import Training
 from protwin.shared.basics.units import format_bytes
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import layout_of
@@ -77,17 +78,12 @@ def guaranteed_bytes(plan: Plan, workload: Workload) -> int:
     return guaranteed_device_peak(compile_schedule(plan, workload)).size_bytes
 
 
-class Ours:
-    """A model whose plan, ``fixed`` or ``searched``, is carried out."""
+class CarriedOut:
+    """A contestant that trains by a plan."""
 
-    def __init__(self, name: str, folder: Path) -> None:
-        """Makes the plans if they are not in ``folder`` yet."""
-        if not folder.exists():
-            make_plans(folder)
-        workload = Workload.load(folder / "workload.json")
-        plan = Plan.load(folder / f"{name}.json")
-        self._training = carry_out(make_model(), plan, workload, optimizer=MAKE_OPTIMIZER, device=CpuDevice())
-        self.about = _placing(plan, workload)
+    def __init__(self, training: Training, about: str) -> None:
+        self._training = training
+        self.about = about
 
     def step(self, batch: dict[str, torch.Tensor]) -> float:
         """One training step; gives its loss."""
@@ -107,6 +103,19 @@ class Ours:
     def close(self) -> None:
         """End the lanes."""
         self._training.close()
+
+
+class Ours(CarriedOut):
+    """A model whose plan, ``fixed`` or ``searched``, is carried out."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        """Makes the plans if they are not in ``folder`` yet."""
+        if not folder.exists():
+            make_plans(folder)
+        workload = Workload.load(folder / "workload.json")
+        plan = Plan.load(folder / f"{name}.json")
+        training = carry_out(make_model(), plan, workload, optimizer=MAKE_OPTIMIZER, device=CpuDevice())
+        super().__init__(training, _placing(plan, workload))
 
 
 def _placing(plan: Plan, workload: Workload) -> str:

@@ -7,6 +7,7 @@ schedule's buffers are added up for that timing: then a measured peak and its ac
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -50,24 +51,40 @@ def prove(settings: Settings, report: OnProgress) -> list[Claim]:
     return claims
 
 
+@dataclass
+class Peaks:
+    """Measured peaks of a case's plans, beside the accounts of their schedules."""
+
+    case: Case
+    errors: dict[str, float] = field(default_factory=dict)
+    num_exact: int = 0
+
+    def compare(self, name: str, plan: Plan) -> None:
+        """Measure one.  Raises AssertionError if the account is off by more than the bar."""
+        measured_bytes = measured_peak_bytes(self.case, plan)
+        accounted = eager_peak(compile_schedule(plan, self.case.workload))
+        self.errors[name] = error = error_frac(measured_bytes, accounted)
+        self.num_exact += measured_bytes in (accounted.low_bytes, accounted.high_bytes)
+        assert abs(error) <= BAR, (
+            f"measured {measured_bytes} bytes, accounted {accounted.low_bytes} to {accounted.high_bytes} ({error:+.2%})"
+        )
+
+    @property
+    def figures(self) -> dict[str, object]:
+        """For a claim."""
+        worst = max(self.errors, key=lambda name: abs(self.errors[name]), default="")
+        return {"to the byte": self.num_exact, "worst": f"{self.errors[worst]:+.3%} ({worst})" if worst else "none"}
+
+
 def _prove_peaks(name: str, case: Case, micro_batches: int) -> Claim:
     of = "" if micro_batches == 1 else f" with {micro_batches} micro-batches"
     claim = Claim("memory", name, f"measured peak within {BAR:.1%} of the schedule's account{of}, nothing left")
-    errors: dict[str, float] = {}
-    exact = 0
+    peaks = Peaks(case)
     for mixture, residency in itertools.product(MIXTURES, RESIDENCIES):
         plan = plan_of(case, mixture, residency, micro_batches=micro_batches)
         with claim.case(f"{mixture}, {residency}"):
-            measured_bytes = measured_peak_bytes(case, plan)
-            accounted = eager_peak(compile_schedule(plan, case.workload))
-            errors[f"{mixture}, {residency}"] = error = error_frac(measured_bytes, accounted)
-            exact += measured_bytes in (accounted.low_bytes, accounted.high_bytes)
-            assert abs(error) <= BAR, (
-                f"measured {measured_bytes} bytes, accounted {accounted.low_bytes} to {accounted.high_bytes} "
-                f"({error:+.2%})"
-            )
-    worst = max(errors, key=lambda key: abs(errors[key]), default="")
-    claim.figures = {"to the byte": exact, "worst": f"{errors[worst]:+.3%} ({worst})" if worst else "none"}
+            peaks.compare(f"{mixture}, {residency}", plan)
+    claim.figures = peaks.figures
     return claim
 
 

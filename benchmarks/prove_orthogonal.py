@@ -10,16 +10,15 @@ from typing import Final
 
 from protwin.shared.basics.progress import OnProgress
 from protwin.shared.basics.units import format_bytes
-from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import layout_of, why_not_on_device
 from protwin.shared.schema.plan import Plan, ProjectionPlace
-from tests.runtime.accounts import BAR, MIXTURES, RESIDENCIES, error_frac, measured_peak_bytes, plan_of
-from tests.runtime.eager_lanes import eager_peak
+from tests.runtime.accounts import BAR, MIXTURES, RESIDENCIES, plan_of
 from tests.runtime.equality import trained
 from tests.runtime.models import Case
 from tests.runtime.orthogonal import AutocastCase, device_for, orthogonal_cases, orthogonal_plans
 
 from .prove_claims import Claim, Settings
+from .prove_memory import Peaks
 
 _FEW: Final = 20
 """Of so many plans at least one is of every kind that is counted."""
@@ -82,22 +81,13 @@ def _kinds(plans: list[Plan]) -> dict[str, list[Plan]]:
 
 def _prove_peaks(name: str, case: Case) -> Claim:
     claim = Claim("orthogonal", name, f"measured peak within {BAR:.1%} of the schedule's account, nothing left")
-    errors: dict[str, float] = {}
-    exact = 0
+    peaks = Peaks(case)
     for mixture, residency, place in itertools.product(MIXTURES, RESIDENCIES, ProjectionPlace):
         plan = plan_of(case, mixture, residency).model_copy(update={"projects_gradients_on": place})
         reason = why_not_on_device(layout_of(case.workload, plan.chunk_bytes))
         if place is ProjectionPlace.DEVICE and reason is not None:
             continue
         with claim.case(f"{mixture}, {residency}, {place}"):
-            measured_bytes = measured_peak_bytes(case, plan)
-            accounted = eager_peak(compile_schedule(plan, case.workload))
-            errors[f"{mixture}, {residency}, {place}"] = error = error_frac(measured_bytes, accounted)
-            exact += measured_bytes in (accounted.low_bytes, accounted.high_bytes)
-            assert abs(error) <= BAR, (
-                f"measured {measured_bytes} bytes, accounted {accounted.low_bytes} to {accounted.high_bytes} "
-                f"({error:+.2%})"
-            )
-    worst = max(errors, key=lambda key: abs(errors[key]), default="")
-    claim.figures = {"to the byte": exact, "worst": f"{errors[worst]:+.3%} ({worst})" if worst else "none"}
+            peaks.compare(f"{mixture}, {residency}, {place}", plan)
+    claim.figures = peaks.figures
     return claim
