@@ -2,8 +2,9 @@
 
 [Note: State of blocks]
 A block may change itself when it runs: buffers that are counted up, power iterations of spectral norms, running means
-of one's own, plain numbers on the module.  Recomputation starts from what the block's forward started from, and what
-the forward left is back when it ends.
+of one's own, plain numbers on the module, random generators of its own.  Recomputation starts from what the block's
+forward started from, and what the forward left is back when it ends.  So do the generators of Python and numpy;
+checkpointing itself puts back those of torch.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ...shared.basics.errors import ScheduleError
 from ...shared.basics.units import format_bytes
+from ..model.snapshot import GeneratorStates, generators_of, put_back
 
 _LARGEST_BYTES: Final = 64 * 2**10
 """Buffers up to this size are kept from before every forward; a larger one that changes is refused."""
@@ -39,6 +41,8 @@ class BlockState:
         self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
         """Those that the forward changed, as they were before it."""
         self._attributes: list[tuple[nn.Module, str, Any]] = []
+        self._generators: list[tuple[Any, bytes]] = []
+        """Random generators that the forward drew from, with their states before it."""
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -50,7 +54,9 @@ class BlockState:
             if buffer is not None
         ]
         attributes = [(module, _plain_attributes(module)) for module in self._modules]
+        generators = GeneratorStates(generators_of(self._modules))
         yield
+        self._generators = generators.changed()
         for module, name, buffer, version, kept in buffers:
             if module._buffers.get(name) is buffer and buffer._version == version:
                 continue
@@ -82,7 +88,8 @@ class BlockState:
         for module, name, value in self._attributes:
             module.__dict__[name] = value
         try:
-            yield
+            with put_back(self._generators):
+                yield
         finally:
             for module, name, current in found:
                 module._buffers[name] = current

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -74,6 +78,31 @@ class Spectral(Block):
         nn.utils.parametrizations.spectral_norm(self.up)
 
 
+class Drawing(Block):
+    """Noise of a generator of its own, in a list."""
+
+    def __init__(self, draw: Callable[[Any], float], generator: Any) -> None:
+        super().__init__()
+        self.draw, self.generators = draw, [generator]
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        return super().forward(points * self.draw(self.generators[0]))
+
+
+class Seeded(Drawing):
+    """Noise of the generators that Python and numpy have, and of the block's own of every kind."""
+
+    def __init__(self) -> None:
+        random.seed(0)
+        np.random.seed(0)
+        super().__init__(lambda own: random.random() * np.random.rand() * own.random(), random.Random(1))
+        self.own = torch.Generator().manual_seed(2)
+        self.bits = np.random.default_rng(3)
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        return super().forward(points + torch.rand(points.shape, generator=self.own)) * self.bits.random()
+
+
 class Large(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -111,6 +140,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "numbering": lambda: Stack(Numbering),
     "spectral norm": lambda: Stack(Spectral),
     "sharing": Sharing,
+    "random of Python": lambda: Stack(lambda: Drawing(random.Random.random, random.Random(1))),
+    "random of torch": lambda: Stack(
+        lambda: Drawing(lambda own: torch.rand((), generator=own).item(), torch.Generator().manual_seed(1))
+    ),
+    "random of all": lambda: Stack(Seeded),
 }
 
 
@@ -163,8 +197,23 @@ def test_recomputed_blocks_equal_the_plain_loop(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_recomputation_that_goes_on_from_there_does_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wrong variant: nothing is noted, so nothing is given back."""
-    monkeypatch.setattr(walk_module, "BlockState", lambda name, modules, is_training: BlockState(name, []))
+
+    class Forgetful(BlockState):
+        @contextmanager
+        def noting(self) -> Iterator[None]:
+            yield
+
+    monkeypatch.setattr(walk_module, "BlockState", Forgetful)
     assert not are_equal(name)
+
+
+def test_a_trace_leaves_generators_of_modules_where_they_were() -> None:
+    model = build("random of all")
+    layer = model.layers[1]
+    before = layer.own.get_state(), layer.bits.bit_generator.state, layer.generators[0].getstate()
+    trace(model, batches()[0], repeats=1)
+    assert torch.equal(layer.own.get_state(), before[0])
+    assert (layer.bits.bit_generator.state, layer.generators[0].getstate()) == before[1:]
 
 
 def test_a_large_buffer_that_changes_is_refused() -> None:
