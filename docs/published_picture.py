@@ -33,8 +33,8 @@ _RIGHT: Final = 570.0
 _TOP: Final = 20.0
 _BOTTOM: Final = 480.0
 _LEAST_S: Final = 0.06
-_MOST_S: Final = 120.0
-_TICKS_S: Final = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+_MOST_S: Final = 400.0
+_TICKS_S: Final = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 _NEAR: Final = 0.15
 
 

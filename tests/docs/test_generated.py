@@ -86,6 +86,16 @@ def test_the_pictures_are_fresh() -> None:
     assert script("published_picture")["picture"]() == (DOCS / "published.svg").read_text(), "run make docs"
 
 
+def test_every_published_run_lies_within_the_axes() -> None:
+    picture = (DOCS / "published.svg").read_text()
+    frame = re.search(r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)" fill="none"', picture)
+    assert frame is not None
+    x, y, width, height = map(float, frame.groups())
+    runs = re.findall(r'<circle cx="([-\d.]+)" cy="([-\d.]+)" r="4"', picture)
+    assert len(runs) > 100
+    assert [run for run in runs if not (x < float(run[0]) < x + width and y < float(run[1]) < y + height)] == []
+
+
 def test_results_are_fresh(results: dict[str, Any]) -> None:
     assert results["page"]() == (DOCS / "results.md").read_text(), "run make docs"
     assert f"\n{results['summary']()}\n" in (ROOT / "README.md").read_text(), "run make docs"
