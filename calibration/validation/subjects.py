@@ -126,7 +126,7 @@ def factory_subject(
         )
     make = function_at(place)
     torch.manual_seed(seed)
-    model, batch, loss = _made(place, make)
+    model, batch, loss, blocks = _made(place, make)
     name = f"{type(model).__name__} of {place.rpartition(':')[2]}"
     apply_options(model, trained_as.options)
     device, optimizer, autocast = make_device(), trained_as.optimizer, trained_as.options.autocast
@@ -140,6 +140,7 @@ def factory_subject(
             optimizer=optimizer,
             loss=loss,
             autocast=autocast,
+            blocks=blocks,
             loss_head=trained_as.loss_head,
             name=name,
             make_device=make_device,
@@ -147,7 +148,7 @@ def factory_subject(
         )
     model, batch = model.to(device.torch_device), on_device(batch, device.torch_device)
     with autocast_on(device.torch_device.type, autocast):
-        workload = trace(model, batch, loss=loss, name=name, loss_head=trained_as.loss_head)
+        workload = trace(model, batch, loss=loss, blocks=blocks, name=name, loss_head=trained_as.loss_head)
     return Subject(
         model,
         batch,
@@ -161,15 +162,16 @@ def factory_subject(
     )
 
 
-def _made(place: str, make: Callable[[], Any]) -> tuple[nn.Module, Batch, Loss | None]:
+def _made(place: str, make: Callable[[], Any]) -> tuple[nn.Module, Batch, Loss | None, Any]:
+    """Model, batch, loss and blocks; None for what is left out."""
     try:
         given = make()
     except Exception as error:
         raise WorkloadError(f"{place} fails: {told(error)}") from error
-    if not (isinstance(given, tuple) and len(given) in (2, 3) and isinstance(given[0], nn.Module)):
+    if not (isinstance(given, tuple) and len(given) in (2, 3, 4) and isinstance(given[0], nn.Module)):
         raise WorkloadError(
-            f"{place} gives a {type(given).__name__}. Let it give (model, batch), or (model, batch, loss), with an "
-            f"nn.Module first."
+            f"{place} gives a {type(given).__name__}. Let it give (model, batch), (model, batch, loss), or "
+            f"(model, batch, loss, blocks), with an nn.Module first."
         )
-    model, batch, *rest = given
-    return model, batch, rest[0] if rest else None
+    model, batch, loss, blocks = (*given, None, None)[:4]
+    return model, batch, loss, blocks
