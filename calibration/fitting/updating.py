@@ -262,9 +262,10 @@ def _check(pair: Pair, calibration: Calibration | None, hardware: Hardware, soft
 def _check_times(record: Record) -> None:
     """Raise CalibrationError if its times say too little."""
     if record.num_iterations < LEAST_TIMED:
+        iterations = "1 timed iteration" if record.num_iterations == 1 else f"{record.num_iterations} timed iterations"
         raise CalibrationError(
-            f"the record has {record.num_iterations} timed iterations; {LEAST_TIMED} are the least that say something "
-            f"about a machine. Train longer."
+            f"the record has {iterations}; {LEAST_TIMED} are the least that say something about a machine. Train "
+            f"longer."
         )
     if record.iteration_noise_frac > MOST_NOISE_FRAC:
         raise CalibrationError(

@@ -60,7 +60,10 @@ class Loop:
 
     def _resume(self) -> None:
         folder = self.wanted.checkpoint
-        if folder is None or not self.wanted.resume or not has_checkpoint(Path(folder)):
+        if folder is None or not self.wanted.resume:
+            return
+        if not has_checkpoint(Path(folder)):
+            self.tell(f"{folder} holds no checkpoint: begins at the first step")
             return
         resumed = self.training.resume(folder, scheduler=self.scheduler)
         self.stream.go_to(resumed.data_position)
@@ -109,7 +112,8 @@ class Loop:
 
     def _leave_out(self, number: int) -> None:
         if number:
-            self.tell(f"the last {number} of the batches make no step of {self.wanted.micro_batches}, and are left out")
+            left = "1 batch makes" if number == 1 else f"{number} batches make"
+            self.tell(f"the last {left} no step of {self.wanted.micro_batches}: left out")
 
     def _evaluate(self) -> None:
         """The mean loss, dropout off."""

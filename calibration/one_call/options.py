@@ -15,6 +15,7 @@ from ...runtime.model.batches import Loss
 from ...runtime.recording.replanning import LEAST_STEPS
 from ...shared.basics.arguments import as_number
 from ...shared.basics.errors import ProtwinError
+from ...shared.basics.suggestions import did_you_mean
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.optimizer import Optimizer
@@ -184,5 +185,6 @@ def wanted(options: TrainOptions) -> Wanted:
     names = [one.name for one in fields(Wanted)]
     unknown = [name for name in options if name not in names]
     if unknown:
-        raise ProtwinError(f"train() takes no {unknown[0]}. Choose from {', '.join(names)}.")
+        choice = did_you_mean(unknown[0], names, all_names=True)
+        raise ProtwinError(f"train() takes no {unknown[0]}. {choice}")
     return Wanted(**options)

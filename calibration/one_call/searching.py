@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from ...runtime.planning.request import PlanRequest, Tell
 from ...shared.answers.search_result import SearchResult
 from ...shared.basics.errors import PlanError
+from ...shared.basics.suggestions import did_you_mean
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.workload import Workload
@@ -58,9 +59,8 @@ def space_of(knobs: Mapping[str, Any]) -> SearchSpace:
     """The space in which ``knobs`` are what they are set to.  Raises PlanError, which names those that there are."""
     unknown = sorted(knobs.keys() - SearchSpace.model_fields.keys())
     if unknown:
-        raise PlanError(
-            f"{unknown[0]} is no knob that a search leaves fixed. Choose from {', '.join(SearchSpace.model_fields)}."
-        )
+        choice = did_you_mean(unknown[0], SearchSpace.model_fields)
+        raise PlanError(f"{unknown[0]} is no knob that a search leaves fixed. {choice}")
     try:
         return SearchSpace.model_validate(dict(knobs))
     except ValidationError as error:

@@ -35,5 +35,5 @@ def missing_for_record(steps: int, pauses: Mapping[str, int | None], done: int) 
     after = " after the checkpoint" if done else ""
     return (
         f"{steps - done} steps{after} are too few for its times, which need {need}{f' with {named}' if named else ''}. "
-        f"Raise --steps to {done + need}."
+        f"Train {done + need} steps: --steps {done + need}."
     )

@@ -32,7 +32,7 @@ class CudaDevice(TrainingDevice):
     def __init__(self, index: int = 0, *, budget_bytes: int | str | None = None) -> None:
         if not torch.cuda.is_available():
             raise HardwareError(
-                "this installation of torch has no CUDA device. Use CpuDevice, or install a CUDA build."
+                "this installation of torch has no CUDA device. Use CpuDevice (device='cpu'), or install a CUDA build."
             )
         if not 0 <= index < torch.cuda.device_count():
             raise HardwareError(f"there is no cuda:{index}; this machine has {torch.cuda.device_count()} CUDA devices.")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ...shared.basics.errors import CatalogueError, FileError, PlanError, ProtwinError
+from ...shared.basics.suggestions import did_you_mean
 from ...shared.catalogue.machines import load_hardware
 from ...shared.catalogue.models import known_model, load_model_configuration
 from ...shared.catalogue.names import hub_name, model_called
@@ -125,7 +126,7 @@ def disagreements(section: PlanSection, step: AskedStep, files: NamedFiles) -> l
 def _wrong_knobs(section: PlanSection) -> Iterator[str]:
     for name, given in section.knobs.items():
         if name not in KNOBS:
-            yield f"protwin.knobs.{name} is no knob that a search leaves fixed. Choose from {', '.join(KNOBS)}."
+            yield f"protwin.knobs.{name} is no knob that a search leaves fixed. {did_you_mean(name, KNOBS)}"
             continue
         if name == "looks_up_rows":
             if not isinstance(given, bool):

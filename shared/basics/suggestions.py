@@ -31,16 +31,16 @@ def nearest_names(name: str, known: Iterable[str], *, least_similarity: float = 
     return tuple(names[found] for found in dict.fromkeys([*close, *parts]))[:_MAX_SHOWN]
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str], *, all_names: bool = False) -> str:
     """``"Did you mean llama-3-8b or llama-2-7b?"``, or the whole list if nothing resembles ``name``.
 
-    Of a long list, the nearest names and how many there are.
+    Of a long list, the nearest names and how many there are, unless ``all_names`` are wanted.
     """
     known = tuple(known)
     if not _plain(name):
         return "The name is empty."
     near = nearest_names(name, known)
-    if not near and len(known) > _MAX_LISTED:
+    if not near and len(known) > _MAX_LISTED and not all_names:
         least = nearest_names(name, known, least_similarity=0.0)
         return f"None of the {len(known)} known names resembles it; the nearest are {', '.join(least)}."
     if not near:

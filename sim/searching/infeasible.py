@@ -240,4 +240,4 @@ def _as_memory(problem: SearchProblem, host_bytes: int, device_bytes: int | None
         host_bytes += problem.device_budget_bytes if device_bytes is None else device_bytes
     num_sharing = round(problem.together.host.memory_bytes / problem.hardware.host.memory_bytes)
     for_all = f" for {num_sharing} ranks" if num_sharing > 1 else ""
-    return f", a host with {_enough(num_sharing * memory_with_room(host_bytes, kind))} of memory{for_all}"
+    return f", which a host with {_enough(num_sharing * memory_with_room(host_bytes, kind))} of memory{for_all} has"

@@ -293,7 +293,7 @@ def _tried(branches: dict[Where, BranchAndBound]) -> str:
         knobs += [f"{knob} {' and '.join(map(str, numbers))}"] if numbers else []
     inputs = [branch.problem.compute.modes.n_offload_input for branch in branches.values()]
     most = max((int(numbers.max()) for numbers in inputs if numbers is not None), default=0)
-    knobs += [f"inputs of up to {most} blocks on the host"] if most else []
+    knobs += [f"inputs of {'1 block' if most == 1 else f'up to {most} blocks'} on the host"] if most else []
     return f" Tried with {', '.join(knobs)}, too." if knobs else ""
 
 

@@ -56,7 +56,10 @@ def test_a_run_goes_on_by_a_better_plan(protwin_here: Protwin, planned: Path) ->
         (("--replan-after=9",), "describe it by --hardware"),
         (("--replan-after=2", "--hardware=machine.toml"), "--replan-after"),
         (("--replan-after=9", "--hardware=machine.toml", "--steps=9"), "no step would be left"),
-        (("--replan-after=9", "--hardware=machine.toml", "--steps=12", "--output=m.json"), "Raise --steps to 14"),
+        (
+            ("--replan-after=9", "--hardware=machine.toml", "--steps=12", "--output=m.json"),
+            "Train 14 steps: --steps 14",
+        ),
         (("--calibration=plan.json",), "--replan-after N is missing"),
     ],
     ids=" ".join,

@@ -92,7 +92,7 @@ def test_a_record_that_no_step_can_give_is_refused_before_the_work(
         assert f"--checkpoint-every {every} leaves no two iterations in a row" in message
         assert "Make it 3 or more, or ask for no record" in message
     else:
-        assert "Raise --steps to 7" in message
+        assert "Train 7 steps: --steps 7" in message
 
 
 def test_a_run_that_saves_every_step_needs_no_record(protwin_here: Protwin, work: Path) -> None:
@@ -112,4 +112,4 @@ def test_a_run_that_saves_every_step_needs_no_record(protwin_here: Protwin, work
     result = protwin_here(*run, "--steps=15", "--resume", "--json")
     assert result.returncode == 2
     assert "3 steps after the checkpoint are too few" in result.stderr
-    assert "Raise --steps to 17" in result.stderr
+    assert "Train 17 steps: --steps 17" in result.stderr

@@ -112,7 +112,9 @@ def test_ten_steps_with_a_resume_are_those_of_the_plain_loop_to_the_bit(
     }
     interrupted = build()
     torch.manual_seed(SEED)
-    first = train(interrupted, shuffled(), steps=7, **common)
+    told: list[str] = []
+    first = train(interrupted, shuffled(), steps=7, resume=True, tell=told.append, **common)
+    assert any("holds no checkpoint: begins at the first step" in line for line in told)
     # Another process begins with other weights and other random states.
     torch.manual_seed(99)
     model = build()
@@ -256,7 +258,7 @@ def test_what_is_left_of_an_iterator_makes_no_step() -> None:
     batches = token_batches(5)
     trained = train(llama(num_layers=2), iter(batches), tell=told.append)
     assert len(trained.losses) == 2
-    assert any("the last 1 of the batches make no step of 2" in line for line in told)
+    assert any("the last 1 batch makes no step of 2" in line for line in told)
     plain = llama(num_layers=2)
     assert plainly(plain, batches[:4], steps=2)[0] == list(trained.losses)
 
@@ -273,9 +275,10 @@ def test_what_is_left_of_an_iterator_makes_no_step() -> None:
         ({"evaluate_every": 2}, "evaluate_every needs evaluation"),
         ({"replan_after": 2}, "replan_after is 2"),
         ({"optimizer": "sophia"}, "optimizer is 'sophia'"),
-        ({"lr": 3}, "takes no lr"),
+        ({"lr": 3}, "takes no lr. Known are .*learning_rate"),
+        ({"learning_rat": 3}, "takes no learning_rat. Did you mean learning_rate"),
         ({"micro_batches": 9}, "hold 4 batches, and a step takes 9"),
-        ({"knobs": {"n_pers": 1}}, "n_pers is no knob"),
+        ({"knobs": {"n_pers": 1}}, "n_pers is no knob .* Did you mean n_persist"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )

@@ -297,7 +297,7 @@ def test_a_host_of_the_memory_named_is_enough(kind: DeviceKind, share: float, da
         assert attempt(memory_bytes, changes.device_bytes - 1) is None
     for device, memory in re.findall(
         r"(?:device budget to [^(]*\((\d+) bytes\) and )?the host budget to [^(]*\(\d+ bytes\), "
-        r"a host with [^(]*\((\d+) bytes\)",
+        r"which a host with [^(]*\((\d+) bytes\)",
         message,
     ):
         budget = int(device) if device else device_bytes
