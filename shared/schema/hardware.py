@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 from itertools import accumulate
-from typing import Annotated, Any, ClassVar, Final, Self
+from typing import Annotated, Any, ClassVar, Final, Self, get_origin
 
 from pydantic import (
     BeforeValidator,
@@ -14,6 +14,8 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
     model_serializer,
     model_validator,
 )
@@ -51,6 +53,23 @@ Bandwidth = Annotated[float, BeforeValidator(_as_bytes_per_s), Field(gt=0)]
 """Bytes per second; people may write ``"64GB/s"``."""
 Counts = Annotated[tuple[PositiveInt, ...], BeforeValidator(_as_counts)]
 """Counts of devices; on one line written ``4,4``."""
+
+
+class _Part(FrozenModel):
+    """A part of a machine, whose figures a file states as numbers: pydantic would take ``true`` for 1."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_no_truth_value(cls, value: object, info: ValidationInfo) -> object:
+        assert info.field_name is not None
+        annotation = cls.model_fields[info.field_name].annotation
+        if annotation is bool:
+            return value
+        figures = list(value.values()) if isinstance(value, dict) and get_origin(annotation) is dict else value
+        for figure in figures if isinstance(figures, list | tuple) else (figures,):
+            if isinstance(figure, bool):
+                raise ValueError(f"must be a number, not {str(figure).lower()}")
+        return value
 
 
 class DeviceKind(StrEnum):
@@ -97,7 +116,7 @@ HALVED_CLOCK_HZ: Final = 1.6e9
 1,690 and more)."""
 
 
-class Device(FrozenModel):
+class Device(_Part):
     """The accelerator, or the CPU in its place."""
 
     name: Name
@@ -200,7 +219,7 @@ class Device(FrozenModel):
         return self.memory_bytes - self.reserved_bytes
 
 
-class Host(FrozenModel):
+class Host(_Part):
     """The machine around the device."""
 
     name: Name
@@ -228,14 +247,14 @@ class Host(FrozenModel):
         return fields
 
 
-class LinkPoint(FrozenModel):
+class LinkPoint(_Part):
     """A measured copy, or a measured collective."""
 
     size_bytes: PositiveInt
     seconds: PositiveFloat
 
 
-class Link(FrozenModel):
+class Link(_Part):
     """One direction between host and device."""
 
     name: Name
@@ -267,7 +286,7 @@ class Collective(StrEnum):
     ALL_TO_ALL = "all_to_all"
 
 
-class MeasuredCollective(FrozenModel):
+class MeasuredCollective(_Part):
     """Seconds of a collective over some number of ranks, alone and beside compute.
 
     A size is that of the whole buffer: what every rank ends up with (ALL_GATHER, ALL_REDUCE) or begins with
@@ -308,7 +327,7 @@ class Topology(StrEnum):
     """A switch, through which each device reaches any other at full speed."""
 
 
-class Node(FrozenModel):
+class Node(_Part):
     """Several equal devices in one machine.  Devices are numbered, and groups of them are given by their sizes."""
 
     name: Name
@@ -357,7 +376,7 @@ class Node(FrozenModel):
         return self
 
 
-class Network(FrozenModel):
+class Network(_Part):
     """What joins nodes; every node reaches any other at full speed."""
 
     name: Name
@@ -368,7 +387,7 @@ class Network(FrozenModel):
     source: str = ""
 
 
-class Disk(FrozenModel):
+class Disk(_Part):
     """A disk of the host, of which plans use files in one folder."""
 
     name: Name
@@ -383,7 +402,7 @@ class Disk(FrozenModel):
     source: str = ""
 
 
-class Hardware(Document):
+class Hardware(_Part, Document):
     """A machine: one device, or several equal ones in a node, or several such nodes."""
 
     KIND: ClassVar[str] = "hardware"

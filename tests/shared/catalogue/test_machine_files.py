@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import hypothesis.strategies as st
 import pytest
 import tomli_w
 from hypothesis import given
+from pydantic import ValidationError
 
 from protwin.shared.basics.errors import CatalogueError, FileError, HardwareError
 from protwin.shared.catalogue.machines import (
@@ -211,3 +213,32 @@ def test_what_is_no_name_at_all_is_refused_with_what_it_must_be(given: Any) -> N
             FileError, match=rf"^path is {re.escape(repr(given)[:40])}.*; it must be the path of a file"
         ):
             use(given)
+
+
+def _leaves(content: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Where each value of a document stands that holds no others."""
+    if not isinstance(content, dict | list):
+        yield place
+        return
+    for key, value in content.items() if isinstance(content, dict) else enumerate(content):
+        yield from _leaves(value, (*place, key))
+
+
+def test_no_figure_may_be_a_truth_value() -> None:
+    """Python counts true as 1; a file that says so is wrong wherever it does not speak of a property."""
+    content = full_hardware().model_dump(mode="json")
+    places = list(_leaves(content))
+    assert len(places) > 50
+    for place in places:
+        changed = json.loads(json.dumps(content))
+        holder = changed
+        for key in place[:-1]:
+            holder = holder[key]
+        is_property = isinstance(holder[place[-1]], bool)
+        holder[place[-1]] = True
+        if is_property:
+            Hardware.model_validate(changed)
+            continue
+        with pytest.raises(ValidationError) as caught:
+            Hardware.model_validate(changed)
+        assert place[:-1] in [error["loc"][: len(place) - 1] for error in caught.value.errors()]
