@@ -191,8 +191,23 @@ def _shortened(error: Exception) -> Exception:
     typer writes UTF-8 to streams that are ASCII.
     """
     message = shortened(getattr(error, "message", ""))
+    if (typed := getattr(error, "option_name", None)) and hasattr(error, "possibilities"):
+        message += _meant(typed, getattr(error, "ctx", None))
+        error.possibilities = None
     error.message = plain(message, sys.stderr.encoding or "utf-8")  # type: ignore[attr-defined]
     return error
+
+
+def _meant(typed: str, context: Any) -> str:
+    """``" Did you mean --ranks?"`` of an option that the command of ``context`` does not have; empty if none is near.
+
+    typer compares letters alone, by which ``--gpu`` resembles ``--output``.
+    """
+    from .option_words import meant_options
+
+    parameters = [] if context is None else context.command.get_params(context)
+    found = meant_options(typed, [option for parameter in parameters for option in parameter.opts])
+    return f". Did you mean {' or '.join(found)}?" if found else ""
 
 
 def _as_mistake(error: ValueError) -> str:

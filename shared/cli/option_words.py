@@ -1,0 +1,116 @@
+"""Options that a command does not have, and which of its own the user may have meant.
+
+A user comes from other tools, whose words for the same thing look nothing like ours: ``--gpu``, ``--lr``, ``--ctx``.
+Such words come first, then options that share words with what was typed, then those that are spelt alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from difflib import SequenceMatcher
+from typing import Final
+
+_MAX_SHOWN: Final = 3
+_SHORTEST_PART: Final = 3
+"""Letters from which on the beginning of a word stands for it."""
+_LEAST_SHARED: Final = 0.4
+"""Part of the words of both names that has to be shared."""
+_LEAST_SIMILARITY: Final = 0.75
+"""Of spelling, from which on a name may be a slip of another."""
+_MUCH_LESS: Final = 0.2
+"""How much less alike than the likeliest an option must be to be left out."""
+_LONGEST: Final = 100
+"""Characters that are compared; no option is as long."""
+
+OTHER_WORDS: Final[dict[str, str]] = {
+    "--model": "model-name model-name-or-path base-model llm",
+    "--weights": "model-path model-dir base-model model-name-or-path pretrained",
+    "--hardware": "gpu device machine accelerator gpu-type instance gpu-name",
+    "--ranks": "gpus num-gpus n-gpus gpu-count devices num-devices nproc nproc-per-node world-size num-processes"
+    " tensor-parallel",
+    "--sequence-length": "seq seqlen seq-len seq-length context context-length context-size context-window ctx"
+    " max-length max-len max-seq-len max-seq-length max-tokens max-context block-size cutoff-len length",
+    "--batch-size": "bs batch mbs micro-batch micro-batch-size per-device-batch-size per-device-train-batch-size"
+    " train-batch-size train-micro-batch-size-per-gpu",
+    "--global-batch": "gbs global-batch-size effective-batch-size total-batch-size train-batch-size",
+    "--micro-batches": "ga accum grad-accum accumulation gradient-accumulation gradient-accumulation-steps"
+    " accumulation-steps accumulate-grad-batches microbatches",
+    "--dtype": "precision torch-dtype data-type type bf16 fp16",
+    "--autocast": "amp mixed-precision bf16 fp16",
+    "--device-budget": "budget memory vram gpu-memory device-memory max-memory memory-limit memory-budget",
+    "--host-memory": "ram memory cpu-memory",
+    "--set": "ram cpu-memory bandwidth host-memory override",
+    "--learning-rate": "lr",
+    "--max-gradient-norm": "max-grad-norm clip grad-clip grad-norm gradient-clipping clip-grad-norm gradient-clip-val",
+    "--schedule": "scheduler lr-scheduler lr-scheduler-type lr-schedule",
+    "--warmup-steps": "warmup num-warmup-steps warmup-ratio",
+    "--lora-rank": "r rank lora lora-r adapter peft",
+    "--lora-targets": "target-modules lora-target-modules lora-modules",
+    "--lora-alpha": "alpha",
+    "--quantize": "quant qlora bits load-in-4bit load-in-8bit 4bit 8bit quantization nf4",
+    "--steps": "iterations iters max-steps num-steps n-steps",
+    "--epochs": "num-epochs num-train-epochs",
+    "--data": "dataset dataset-path dataset-name train-file train-data training-data",
+    "--evaluation": "eval eval-data eval-file validation-file validation-data",
+    "--evaluate-every": "eval-steps eval-every eval-interval",
+    "--checkpoint": "checkpoint-dir ckpt",
+    "--checkpoint-every": "save-steps save-interval checkpoint-interval",
+    "--resume": "resume-from-checkpoint",
+    "--save": "output-dir save-dir save-model out-dir",
+    "--output": "out out-file output-file output-dir out-dir",
+    "--n-checkpoint": "gradient-checkpointing grad-checkpointing activation-checkpointing checkpointing recompute",
+    "--n-swap": "swap offload-activations activation-offloading activation-offload",
+    "--parallel": "fsdp ddp hsdp zero zero-stage strategy sharding-strategy distributed",
+    "--shard-ranks": "hsdp shard-size fsdp-size",
+    "--sequence-ranks": "cp sp ulysses context-parallel sequence-parallel",
+    "--optimizer": "optim",
+    "--price": "cost rent usd",
+    "--goal": "objective minimize maximize optimize",
+    "--loss": "liger cut-cross-entropy cross-entropy",
+    "--loss-tiles": "logits-chunks loss-chunks",
+    "--compile": "torch-compile",
+    "--freeze": "frozen freeze-layers",
+}
+"""What people who know other tools call an option, by the option."""
+
+
+def meant_options(typed: str, options: Collection[str]) -> tuple[str, ...]:
+    """Up to three of ``options`` that ``typed`` may mean, the likeliest first; empty if it resembles none."""
+    name = typed[:_LONGEST].casefold().replace("_", "-").lstrip("-")
+    names = {option.lstrip("-"): option for option in options if option.startswith("--")}
+    if name in names:
+        return (names[name],)
+    other = [option for option, words in OTHER_WORDS.items() if name in words.split() and option in options]
+    if other:
+        return tuple(other[:_MAX_SHOWN])
+    likeness = {found: max(_shared_words(name, found), _spelling(name, found)) for found in names}
+    best = max(likeness.values(), default=0.0)
+    near = sorted(
+        (found for found in names if likeness[found] and likeness[found] > best - _MUCH_LESS),
+        key=lambda found: (-likeness[found], found),
+    )
+    return tuple(names[found] for found in near[:_MAX_SHOWN])
+
+
+def _shared_words(typed: str, option: str) -> float:
+    """Part of the words of both that are alike; 0 where it is too small."""
+    mine, yours = typed.split("-"), option.split("-")
+    if not any(_likeness(word, other) for word in mine for other in yours if len(word) >= _SHORTEST_PART):
+        return 0.0
+    shared = sum(max(_likeness(word, other) for other in yours) for word in mine)
+    found = 2 * shared / (len(mine) + len(yours))
+    return found if found >= _LEAST_SHARED else 0.0
+
+
+def _likeness(word: str, other: str) -> float:
+    """1 for the same word, above a half where one is the beginning of the other, else 0."""
+    shorter, longer = sorted((word, other), key=len)
+    if word == other:
+        return 1.0
+    is_part = len(shorter) >= _SHORTEST_PART and longer.startswith(shorter)
+    return (1 + len(shorter) / len(longer)) / 2 if is_part else 0.0
+
+
+def _spelling(typed: str, option: str) -> float:
+    found = SequenceMatcher(None, typed, option).ratio()
+    return found if found >= _LEAST_SIMILARITY else 0.0
