@@ -166,7 +166,7 @@ class SectionObserver:
         if current is None:
             return
         self._note_heard(current)
-        self._squares.note(result)
+        self._squares.note(operator, (args, kwargs), result)
         self.note_uses(operator, args, kwargs)
         self.values.note(self._key, operator, args)
         if self.given is not None:

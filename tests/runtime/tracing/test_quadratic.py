@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, MistralConfig, MistralForCausalLM
 
 from protwin.runtime import trace
 from protwin.runtime.hooks.square_tensors import SquareTensors
@@ -45,6 +45,27 @@ def mistral(window: int) -> nn.Module:
     )
 
 
+def deepseek() -> nn.Module:
+    """Keys and values of all heads side by side are as wide as 288 tokens are long."""
+    torch.manual_seed(0)
+    return DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=LAYERS,
+            first_k_dense_replace=LAYERS,
+            num_attention_heads=HEADS,
+            num_key_value_heads=HEADS,
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_nope_head_dim=32,
+            qk_rope_head_dim=8,
+            v_head_dim=40,
+            vocab_size=VOCABULARY,
+        )
+    )
+
+
 def seen(lasting: int, kept_by_one: int, *, has_kernel: bool) -> tuple[int, int, int, bool]:
     return lasting, LAYERS * kept_by_one, kept_by_one, has_kernel
 
@@ -68,6 +89,12 @@ CASES: dict[str, tuple[Any, dict[str, Any], tuple[int, int, int, bool] | None]] 
     ),
     # As many features as tokens.
     "fused, as wide as long": (lambda: llama(num_layers=LAYERS, hidden_size=320), tokens(length=320), None),
+    "fused, heads side by side as wide as long": (deepseek, tokens(length=288), None),
+    "eager, as wide as long": (
+        lambda: llama(num_layers=LAYERS, hidden_size=320, attn_implementation="eager"),
+        tokens(length=320),
+        seen(BATCH * 320**2 * FLOAT, BATCH * HEADS * 320**2 * FLOAT, has_kernel=False),
+    ),
 }
 
 
@@ -164,14 +191,36 @@ def test_polynomials_give_what_a_trace_gives(name: str) -> None:
 def test_masks_of_the_batch_count_and_weights_do_not() -> None:
     model = nn.Linear(LENGTH, LENGTH)
     squares = SquareTensors(model, list(tokens().values()))
-    squares.note(model.weight.view(1, 1, LENGTH, LENGTH))
-    squares.note(torch.zeros(1, LENGTH, LENGTH))
+    add = torch.ops.aten.add.Tensor
+    squares.note(torch.ops.aten.view.default, [model.weight], model.weight.view(1, 1, LENGTH, LENGTH))
+    squares.note(torch.ops.aten.zeros.default, [], torch.zeros(1, LENGTH, LENGTH))
+    features = torch.zeros(1, 1, LENGTH, LENGTH)
+    squares.note(torch.ops.aten.cat.default, [[features[..., 1:], features[..., :1]]], features)
+    squares.note(add, [features], features)
     assert squares.total_bytes == 0
     mask = torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.bool)
-    squares.note([mask, mask[:, 0]])
+    squares.note(torch.ops.aten.zeros.default, [], [mask, mask[:, 0]])
     assert squares.total_bytes == SQUARE
-    del mask
+    added = features * 1
+    squares.note(add, [features, mask], added)
+    assert squares.total_bytes == SQUARE * (1 + FLOAT)
+    del mask, added
     assert squares.total_bytes == 0
+
+
+@pytest.mark.parametrize("origin", ["filled", "of the batch", "across", "scores"])
+def test_squares_of_a_model_as_wide_as_long_come_from_squares(origin: str) -> None:
+    model, mask = nn.Linear(LENGTH, LENGTH), torch.zeros(1, 1, LENGTH, LENGTH)
+    squares = SquareTensors(model, [*tokens().values(), *([mask] if origin == "of the batch" else [])])
+    operator, given = {
+        "filled": (torch.ops.aten.full.default, []),
+        "of the batch": (torch.ops.aten.mul.Tensor, [mask]),
+        "across": (torch.ops.aten.sub.Tensor, [torch.zeros(LENGTH, 1), torch.zeros(LENGTH)]),
+        "scores": (torch.ops.aten.bmm.default, [torch.zeros(1, LENGTH, 8), torch.zeros(1, 8, LENGTH)]),
+    }[origin]
+    result = torch.zeros(1, 1, LENGTH, LENGTH)
+    squares.note(operator, given, result)
+    assert squares.total_bytes == SQUARE * FLOAT
 
 
 def words_of(workload: Workload) -> str | None:
