@@ -7,6 +7,9 @@ none for a matrix, and as much as one of them for many matrices.
 
 Many of the tokens are equal.  A mixture of experts sends these to the same experts, so that one whose experts have room
 for some tokens of all leaves some out, and others where a tile has fewer.
+
+A packed map is tried as the plain one that it stands for: kernels of packed maps read their scales from a state of
+their own, which holds the model's, not made-up ones.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
@@ -23,6 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from ...shared.basics.errors import ScheduleError
+from ..quantized.layers import quantized_layers
 from .mlp import TiledModule
 from .recorded_outputs import recording
 
@@ -59,6 +63,9 @@ class _Trial:
     def __init__(self, module: nn.Module, name: str, widths: Sequence[int]) -> None:
         self._module, self._name, self._widths = module, name, widths
         self._generator = torch.Generator().manual_seed(0)
+        self._packed = [layer for layer in quantized_layers(module) if not layer.quantization.type.is_grouped]
+        self._plain = {id(layer.module): self._made(torch.empty(layer.shape, device="meta")) for layer in self._packed}
+        """The maps that packed ones stand for, by these."""
         self._values = {key: self._made(parameter) for key, parameter in module.named_parameters()}
         self._buffers = {key: self._made(buffer) for key, buffer in module.named_buffers()}
 
@@ -104,7 +111,7 @@ class _Trial:
         """Arguments that the module accepts: of how many features, the shapes of its weights suggest."""
         num_given, names = _required(self._module.forward)
         error: BaseException | None = None
-        shapes = [*(value.shape for value in self._values.values()), self._widths]
+        shapes = [*(value.shape for value in (*self._plain.values(), *self._values.values())), self._widths]
         sizes = dict.fromkeys(size for shape in shapes for size in reversed(shape) if size > 1)
         for lead in ((1, _EQUAL + _OTHERS), (_EQUAL + _OTHERS,)):
             for size in sizes:
@@ -144,6 +151,8 @@ class _Trial:
             for kind in ("cpu", "cuda"):
                 stack.enter_context(torch.autocast(kind, enabled=False))
             torch.manual_seed(seed)
+            for layer in self._packed:
+                stack.enter_context(_plainly(layer.module, self._plain[id(layer.module)]))
             for part, _ in modes:
                 part.training = training
             try:
@@ -151,6 +160,19 @@ class _Trial:
             finally:
                 for part, before in modes:
                     part.training = before
+
+
+@contextmanager
+def _plainly(module: nn.Module, weight: torch.Tensor) -> Iterator[None]:
+    """Within the block, the linear map ``module`` has ``weight``."""
+    own = module.__dict__.get("forward")
+    module.__dict__["forward"] = lambda x: nn.functional.linear(x, weight, cast(torch.Tensor | None, module.bias))
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]
+        if own is not None:
+            module.__dict__["forward"] = own
 
 
 def _required(forward: Callable[..., Any]) -> tuple[int, list[str]]:

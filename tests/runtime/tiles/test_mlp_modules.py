@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from protwin.runtime import trace
+from protwin.runtime import quantize, trace
 from protwin.runtime.model.blocks import NamedBlock, find_blocks
+from protwin.runtime.quantized.states import states_as_parameters
 from protwin.runtime.tiles.mlp_modules import find_mlps, in_tiles, modules_of, names_of
 from protwin.runtime.tiles.mlp_token_wise import why_not_token_wise
 from protwin.shared.basics.errors import WorkloadError
@@ -40,6 +41,35 @@ def test_a_model_without_values_is_tried_with_others() -> None:
         model = llama()
     blocks = find_blocks(model)
     assert names_of(blocks, find_mlps(blocks)) == tuple(f"model.layers.{number}.mlp" for number in range(4))
+
+
+class Centred(nn.Module):
+    """What each token gives depends on all."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.mlp(x - x.mean(dim=-2, keepdim=True))
+        return result
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_packed_maps_are_tried_with_other_values_too(kind: str) -> None:
+    """Scales that are no numbers stand for those of a model without weights, whose memory nobody has filled."""
+    model = llama(num_layers=1)
+    quantize(model, kind)
+    with states_as_parameters(model):
+        mlp = model.get_submodule("model.layers.0.mlp")
+        scales = [value for name, value in mlp.named_parameters() if name.endswith(("weight_scale", "weight_absmax"))]
+        assert len(scales) == 3
+        for scale in scales:
+            scale.fill_(float("nan"))
+        forwards = [part.__dict__.get("forward") for part in mlp.modules()]
+        assert why_not_token_wise(mlp, "mlp") is None
+        assert "mixes tokens" in str(why_not_token_wise(Centred(mlp), "mlp"))
+        assert [part.__dict__.get("forward") for part in mlp.modules()] == forwards
 
 
 @pytest.mark.parametrize("family", ["bert", "bart"])
