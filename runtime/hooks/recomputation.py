@@ -2,15 +2,17 @@
 
 [Note: State of blocks]
 A block may change itself when it runs: buffers that are counted up, power iterations of spectral norms, running means
-of one's own, plain numbers on the module, random generators of its own.  Recomputation starts from what the block's
-forward started from, and what the forward left is back when it ends.  So do the generators of Python and numpy;
-checkpointing itself puts back those of torch.
+of one's own, plain numbers on the module, random generators of its own, lists and dicts that its modules hold, perhaps
+with others.  Recomputation starts from what the block's forward started from, and what the forward left is back when it
+ends.  So do the generators of Python and numpy; checkpointing itself puts back those of torch.
 """
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from types import TracebackType
 from typing import Any, Final
 
@@ -25,6 +27,9 @@ from ..model.snapshot import GeneratorStates, generators_of, put_back
 _LARGEST_BYTES: Final = 64 * 2**10
 """Buffers up to this size are kept from before every forward; a larger one that changes is refused."""
 _PLAIN: Final = (bool, int, float, str)
+_CONTAINERS: Final = (list, dict, set, deque, Counter, defaultdict, OrderedDict)
+_OF_EVERY_MODULE: Final = frozenset(nn.Module().__dict__)
+"""Attributes in which torch keeps parts, hooks and the like."""
 
 
 class BlockState:
@@ -43,6 +48,8 @@ class BlockState:
         self._attributes: list[tuple[nn.Module, str, Any]] = []
         self._generators: list[tuple[Any, bytes]] = []
         """Random generators that the forward drew from, with their states before it."""
+        self._containers: list[tuple[Any, Any]] = []
+        """Those whose content the forward changed, with a copy from before it."""
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -55,6 +62,8 @@ class BlockState:
         ]
         attributes = [(module, _plain_attributes(module)) for module in self._modules]
         generators = GeneratorStates(generators_of(self._modules))
+        held = {id(one): one for _, values in attributes for value in values.values() for one in _containers_in(value)}
+        containers = [(one, copy(one)) for one in held.values()]
         yield
         self._generators = generators.changed()
         for module, name, buffer, version, kept in buffers:
@@ -71,7 +80,10 @@ class BlockState:
             self._buffers.append((module, name, kept))
         for module, before in attributes:
             now = module.__dict__
-            self._attributes += [(module, key, value) for key, value in before.items() if now.get(key) != value]
+            self._attributes += [
+                (module, key, value) for key, value in before.items() if _is_other(now.get(key), value)
+            ]
+        self._containers += [(one, before) for one, before in containers if _has_changed(one, before)]
 
     @staticmethod
     def _kept(buffer: torch.Tensor) -> torch.Tensor | None:
@@ -83,19 +95,25 @@ class BlockState:
         """Within the block, everything is as it was before the forward; afterwards, as it was found."""
         found = [(module, name, module._buffers[name]) for module, name, _ in self._buffers]
         attributes = [(module, name, module.__dict__[name]) for module, name, _ in self._attributes]
+        contents = [(one, copy(one)) for one, _ in self._containers]
         for module, name, buffer in self._buffers:
             module._buffers[name] = buffer
         for module, name, value in self._attributes:
             module.__dict__[name] = value
+        for one, before in self._containers:
+            _fill(one, before)
         try:
             with put_back(self._generators):
                 yield
         finally:
+            for one, left in contents:
+                _fill(one, left)
             for module, name, current in found:
                 module._buffers[name] = current
             for module, name, value in attributes:
                 module.__dict__[name] = value
             self._buffers.clear()
+            self._containers.clear()
 
 
 class Recomputation:
@@ -138,4 +156,46 @@ class Recomputation:
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    return {key: value for key, value in module.__dict__.items() if type(value) in _PLAIN}
+    return {
+        key: value
+        for key, value in module.__dict__.items()
+        if type(value) in _PLAIN or (type(value) in _CONTAINERS and key not in _OF_EVERY_MODULE)
+    }
+
+
+def _containers_in(value: Any) -> Iterator[Any]:
+    """``value`` if it is a container, and those within it, the outer one first."""
+    found, seen = [value], set()
+    while found:
+        one = found.pop()
+        if type(one) in _CONTAINERS and id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            found += one.values() if isinstance(one, dict) else one
+
+
+def _is_other(now: Any, before: Any) -> bool:
+    """Whether an attribute is another number, text or container, or one of another type."""
+    return now is not before if type(before) in _CONTAINERS else type(now) is not type(before) or now != before
+
+
+def _has_changed(one: Any, before: Any) -> bool:
+    """Whether a container holds other things, or in another order; tensors and the like are compared by identity."""
+    if len(one) != len(before):
+        return True
+    if isinstance(one, dict):
+        return any(a is not c or _differ(b, d) for (a, b), (c, d) in zip(one.items(), before.items(), strict=True))
+    return one != before if isinstance(one, set) else any(map(_differ, one, before))
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return one is not other and not (type(one) is type(other) and type(one) in _PLAIN and one == other)
+
+
+def _fill(one: Any, content: Any) -> None:
+    """Let a container, whoever holds it, have this content."""
+    one.clear()
+    if isinstance(one, list | deque):
+        one.extend(content)
+    else:
+        dict.update(one, content) if isinstance(one, dict) else one.update(content)

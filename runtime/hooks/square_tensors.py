@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -53,7 +54,7 @@ class SquareTensors:
                 storage = tensor.untyped_storage()
                 if self._comes_from_square(operator, given, tensor):
                     key = storage._cdata
-                    self._squares[key] = weakref.ref(storage, lambda _, key=key: self._squares.pop(key, None))
+                    self._squares[key] = weakref.ref(storage, partial(self._forget_square, key))
                 if self._is_square(tensor):
                     self._add(storage)
 
@@ -79,6 +80,9 @@ class SquareTensors:
         size_bytes = storage.nbytes()
         self._known[key] = weakref.ref(storage, lambda _: self._forget(key, size_bytes))
         self.total_bytes += size_bytes
+
+    def _forget_square(self, key: int, _: object) -> None:
+        self._squares.pop(key, None)
 
     def _forget(self, key: int, size_bytes: int) -> None:
         self._known.pop(key, None)
