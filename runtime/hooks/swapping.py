@@ -90,8 +90,11 @@ class _OwnStorages:
         self._model = model
         self._modules = list(block.modules())
         self._of_model = {
-            tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers()) if has_storage(tensor)
+            tensor.untyped_storage()._cdata: weakref.ref(tensor.untyped_storage())
+            for tensor in (*model.parameters(), *model.buffers())
+            if has_storage(tensor)
         }
+        """By address, which a buffer that a block replaces leaves to what blocks make."""
         self._given: set[int] = set()
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -103,7 +106,7 @@ class _OwnStorages:
         if not has_storage(tensor):
             return None
         key = tensor.untyped_storage()._cdata
-        return None if key in self._of_model or key in self._given else key
+        return None if key in self._given or _alive(self._of_model, key) is not None else key
 
     def staying(self, output: Any) -> set[int]:
         """The storages that outlive the block's forward anyway: what it hands on, and what its modules keep."""

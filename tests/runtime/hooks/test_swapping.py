@@ -10,7 +10,7 @@ from torch import nn
 
 from protwin.runtime import CpuDevice, carry_out, trace
 from protwin.runtime.devices.ledger import MemoryLedger
-from protwin.runtime.hooks.swapping import SavedActivations, SwappableTally, SwappedActivations
+from protwin.runtime.hooks.swapping import SavedActivations, SwappableTally, SwappedActivations, _OwnStorages
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ActivationMode, Plan
 from protwin.shared.schema.schedule import Memory, TaskKind
@@ -199,3 +199,17 @@ def test_an_untraced_model_has_nothing_to_swap_in_checkpointed_blocks() -> None:
     for profile in workload.profiles:
         saved_bytes = profile.forward.net_bytes - profile.output_bytes
         assert 0.9 * saved_bytes < profile.swappable_bytes <= saved_bytes
+
+
+def test_what_lies_where_a_replaced_buffer_was_is_the_blocks_own() -> None:
+    block = nn.Module()
+    block.register_buffer("mean", torch.zeros(64))
+    own = _OwnStorages(block, block)
+    assert own.key_of(block.mean) is None
+    address = block.mean.untyped_storage()._cdata
+    block.mean = None
+    made = []
+    while not made or made[-1].untyped_storage()._cdata != address:
+        assert len(made) < 10_000, "no tensor came to lie there"
+        made.append(torch.empty(64))
+    assert own.key_of(made[-1]) == address
