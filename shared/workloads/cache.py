@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -107,7 +108,7 @@ def store_cached(folder: Path, key: str, workload: Workload) -> None:
 
 
 def _checksum(workload: Workload) -> str:
-    return hashlib.sha256(workload.to_json().encode()).hexdigest()
+    return hashlib.sha256(workload.model_dump_json().encode()).hexdigest()
 
 
 def _version(package: str) -> str | None:
@@ -117,8 +118,12 @@ def _version(package: str) -> str | None:
         return None
 
 
+@cache
 def _tracer_fingerprint() -> str | None:
-    """Hash of the tracer's sources, which change between releases in an editable installation; imports nothing."""
+    """Hash of the tracer's sources, which change between releases in an editable installation; imports nothing.
+
+    Read once: a process traces with the sources that it began with.
+    """
     spec = find_spec("protwin.runtime")
     if spec is None or spec.origin is None:
         return None

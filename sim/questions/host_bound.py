@@ -14,7 +14,7 @@ from ..memory.host import memory_with_room
 from ..searching.branch_and_bound import BranchAndBound
 from ..searching.problem import SearchProblem
 from ..searching.request import SearchRequest
-from ..searching.search import problems, search_batches
+from ..searching.search import Spaces, problems, search_batches
 
 _UNLIMITED_BYTES: Final = 2**50
 """More than any plan needs."""
@@ -32,13 +32,14 @@ def host_bound(
     A second search, but only where some plan that needs more than the budget of the host may be so much faster.  None
     too where the CPU is the device, whose memory is the host's: then the two budgets are shares of one.
     """
-    if request.hardware.device.kind is DeviceKind.CPU or not _is_restricting(request):
+    spaces = Spaces()
+    if request.hardware.device.kind is DeviceKind.CPU or not _is_restricting(request, spaces):
         return None
-    if _needs_a_faster_one(found.result) and not _may_be_faster(found.result, request, on_progress):
+    if _needs_a_faster_one(found.result) and not _may_be_faster(found.result, request, spaces, on_progress):
         return None
     # The rest of the answer is there: baselines are not asked for again.
     unlimited = replace(request, host_budget_bytes=_UNLIMITED_BYTES, baselines=None)
-    other = search_batches(unlimited, on_progress=on_progress).result
+    other = search_batches(unlimited, on_progress=on_progress, spaces=spaces).result
     limit_s = found.result.prediction.iteration_s * (1 - request.effort.tolerance_frac)
     host, is_faster = other.prediction.host_memory, other.prediction.iteration_s < limit_s
     is_safer = found.result.survives is False and other.survives is True
@@ -105,7 +106,7 @@ def _needs_a_faster_one(result: SearchResult) -> bool:
     return result.survives is not False and not (plan.n_offload_input or plan.n_disk_state or plan.n_disk)
 
 
-def _may_be_faster(result: SearchResult, request: SearchRequest, on_progress: OnProgress) -> bool:
+def _may_be_faster(result: SearchResult, request: SearchRequest, spaces: Spaces, on_progress: OnProgress) -> bool:
     """Whether some plan that needs more of the host than the budget may be faster by more than the tolerance.
 
     Bounds decide, and replays where these do not.  Whether such a plan leaves the margin is not asked, and of many that
@@ -114,7 +115,7 @@ def _may_be_faster(result: SearchResult, request: SearchRequest, on_progress: On
     unlimited = replace(request, host_budget_bytes=_UNLIMITED_BYTES)
     limit_s = result.prediction.iteration_s * (1 - request.effort.tolerance_frac)
     branches = []
-    for problem in problems(unlimited):
+    for problem in problems(unlimited, spaces):
         beyond = replace(problem, beyond_host_bytes=result.host_budget_bytes)
         for kind in PlanKind:
             branch = BranchAndBound(beyond, kind, tolerance_frac=0.0)
@@ -133,9 +134,9 @@ def _may_be_faster(result: SearchResult, request: SearchRequest, on_progress: On
             return True
 
 
-def _is_restricting(request: SearchRequest) -> bool:
+def _is_restricting(request: SearchRequest, spaces: Spaces | None = None) -> bool:
     """Whether some plan of the spaces of ``request`` needs more of the host than its budget."""
-    return any(_most_host_bytes(problem) > problem.host_budget_bytes for problem in problems(request))
+    return any(_most_host_bytes(problem) > problem.host_budget_bytes for problem in problems(request, spaces))
 
 
 def _most_host_bytes(problem: SearchProblem) -> int:

@@ -246,6 +246,16 @@ class SearchProblem:
         workloads, policies = self.compute.workloads, self.method.policies
         return compute_table_in_tiles(workloads, self.compute.modes, self.costs, self.step, policies)
 
+    def within(self, request: SearchRequest) -> SearchProblem:
+        """The same space within the budgets of a request that differs in nothing else.  Raises PlanError."""
+        device_budget_bytes, host_budget_bytes = _checked(request.budgets_bytes(self.step.shard_ranks))
+        return replace(
+            self,
+            device_budget_bytes=device_budget_bytes,
+            host_budget_bytes=host_budget_bytes,
+            is_host_budget_given=request.host_budget_bytes is not None,
+        )
+
     def with_modes(self, space: SearchSpace | None) -> SearchProblem:
         """The same residencies with all modes that ``space`` allows, for bounds of plans that are not looked at.
 

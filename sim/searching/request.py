@@ -59,6 +59,19 @@ WorkloadAt = Callable[[int], Workload]
 _LARGEST_BATCH = 10**9
 
 
+class _KnownSizes:
+    """Workloads by their number of samples, each made once: searches come back to every size several times."""
+
+    def __init__(self, workload_at: WorkloadAt) -> None:
+        self._workload_at = workload_at
+        self._known: dict[int, Workload] = {}
+
+    def __call__(self, size: int) -> Workload:
+        if size not in self._known:
+            self._known[size] = self._workload_at(size)
+        return self._known[size]
+
+
 @dataclass(frozen=True, kw_only=True)
 class GlobalBatch:
     """All samples of one optimizer step, of all ranks together: the search chooses the micro-batches' size."""
@@ -71,6 +84,8 @@ class GlobalBatch:
     def __post_init__(self) -> None:
         _set(self, num_samples=as_whole("num_samples", self.num_samples))
         check_kind("workload_at", self.workload_at, Callable, "a function of the number of samples")  # type: ignore[arg-type]
+        if not isinstance(self.workload_at, _KnownSizes):
+            _set(self, workload_at=_KnownSizes(self.workload_at))
         if self.micro_batch_sizes is not None:
             _set(self, micro_batch_sizes=as_wholes("micro_batch_sizes", self.micro_batch_sizes))
 

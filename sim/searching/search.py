@@ -25,7 +25,7 @@ SHARDED has a space for every size of its shard groups (``Step.shard_groups``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -34,8 +34,10 @@ from ...shared.answers.search_result import BatchSearchResult, Risk
 from ...shared.answers.search_result import SearchResult as SearchResult
 from ...shared.basics.errors import InfeasibleError, PlanError
 from ...shared.phases.sequence_sharing import why_no_sequence_ranks, why_not_shared
+from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import ParallelMode, ProjectionPlace, TrainingMethod
 from ...shared.schema.workload import Workload
+from ..space.step_spec import StepSpec
 from ..space.tilings import WHOLE, Tiles, tile_counts
 from .baselines import baselines
 from .branch_and_bound import BranchAndBound, OnProgress, was_interrupted
@@ -66,17 +68,22 @@ def search(
 
 
 def search_batches(
-    request: SearchRequest, *, on_progress: OnProgress | None = None, keep_interrupted: bool = False
+    request: SearchRequest,
+    *,
+    on_progress: OnProgress | None = None,
+    keep_interrupted: bool = False,
+    spaces: Spaces | None = None,
 ) -> BatchSearchResult:
     """What ``search`` finds, and besides what became of every size of the micro-batch.  Errors as of ``search``.
 
     Where nothing fits, inputs of checkpointed blocks may go to the host, and what that cannot hold may lie on the
-    machine's disk, if it has one.
+    machine's disk, if it has one.  ``spaces``: those that are laid out already.
     """
     reason: InfeasibleError
+    spaces = spaces or Spaces()
     for asked in request.tries:
         try:
-            return _with_margin(asked, on_progress=on_progress, keep_interrupted=keep_interrupted)
+            return _with_margin(asked, spaces, on_progress=on_progress, keep_interrupted=keep_interrupted)
         except InfeasibleError as error:
             reason = error
     raise with_advice_on_disk(reason.explained() if isinstance(reason, _UnexplainedError) else reason, request)
@@ -94,13 +101,41 @@ class _UnexplainedError(InfeasibleError):
         return _nothing_fits(*self._asked)
 
 
+class Spaces:
+    """Spaces that are laid out once, for searches on one machine that differ in their budgets.
+
+    On a disk lies what the host's budget leaves, and where the CPU is the device both budgets are shares of one memory:
+    there every search lays out its own.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int, Hashable], tuple[SearchRequest, SearchProblem]] = {}
+        """By ``id`` of the workload and the machine, and the rest; requests and problems keep these alive."""
+
+    def problem(
+        self, request: SearchRequest, workload: Workload, step: StepSpec, is_offloading: bool | None, tiles: list[Tiles]
+    ) -> SearchProblem:
+        """``search_problem``, with what is known of the space from before.  Errors as of it."""
+        hardware = request.hardware
+        if hardware.disk is not None or hardware.device.kind is DeviceKind.CPU or request.method is not None:
+            return search_problem(request, workload, step, is_offloading=is_offloading, tiles=tiles)
+        key = id(workload), id(hardware), (step, is_offloading, tuple(tiles), request.space)
+        if key in self._known:
+            first, problem = self._known[key]
+            assert first.calibration is request.calibration, "searches of one machine count alike"
+            return problem.within(request)
+        problem = search_problem(request, workload, step, is_offloading=is_offloading, tiles=tiles)
+        self._known[key] = request, problem
+        return problem
+
+
 def _with_margin(
-    request: SearchRequest, *, on_progress: OnProgress | None, keep_interrupted: bool
+    request: SearchRequest, spaces: Spaces, *, on_progress: OnProgress | None, keep_interrupted: bool
 ) -> BatchSearchResult:
     """The plan that leaves the margin, or the best one where none does."""
 
     def searched(asked: SearchRequest) -> BatchSearchResult:
-        return _search(asked, on_progress=on_progress, keep_interrupted=keep_interrupted)
+        return _search(asked, spaces, on_progress=on_progress, keep_interrupted=keep_interrupted)
 
     if not request.margin_frac:
         return searched(request)
@@ -121,8 +156,10 @@ def _with_margin(
     return without.model_copy(update={"result": without.result.model_copy(update=told)})
 
 
-def _search(request: SearchRequest, *, on_progress: OnProgress | None, keep_interrupted: bool) -> BatchSearchResult:
-    branches, refusals = _branches(request)
+def _search(
+    request: SearchRequest, spaces: Spaces, *, on_progress: OnProgress | None, keep_interrupted: bool
+) -> BatchSearchResult:
+    branches, refusals = _branches(request, spaces)
     report = on_progress or (lambda done, total: None)
     chooser = Chooser(request, branches, report)
     interrupted = was_interrupted(branches.values(), chooser.search, keep=keep_interrupted)
@@ -178,7 +215,7 @@ def _groupings(request: SearchRequest) -> list[Grouping]:
     return [(mode, group) for mode in step.allowed_modes for group in step.shard_groups(request.hardware, mode)]
 
 
-def _branches(request: SearchRequest) -> tuple[dict[Where, BranchAndBound], dict[Grouping, PlanError]]:
+def _branches(request: SearchRequest, spaces: Spaces) -> tuple[dict[Where, BranchAndBound], dict[Grouping, PlanError]]:
     """A search of every space, none of them begun, and why some modes have no plan.
 
     Raises PlanError if none of the modes has a plan at one of the sizes.
@@ -191,7 +228,7 @@ def _branches(request: SearchRequest) -> tuple[dict[Where, BranchAndBound], dict
         raise PlanError("no parallel mode is allowed. Name ddp, replicated or sharded.")
     for size, workload, micro_batches in sizes:
         refusals = {}
-        for problem, (mode, group) in _problems_of(request, workload, micro_batches, refusals):
+        for problem, (mode, group) in _problems_of(request, workload, micro_batches, refusals, spaces):
             step = problem.step
             for kind in PlanKind:
                 if step.projects_gradients_on is ProjectionPlace.DEVICE and not kind.uses_host:
@@ -212,15 +249,20 @@ def _branches(request: SearchRequest) -> tuple[dict[Where, BranchAndBound], dict
     return branches, refusals
 
 
-def problems(request: SearchRequest) -> Iterator[SearchProblem]:
+def problems(request: SearchRequest, spaces: Spaces | None = None) -> Iterator[SearchProblem]:
     """Every space of ``request``; those without a plan are left out.  Errors as of ``search``, but for these."""
+    spaces = spaces or Spaces()
     for _, workload, micro_batches in request.micro_batches():
-        for problem, _ in _problems_of(request, workload, micro_batches, {}):
+        for problem, _ in _problems_of(request, workload, micro_batches, {}, spaces):
             yield problem
 
 
 def _problems_of(
-    request: SearchRequest, workload: Workload, micro_batches: int, refusals: dict[Grouping, PlanError]
+    request: SearchRequest,
+    workload: Workload,
+    micro_batches: int,
+    refusals: dict[Grouping, PlanError],
+    spaces: Spaces,
 ) -> Iterator[tuple[SearchProblem, Grouping]]:
     """The spaces of one size of the micro-batch; ``refusals`` gets why some modes have none."""
     modes, groupings = request.step.allowed_modes, _groupings(request)
@@ -235,7 +277,7 @@ def _problems_of(
             try:
                 number = request.micro_batches_of(sequence_ranks, micro_batches)
                 step = replace(request.step.spec(mode, number, group, place=place), sequence_ranks=sequence_ranks)
-                own = search_problem(request, shared, step, is_offloading=is_offloading, tiles=tiles)
+                own = spaces.problem(request, shared, step, is_offloading, tiles)
             except PlanError as error:
                 if place is ProjectionPlace.HOST and not found_any:
                     refusals[mode, group] = error
