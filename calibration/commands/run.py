@@ -11,7 +11,7 @@ from pathlib import Path
 import typer
 
 from ...runtime.commands.learning_rates import LearningRates
-from ...runtime.commands.run_budget import check_budget
+from ...runtime.commands.run_budget import check_budget, check_random_weights
 from ...runtime.commands.run_options import (
     TEXT_STEPS,
     CheckpointEvery,
@@ -97,6 +97,7 @@ from ...shared.schema.record import Record
 from ...shared.schema.training_options import OsftOptions
 from ...shared.schema.workload import Workload
 from ...shared.workloads.dtypes import choose_dtype
+from ...shared.workloads.source import WorkloadRequest
 
 __all__ = ["run"]
 
@@ -212,6 +213,17 @@ def run_command(
         loss=loss,
     )
     check_loss_of_plan(loss, chosen, given)
+    if weights is None:
+        asked_model = WorkloadRequest(
+            named,
+            batch_size=batch_size,
+            sequence_length=sequence_length,
+            dtype=asked,
+            options=options,
+            mlp_tiles=(chosen.mlp_tiles,),
+            loss_tiles=(chosen.loss_tiles,),
+        )
+        check_random_weights(chosen, asked_model, described.name)
 
     prefer_expandable_segments(os.environ)
     if starts:

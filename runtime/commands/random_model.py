@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 
-from ...shared.basics.errors import WorkloadError
-from ...shared.basics.units import format_bytes
-from ...shared.optimizers.state import state_tensors
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.training_options import TrainingOptions
 from ...shared.schema.workload import DType
@@ -21,9 +18,7 @@ from ..devices.machine import host_memory_bytes
 from ..devices.process_settings import leave_a_core_for_lanes
 from ..model.configurations import build_model, training_dtype
 from ..tracing.configurations import apply_options, configured_model
-
-_WIDENED_BYTES: Final = 4
-"""Of a trained scalar's gradient on its way, in float32."""
+from .run_budget import RANDOM_WEIGHTS_REMEDY, Weight, check_weights_held
 
 
 def random_model(
@@ -44,8 +39,7 @@ def random_model(
     """
     leave_a_core_for_lanes(num_processes)
     twin = configured_model(configuration, name, dtype, options)
-    remedy = "Use a smaller configuration or another machine; protwin trace without --real needs no weights."
-    check_host_memory(twin, name, remedy, optimizer, num_processes=num_processes)
+    check_host_memory(twin, name, RANDOM_WEIGHTS_REMEDY, optimizer, num_processes=num_processes)
     return drawn_model(configuration, name, dtype, seed, options, adapt=adapt)
 
 
@@ -80,13 +74,5 @@ def check_host_memory(
 
     Ranks may hold less than that of a model in shards, but each begins with all of its weights.
     """
-    stepped = [(DType(str(p.dtype)), tuple(p.shape)) for p in twin.parameters() if p.requires_grad]
-    need_bytes = sum(p.numel() * (p.element_size() + _WIDENED_BYTES * p.requires_grad) for p in twin.parameters())
-    need_bytes += sum(tensor.size_bytes for one in stepped for tensor in state_tensors(one, optimizer))
-    need_bytes *= num_processes
-    if need_bytes > host_memory_bytes():
-        times = f" in each of {num_processes} processes" if num_processes > 1 else ""
-        raise WorkloadError(
-            f"{name} with its optimizer state{times} needs about {format_bytes(need_bytes)} but this machine has "
-            f"{format_bytes(host_memory_bytes())}. {remedy}"
-        )
+    weights = [Weight(DType(str(p.dtype)), tuple(p.shape), is_trained=p.requires_grad) for p in twin.parameters()]
+    check_weights_held(weights, name, remedy, optimizer, memory_bytes=host_memory_bytes(), num_processes=num_processes)

@@ -9,14 +9,16 @@ import pytest
 from protwin.shared.answers.search_result import BatchSearchResult
 from protwin.shared.basics.errors import InfeasibleError
 from protwin.shared.schema.hardware import DeviceKind
+from protwin.shared.schema.workload import Workload
 from protwin.shared.tables.answer import recommendation
 from protwin.sim.questions.host_bound import _is_restricting, host_bound
-from protwin.sim.searching.request import SearchRequest
-from protwin.sim.searching.search import search_batches
+from protwin.sim.searching.request import GlobalBatch, SearchRequest
+from protwin.sim.searching.search import Spaces, search_batches
 from protwin.sim.space.space import SearchSpace
 from tests.proof_size import share
 from tests.sim.fastest import fastest_request
 from tests.sim.hand_made import machine, workload
+from tests.sim.searching.test_batch_search import at_size
 
 REQUEST = fastest_request(
     workload=workload(num_blocks=4),
@@ -75,3 +77,24 @@ def test_where_no_plan_beyond_the_budget_is_faster_no_second_search_is_made(monk
 def test_a_device_that_is_the_host_has_one_memory() -> None:
     request = fastest_request(workload=workload(num_blocks=4), hardware=machine(kind=DeviceKind.CPU))
     assert host_bound(search_batches(request), request) is None
+
+
+def test_spaces_that_are_laid_out_already_change_no_answer() -> None:
+    """Other budgets of either memory, in any order: a search that lays its spaces out anew is the oracle."""
+    spaces = Spaces()
+    for device_bytes, host_bytes in ((6000, 10**9), (6000, 2500), (9000, 10**9), (7000, 3500), (6000, 10**9)):
+        asked = replace(REQUEST, device_budget_bytes=device_bytes, host_budget_bytes=host_bytes)
+        assert search_batches(asked, spaces=spaces) == search_batches(asked)
+
+
+def test_every_size_of_a_global_batch_is_made_once() -> None:
+    made: list[int] = []
+
+    def workload_at(size: int) -> Workload:
+        made.append(size)
+        return at_size(workload(num_blocks=4), size, 0.0)
+
+    batch = GlobalBatch(num_samples=6, workload_at=workload_at)
+    asked, answer = answered(3000, replace(REQUEST, workload=batch, device_budget_bytes=20_000))
+    host_bound(answer, asked)
+    assert sorted(made) == [1, 2, 3, 6]
