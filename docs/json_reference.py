@@ -145,7 +145,9 @@ def documents() -> list[type[Document]]:
     for folder in _FOLDERS:
         for path in sorted((_ROOT / folder).rglob("*.py")):
             for name in re.findall(
-                r"^class (\w+)\(Document\):(?:\n(?!class ).*)*?\n    KIND: ClassVar\[str\] = ", path.read_text(), re.M
+                r"^class (\w+)\((?:\w+, )*Document\):(?:\n(?!class ).*)*?\n    KIND: ClassVar\[str\] = ",
+                path.read_text(),
+                re.M,
             ):
                 module = ".".join(("protwin", *path.relative_to(_ROOT).with_suffix("").parts))
                 found.append(getattr(import_module(module), name))

@@ -54,6 +54,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..devices.time_limit import check_time_before
+from .recurrent import CUDNN, answered, recurrent_kernels
 
 _ATTENTION: Final = "scaled_dot_product_attention"
 _DROPOUT: Final = "dropout"
@@ -78,6 +79,7 @@ def kernels_of_cuda() -> Iterator[None]:
     library.impl(_DROPOUT, _dropout, "AutogradCPU")  # type: ignore[no-untyped-call]
     if hasattr(torch.ops.aten, "_fused_rms_norm_backward"):
         library.impl(_RMS_NORM, _rms_norm, "AutogradCPU")  # type: ignore[no-untyped-call]
+    recurrent_kernels(library)
     try:
         yield
     finally:
@@ -243,6 +245,8 @@ class FakeGroupedProducts(TorchDispatchMode):
             return _transcript_loss(*args[:4])
         if func in _TRANSCRIPT_GRADIENTS and isinstance(args[0], FakeTensor):
             return torch.empty_like(args[1])
+        if func in CUDNN and isinstance(args[0], FakeTensor):
+            return answered(func, args)
         if func in _RMS_NORMS and isinstance(args[0], FakeTensor):
             return _rms_normalized(func, args)
         if func in _MEMORY_EFFICIENT and isinstance(args[0], FakeTensor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import prod
 from typing import Any, Final
@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from ...shared.observed.observation import OperatorCall
 from ...shared.phases.activation_modes import ATTENTION
 from ...shared.schema.workload import DType, Operation, OperationClass
+from ..fakes.recurrent import recurrent_flops, recurrent_shape
 from ..hooks.selective import draws_dropout
 from ..model.nested_tensors import tensors_in
 
@@ -28,6 +29,8 @@ _REDUCTION: Final = (
     *("sum", "mean", "softmax", "nll_loss", "cross_entropy", "amax", "max", "min", "var", "norm", "logsumexp"),
     "argmax",
 )
+_CONVOLUTIONS: Final = ("convolution", "convolution_backward")
+_RECURRENT: Final = ("_cudnn_rnn", "_cudnn_rnn_backward")
 _FACTORS: Final = {"mm": 0, "bmm": 0, "mv": 0, "addmm": 1, "baddbmm": 1, "addmv": 1}
 """Where the arguments of products of two factors begin with them."""
 
@@ -66,7 +69,7 @@ def observe_call(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], r
         flops=_flops(operator, name, operation_class, args, kwargs, result, outputs),
         reads=tuple((numbers.setdefault(t.untyped_storage()._cdata, len(numbers)), _bytes(t)) for t in inputs),
         writes_bytes=tuple(_bytes(t) for t in outputs),
-        shape=_shape(operator, name, operation_class, args, kwargs),
+        shape=_shape(operator, name, operation_class, args, kwargs, outputs),
         draws=_draws(operator, name, operation_class, args, kwargs),
     )
 
@@ -101,7 +104,11 @@ def classify(name: str) -> OperationClass:
     if any(mark in base for mark in ATTENTION):
         return OperationClass.ATTENTION
     stem = base.removeprefix("_").removesuffix("_backward").removesuffix("_dense")
-    if stem in _MATMUL or any(stem.endswith(suffix) for suffix in ("convolution", "_mm", "conv2d")):
+    if (
+        base in _RECURRENT
+        or stem in _MATMUL
+        or any(stem.endswith(suffix) for suffix in ("convolution", "_mm", "conv2d"))
+    ):
         return OperationClass.MATMUL
     if any(mark in base for mark in _NORMALIZATION):
         return OperationClass.NORMALIZATION
@@ -131,6 +138,10 @@ def _flops(
         return _attention_flops(operator, name, args, kwargs)
     if name == "_grouped_mm":
         return _grouped_flops(args[0], args[1])
+    if name == "convolution_backward":
+        return _convolution_gradient_flops(_named(operator, args, kwargs))
+    if name in _RECURRENT:
+        return recurrent_flops(name, _named(operator, args, kwargs))
     formula = flop_registry.get(operator.overloadpacket)
     if formula is not None:
         return int(formula(*args, **kwargs, out_val=result))
@@ -141,7 +152,12 @@ def _flops(
 
 
 def _shape(
-    operator: Any, name: str, operation_class: OperationClass, args: tuple[Any, ...], kwargs: dict[str, Any]
+    operator: Any,
+    name: str,
+    operation_class: OperationClass,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outputs: Sequence[torch.Tensor],
 ) -> tuple[int, ...]:
     """``Operation.shape``.  A group of products of unequal sizes, and what is no matrix product, have none."""
     if operation_class is OperationClass.ATTENTION:
@@ -152,12 +168,42 @@ def _shape(
             equal = max(1, round(squares / query.shape[0]))
             return (-(-query.shape[1] * query.shape[0] // equal), equal, equal, query.shape[2])
         return (*_sizes(name, query, key), query.shape[-1])
+    if name in _CONVOLUTIONS:
+        return _convolution_shape(_named(operator, args, kwargs), outputs)
+    if name in _RECURRENT:
+        return recurrent_shape(_named(operator, args, kwargs))
     if name not in _FACTORS:
         return ()
     first, second = args[_FACTORS[name] : _FACTORS[name] + 2]
     if second.dim() == 1:
         return (1, first.shape[0], 1, first.shape[1])
     return (prod(first.shape[:-2]), first.shape[-2], second.shape[-1], first.shape[-1])
+
+
+def _convolution_shape(named: Mapping[str, Any], outputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """(groups, places, channels made of each, what each is made of, whether channels lie last).
+
+    The first four are the product that a convolution is.  Of a transposed one the places are those that it is given,
+    each of which makes a patch.
+    """
+    input, weight, groups = named["input"], named["weight"], int(named["groups"])
+    placed = input if named["transposed"] else named.get("grad_output", outputs[0])
+    is_last = input.dim() > 2 and input.shape[1] > 1 and input.stride(1) == 1
+    inner = prod(weight.shape[1:])
+    channels = weight.shape[0] // groups
+    sizes = (inner, channels) if named["transposed"] else (channels, inner)
+    return (groups, placed.shape[0] * prod(placed.shape[2:]), *sizes, int(is_last))
+
+
+def _convolution_gradient_flops(named: Mapping[str, Any]) -> int:
+    """As many as forward for the gradient of the input, and for that of the weight.
+
+    torch's own formula counts the latter for every pair of groups.
+    """
+    weight, transposed = named["weight"], named["transposed"]
+    placed = named["input"] if transposed else named["grad_output"]
+    wanted = sum(map(bool, named["output_mask"][:2]))
+    return 2 * wanted * int(placed.shape[0] * prod(placed.shape[2:]) * weight.numel())
 
 
 def _grouped_flops(first: torch.Tensor, second: torch.Tensor) -> int:

@@ -113,7 +113,7 @@ class Flow:
 
     def _is_linear(self, index: int) -> bool:
         call = self.calls[index]
-        return call.operation_class is OperationClass.MATMUL and (not call.shape or call.shape[0] == 1)
+        return call.operation_class is OperationClass.MATMUL and (len(call.shape) != 4 or call.shape[0] == 1)
 
     def _sizes(self, index: int) -> list[tuple[int, int]]:
         """Of each storage that a call reads: its largest tensor, and all of them."""
@@ -294,7 +294,7 @@ class Flow:
     def _backward_apart(self, index: int, pool: Sequence[Number], sizes: Sequence[tuple[int, int]]) -> None:
         """A product's derivatives: of its input, which reads the weight, or of its weight, which reads the input."""
         call, is_linear, undone = self.calls[index], self._is_linear(index), self._undone(index)
-        is_of_weight = is_linear and bool(call.shape) and call.shape[3] == self._num_tokens
+        is_of_weight = is_linear and len(call.shape) == 4 and call.shape[3] == self._num_tokens
         known: list[Number] = []
         if undone is not None:
             known = self.reads[undone][-2:-1] if is_linear else [*self.reads[undone], *self.made[undone]]

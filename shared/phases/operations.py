@@ -160,7 +160,9 @@ class Operation(FrozenModel):
     count: PositiveInt = 1
     shape: tuple[NonNegativeInt, ...] = ()
     """Of a matrix product (batch, m, n, k): batch products of m x k by k x n; of attention (batch * heads, queries,
-    keys, width of a head); () where it is not known or does not matter."""
+    keys, width of a head); of a convolution (groups, places, channels made of each, what each is made of, 1 where
+    channels lie last in memory); of a recurrent layer (layers * directions, steps, samples, gates, state); () where it
+    is not known or does not matter."""
 
     @property
     def weight(self) -> int:

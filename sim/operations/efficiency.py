@@ -11,6 +11,7 @@ from typing import Final
 
 from ...shared.schema.hardware import HALVED_CLOCK_HZ, Device, DeviceKind
 from ...shared.schema.workload import DType, OperationClass
+from .generations import Generation, generation_of
 
 _CUDA: Final[dict[OperationClass, float]] = {
     # Large 16-bit products reach 70 to 85 % of the tensor cores' dense peak: the last wave of tiles leaves
@@ -94,6 +95,8 @@ MIXED_SHARE: Final = 0.6
 """Share of the time up to which products leave the board power for ``POWER_LIMITED_FRAC`` of its peak: of six trainings
 on this H100, in which products and attention took 36 to 63 % of the time, all products came within 5 % of it, at 1,755
 to 1,980 MHz."""
+TENSOR_FLOAT_RATE: Final = 0.5
+"""TF32 over bfloat16, in FLOP/s of matrix units from Ampere on (NVIDIA's data sheets and white papers)."""
 UNLIMITED_MATRIX_RATE: Final = 2.0
 """Matrix FLOP/s over vector FLOP/s up to which power is no limit.
 
@@ -127,6 +130,19 @@ def sustained_flop_per_s(device: Device, peak_flop_per_s: float, dtype: DType) -
         return clock_frac * device.sustained_frac * peak_flop_per_s
     unlimited = min(peak_flop_per_s, UNLIMITED_MATRIX_RATE * device.vector_flop_per_s)
     return clock_frac * max(POWER_LIMITED_FRAC * peak_flop_per_s, unlimited)
+
+
+def tensor_float_flop_per_s(device: Device) -> float | None:
+    """Peak of float32 convolutions and recurrent layers in TF32; None where a device has none.
+
+    PyTorch lets cuDNN round float32 to TF32 by itself (``torch.backends.cudnn.allow_tf32``), unlike matrix products.
+    Its rate is half that of 16 bit (data sheets: A100 156 of 312, H100 494 of 989, RTX 4090 82.6 of 165.2 TFLOP/s).
+    """
+    generation = generation_of(device)
+    if device.kind is not DeviceKind.CUDA or generation in (Generation.CDNA2, Generation.CDNA3):
+        return None
+    peak = device.peak_flop_per_s.get(DType.BFLOAT16)
+    return None if peak is None else TENSOR_FLOAT_RATE * peak
 
 
 def _clock_frac(device: Device) -> float:

@@ -17,7 +17,8 @@ from typing import Final
 
 from ...shared.basics.errors import HardwareError
 from ...shared.schema.hardware import Device, DeviceKind
-from ...shared.schema.workload import Operation, OperationClass, Phase
+from ...shared.schema.workload import DType, Operation, OperationClass, Phase
+from .convolutions import convolution_s, is_convolution
 from .efficiency import (
     COMPILED_DISPATCHES_PER_LAUNCH,
     DISPATCHES_PER_GRAPH,
@@ -25,8 +26,10 @@ from .efficiency import (
     KERNEL_FIXED_S,
     efficiency_frac,
     power_slowdown,
+    tensor_float_flop_per_s,
 )
 from .kernels import kernel_s
+from .recurrent import is_recurrent, recurrent_s
 from .streams import element_s, launched, moved_bytes, share_of
 
 _MATRIX_CLASSES: Final = frozenset({OperationClass.MATMUL, OperationClass.ATTENTION})
@@ -80,6 +83,11 @@ def _execution_s(operation: Operation, device: Device) -> float:
     if operation.flops == 0:
         return moving_s / efficiency
     peak = matrix_flop_per_s(device, operation)
+    if device.kind is DeviceKind.CUDA and device.num_multiprocessors is not None:
+        if is_convolution(operation):
+            return convolution_s(operation, device, peak)
+        if is_recurrent(operation):
+            return recurrent_s(operation, device, peak)
     multiplying_s = kernel_s(operation, device, peak) if device.kind is DeviceKind.CUDA else None
     if multiplying_s is None:
         return max(operation.flops / peak, moving_s) / efficiency
@@ -90,8 +98,13 @@ def _execution_s(operation: Operation, device: Device) -> float:
 def matrix_flop_per_s(device: Device, operation: Operation) -> float:
     """Peak of matrix products in the operation's element type, or the nearest wider one that the device states.
 
-    Float32 and narrower end at the vector units, which every device has.  Raises HardwareError for other types.
+    Float32 and narrower end at the vector units, which every device has.  What cuDNN computes takes TF32 for float32.
+    Raises HardwareError for other types.
     """
+    if operation.dtype is DType.FLOAT32 and (is_convolution(operation) or is_recurrent(operation)):
+        tensor_float = tensor_float_flop_per_s(device)
+        if tensor_float is not None:
+            return tensor_float
     peak = device.matrix_flop_per_s(operation.dtype)
     if peak is not None:
         return peak

@@ -165,7 +165,7 @@ def loss_metric(workload: Workload) -> tuple[Operation, ...]:
     Raises WorkloadError if nothing before the loss multiplies matrices, so that there are no logits.
     """
     operations = workload.epilogue_forward.operations
-    products = [one for one in operations if one.operation_class is OperationClass.MATMUL and one.shape]
+    products = [one for one in operations if one.operation_class is OperationClass.MATMUL and len(one.shape) == 4]
     if not products:
         raise WorkloadError(
             f"{workload.model_name} has no matrix product before its loss, and so no logits that metrics are taken "

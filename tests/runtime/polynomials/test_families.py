@@ -12,7 +12,7 @@ import torch
 from protwin.runtime.fakes.models import representatives
 from protwin.runtime.model.configurations import build_model, quiet
 from protwin.runtime.polynomials.families import family_of_configuration
-from protwin.runtime.tracing import tracing
+from protwin.runtime.tracing import fake_subject, tracing
 from protwin.runtime.tracing.configurations import workload_of_configuration
 from protwin.shared.basics.errors import WorkloadError
 from protwin.shared.catalogue.models import model_configuration, model_names
@@ -170,6 +170,6 @@ def test_representatives_of_unequal_rows_stand_for_all(
     }
     shortened = workload_of_configuration(configuration, **asked)
     spared: list[bool] = []
-    monkeypatch.setattr(tracing, "keep_representatives", lambda *_: spared.append(True))
+    monkeypatch.setattr(fake_subject, "keep_representatives", lambda *_: spared.append(True))
     assert same(workload_of_configuration(configuration, **asked), shortened)
     assert spared

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from protwin.runtime.tracing.operations import describe_operation
 from protwin.shared.schema.workload import Operation, OperationClass
@@ -84,6 +89,59 @@ def test_attention(causal: bool) -> None:
     assert forward.flops == 4 * heads * queries * keys * width // share
     assert backward.flops == 10 * heads * queries * keys * width // share
     assert backward.name.endswith("_backward")  # sim/operations/kernels.py tells the two apart by it
+
+
+CONVOLUTIONS = st.fixed_dictionaries(
+    {
+        "dims": st.integers(1, 3),
+        "groups": st.sampled_from([1, 2, 3, 6]),
+        "per_group": st.integers(1, 3),
+        "made_per_group": st.integers(1, 3),
+        "kernel": st.integers(1, 3),
+        "stride": st.integers(1, 2),
+        "dilation": st.integers(1, 2),
+        "transposed": st.booleans(),
+        "is_last": st.booleans(),
+    }
+)
+
+
+@given(CONVOLUTIONS)
+@settings(max_examples=60, deadline=None)
+def test_a_convolution_is_a_product_for_each_group(drawn: dict[str, Any]) -> None:
+    """Groups multiply as so many convolutions without groups do, which torch's formula counts."""
+    dims, groups, is_last = drawn["dims"], drawn["groups"], drawn["is_last"] and drawn["dims"] == 2
+
+    def run(number: int) -> tuple[int, Operation, Operation]:
+        kind = getattr(nn, f"Conv{'Transpose' if drawn['transposed'] else ''}{dims}d")
+        sizes = (number * drawn["per_group"], number * drawn["made_per_group"], drawn["kernel"])
+        module = kind(*sizes, stride=drawn["stride"], dilation=drawn["dilation"], groups=number)
+        given = torch.randn(2, sizes[0], *(7,) * dims)
+        given = (given.to(memory_format=torch.channels_last) if is_last else given).requires_grad_()
+        with FlopCounterMode(display=False) as counted:
+            made = module(given)
+            made.sum().backward()
+        (forward,) = [o for o in seen(lambda: module(given)) if o.name == "convolution"]
+        (backward,) = [o for o in seen(lambda: module(given).sum().backward()) if o.name == "convolution_backward"]
+        return counted.get_total_flops(), forward, backward
+
+    alone_flops, *_ = run(1)
+    _, forward, backward = run(groups)
+    assert forward.flops + backward.flops == groups * alone_flops
+    assert forward.shape == backward.shape
+    *product, laid_last = forward.shape
+    assert forward.flops == 2 * prod(product)
+    assert product[0] == groups
+    assert backward.flops == 2 * forward.flops
+    assert laid_last == (is_last and groups * drawn["per_group"] > 1)
+
+
+def test_only_gradients_that_are_wanted_are_multiplied() -> None:
+    module = nn.Conv2d(4, 6, 3)
+    (backward,) = [
+        o for o in seen(lambda: module(ones(2, 4, 7, 7)).sum().backward()) if "backward" in o.name and o.shape
+    ]
+    assert backward.flops == 2 * prod(backward.shape[:4])
 
 
 def test_what_multiplies_no_matrices_has_no_shape() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from protwin.runtime.tracing import tracing
+from protwin.runtime.tracing import fake_subject
 from protwin.runtime.tracing.configurations import workload_of_configuration
 from tests.proof_size import some_quick
 
@@ -28,7 +28,7 @@ def test_representatives_stand_for_all_blocks(
     """Every block's profile, and everything outside the blocks, is that of the whole row's trace."""
     shortened = workload_of_configuration(configuration, name="x", batch_size=2, sequence_length=16)
     called: list[bool] = []
-    monkeypatch.setattr(tracing, "keep_representatives", lambda *_: called.append(True))
+    monkeypatch.setattr(fake_subject, "keep_representatives", lambda *_: called.append(True))
     whole = workload_of_configuration(configuration, name="x", batch_size=2, sequence_length=16)
     assert called, "the whole row was to be traced"
     assert shortened.num_blocks == whole.num_blocks == 7

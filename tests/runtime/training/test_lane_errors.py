@@ -159,7 +159,8 @@ def test_out_of_memory_in_a_gather(case: Case, number: int) -> None:
 
 def test_setting_up_that_fails_leaves_the_model(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every stage: in an optimizer, in a lane's thread, in the hooks."""
-    from protwin.runtime.training import assembly, transfer_lanes
+    from protwin.runtime.lanes import transfer_lanes
+    from protwin.runtime.training import assembly
 
     def fail(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("in the middle")
