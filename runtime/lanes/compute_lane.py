@@ -6,7 +6,7 @@ when it ends, its chunks are released, its gradients leave, and whoever waits fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Final
@@ -134,13 +134,28 @@ class ComputeLane:
         return found
 
     def _from_other_lanes(self, task: Task) -> tuple[list[TaskId], list[TaskId]]:
-        """What a compute task waits for beside its own lane: tasks of its iteration, and of the one before."""
+        """What a compute task waits for beside its own lane: tasks of its iteration, and of the one before.
 
-        def others(tasks: Iterable[TaskId]) -> list[TaskId]:
-            found = [self._schedule.tasks[other] for other in tasks]
-            return [other.id for other in found if other.lane is not Lane.COMPUTE and not is_within_compute(other)]
+        In place of an exchange within it: what stands before the exchange in the lane of collectives.  The schedule's
+        memory relies on that order, and no lane keeps it (``is_within_compute``).
+        """
+        tasks, now, previous = self._schedule.tasks, list[TaskId](), list(task.after_previous)
+        for other in task.after:
+            if not is_within_compute(tasks[other]):
+                now.append(other)
+                continue
+            program = self._schedule.lanes[Lane.COLLECTIVE]
+            at = program.index(other)
+            for earlier, found in ((program[:at], now), (program[at:], previous)):
+                done = [before for before in earlier if not is_within_compute(tasks[before])]
+                if done:
+                    found.append(done[-1])
+                    break
 
-        return others(task.after), others(task.after_previous)
+        def others(found: list[TaskId]) -> list[TaskId]:
+            return list(dict.fromkeys(other for other in found if tasks[other].lane is not Lane.COMPUTE))
+
+        return others(now), others(previous)
 
     def _awaited_elsewhere(self) -> frozenset[TaskId]:
         """The compute tasks that tasks of other lanes wait for."""

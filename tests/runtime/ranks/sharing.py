@@ -19,6 +19,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 
 import protwin.runtime
 from protwin.runtime import CpuDevice, carry_out
+from protwin.runtime.ranks.collectives import Collectives
 from protwin.runtime.ranks.sequence_peers import SequencePeers
 from protwin.runtime.sequences import attention, exchange, sharing
 from protwin.shared.basics.errors import ProtwinError
@@ -144,6 +145,30 @@ def train(rank: int, name: str, plan: Plan, workload: Workload, wrong: str | Non
             training.step()
     state = {key: value.detach().clone() for key, value in model.state_dict().items() if not value.is_meta}
     return Trained(losses, state)
+
+
+def short() -> tuple[nn.Module, Batch]:
+    """Of few tokens: gradients take more memory than activations."""
+    torch.manual_seed(SEED)
+    model = LlamaForCausalLM(LlamaConfig(**_SHAPE)).to(torch.bfloat16)
+    return model, {key: value[:, :16] for key, value in batches("llama")[0].items()}
+
+
+@in_default_group
+def peaks_beside_late_sums(rank: int, plan: Plan, workload: Workload) -> tuple[int, int]:
+    """The peak of ``short`` where gradients are added up late, and the guaranteed one."""
+    (model, batch), device, scatter = short(), CpuDevice(), Collectives.scatter
+
+    def late(self: Collectives, part: torch.Tensor, whole: torch.Tensor) -> None:
+        time.sleep(0.05)
+        scatter(self, part, whole)
+
+    with mock.patch.object(Collectives, "scatter", late), carry_out(model, plan, workload, device=device) as training:
+        for _ in range(2):
+            for _ in range(plan.micro_batches):
+                model(**batch).loss.backward()
+            training.step()
+    return training.peak_device_bytes, guaranteed_device_peak(compile_schedule(plan, workload)).size_bytes
 
 
 @in_default_group

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from protwin.runtime import trace
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import layout_of
 from protwin.shared.schema.plan import ParallelMode, Plan, mode_counts
@@ -23,8 +24,10 @@ from tests.runtime.ranks.sharing import (
     differ,
     evaluated,
     peak_error,
+    peaks_beside_late_sums,
     plainly,
     recorded,
+    short,
     train,
     trouble,
     workload,
@@ -163,6 +166,25 @@ def test_the_peak_is_the_schedules(mixture: str, tiles: tuple[int, int], pool: P
     plan = plan_of("tiled", 2, 2, mixture, "offloaded", **knobs)
     for error in pool.of(2).run(peak_error, "tiled", plan, workload("tiled")):
         assert error == pytest.approx(0, abs=BAR)
+
+
+def test_a_block_does_not_run_ahead_of_sums_that_its_exchange_stands_behind(two_ranks: Ranks) -> None:
+    """Gradients that are added up late are gone before the next micro-batch's activations are there."""
+    model, batch = short()
+    found = trace(model, batch, repeats=0, sequence_ranks=2)
+    plan = Plan(
+        workload_id=found.identity,
+        chunk_bytes=200_000,
+        n_persist=0,
+        n_buffer=2,
+        prefetch_depth=3,
+        micro_batches=2,
+        parallel=ParallelMode.SHARDED,
+        num_ranks=2,
+        sequence_ranks=2,
+    )
+    for peak_bytes, guaranteed_bytes in two_ranks.run(peaks_beside_late_sums, plan, found):
+        assert peak_bytes <= guaranteed_bytes
 
 
 def test_a_record_has_the_schedules_exchanges(two_ranks: Ranks) -> None:
