@@ -5,6 +5,11 @@ counts what the compute thread's operations produce (a dispatch mode sees every 
 recomputation), what they are given that was there before anybody watched, and what the runtime allocates by name, and
 raises the device's out-of-memory error beyond the budget.  What only other threads touch is on the host's side and does
 not count.
+
+[Note: Storages that linger]
+A storage that has been copied to the host is let go of, and yet others may hold it: the caller of a block holds the
+block's input until the block has returned, a moment beyond the end of its forward, which hooks tell.  It counts until
+it has gone.  If its bytes come back before that, they come back to the same storage: a schedule accounts for one.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -162,6 +167,27 @@ class MemoryLedger:
         with self._lock:
             self._count_named(-size_bytes, content)
 
+    def free_with(self, storage: torch.UntypedStorage, size_bytes: int, content: Content | None) -> LingeringStorage:
+        """Count the end of a named allocation when nobody holds ``storage`` any more, which its owner lets go of."""
+        lingering = LingeringStorage(size_bytes, content)
+        lingering.gone = weakref.finalize(storage, self._free_lingering, lingering)
+        lingering.gone.atexit = False
+        return lingering
+
+    def take_back(self, lingering: LingeringStorage) -> torch.UntypedStorage | None:
+        """The storage, if it has not gone; its bytes stay a named allocation, which the caller frees from now on."""
+        found = lingering.gone.detach()
+        if found is None:
+            # Another thread may be about to say so.
+            self._free_lingering(lingering)
+            return None
+        storage: torch.UntypedStorage = found[0]
+        with self._lock:
+            known = self._watched.get(storage._cdata)
+            if known is not None and not known.size_bytes:
+                del self._watched[storage._cdata]  # its owner may have it watched again
+            return storage
+
     def adopt(self, tensors: Iterable[torch.Tensor], content: Content | None = None) -> int:
         """Count tensors that exist already (parameters, buffers, optimizer state, the batch).  Returns new bytes."""
         found = list(tensors)
@@ -263,6 +289,12 @@ class MemoryLedger:
             self.stop_metering()
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _free_lingering(self, lingering: LingeringStorage) -> None:
+        with self._lock:
+            freed_bytes, lingering.size_bytes = lingering.size_bytes, 0
+            if freed_bytes:
+                self._count_named(-freed_bytes, lingering.content)
 
     def watch_result(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Count the storages that an operation was given and nobody knew, that it made, or gave another size."""
@@ -368,6 +400,17 @@ class MemoryLedger:
             f"{format_bytes(self.budget_bytes)} is free, while {self.doing}. Search a plan for this budget, or "
             f"raise it to at least {format_bytes(level + more_bytes)}."
         )
+
+
+@dataclass(slots=True)
+class LingeringStorage:
+    """One that its owner has let go of, and that somebody still holds."""
+
+    size_bytes: int
+    """Those that count; 0 when it has gone."""
+    content: Content | None
+    gone: weakref.finalize[..., Any] = field(init=False)
+    """Counts its end."""
 
 
 @dataclass(slots=True)

@@ -28,6 +28,7 @@ from ...shared.schema.plan import ActivationMode
 from ...shared.schema.schedule import Content, Schedule, TaskKind
 from ...shared.schema.workload import SMALLEST_SWAPPED_BYTES
 from ..devices.device import TrainingDevice
+from ..devices.ledger import LingeringStorage, MemoryLedger
 from ..model.blocks import NamedBlock
 from ..model.kept_tensors import kept_tensors
 from ..model.nested_tensors import has_storage, tensors_in
@@ -39,7 +40,7 @@ _T = TypeVar("_T")
 class SavedStorage:
     """A storage that autograd saved at least a part of."""
 
-    __slots__ = ("__weakref__", "is_kept", "returned", "size_bytes", "source", "versions")
+    __slots__ = ("__weakref__", "is_kept", "lingering", "returned", "size_bytes", "source", "versions")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.source: torch.Tensor | None = tensor.detach()
@@ -49,6 +50,8 @@ class SavedStorage:
         """Of its tensors, when they were saved."""
         self.is_kept = True
         """Whether it stays on the device."""
+        self.lingering: LingeringStorage | None = None
+        """The device's storage, if somebody held it when it had been copied to the host."""
         self.returned: torch.Tensor | None = None
         """Its bytes, when they have come back."""
 
@@ -252,7 +255,7 @@ class SwappedBlock:
         del leaving, flats
         for saved, storage in zip(self._travelling, storages, strict=True):
             saved.source = None
-            self._let_go(storage, saved.size_bytes)
+            saved.lingering = self._let_go(storage, saved.size_bytes)
             self._out_bytes -= saved.size_bytes
         return sum(saved.size_bytes for saved in self._travelling)
 
@@ -265,16 +268,16 @@ class SwappedBlock:
         """The current stream waits for the copies to the host: nobody needs the device's storages any more."""
         self._sent.clear()
 
-    def _let_go(self, storage: weakref.ref[Any], size_bytes: int) -> None:
-        """The storage counts until nobody holds it; the model may, somewhere outside autograd."""
+    def _let_go(self, storage: weakref.ref[Any], size_bytes: int) -> LingeringStorage | None:
+        """The storage counts until nobody holds it: a block's caller, or the model somewhere outside autograd."""
         ledger = self._device.ledger
         if ledger is None:
-            return
+            return None
         held = storage()
-        if held is None:
-            ledger.free(size_bytes, Content.SWAPPED)
-        else:
-            weakref.finalize(held, ledger.free, size_bytes, Content.SWAPPED)
+        if held is not None:
+            return ledger.free_with(held, size_bytes, Content.SWAPPED)
+        ledger.free(size_bytes, Content.SWAPPED)
+        return None
 
     # -- back --------------------------------------------------------------------------------------------------------
 
@@ -283,7 +286,8 @@ class SwappedBlock:
         ledger = self._device.ledger
         total = sum(saved.size_bytes for saved in self._travelling)
         if ledger is not None:
-            ledger.allocate(total, self._name, Content.SWAPPED)
+            self._take_back(ledger)
+            ledger.allocate(total - self._back_bytes, self._name, Content.SWAPPED)
         self._back_bytes = total
         if self._sent:
             # A trip so short that the copy to the host may still read: what it read comes back to where it was.
@@ -291,7 +295,20 @@ class SwappedBlock:
                 saved.returned = _bytes_of(sent.untyped_storage(), self._device)
             return
         for saved in self._travelling:
-            saved.returned = self._device.empty(saved.size_bytes, self._name)
+            if saved.returned is None:
+                saved.returned = self._device.empty(saved.size_bytes, self._name)
+
+    def _take_back(self, ledger: MemoryLedger) -> None:
+        """What somebody still holds comes back to where it was, as if it had never left ([Note: Storages that linger]).
+
+        A second one beside it is more than a schedule accounts for.
+        """
+        self._back_bytes = 0
+        for saved in self._travelling:
+            held = ledger.take_back(saved.lingering) if saved.lingering is not None else None
+            if held is not None:
+                saved.returned = _bytes_of(held, self._device)
+                self._back_bytes += saved.size_bytes
 
     def fetch(self) -> int:
         """Copy everything back; gives the bytes.

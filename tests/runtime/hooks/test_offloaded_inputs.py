@@ -12,14 +12,17 @@ from torch import nn
 
 from protwin.runtime import CpuDevice, carry_out, trace
 from protwin.runtime.hooks.offloaded_inputs import HandedOn, OffloadedInput, as_given
+from protwin.runtime.recording.metering import METERED_ITERATIONS
 from protwin.shared.basics.errors import ScheduleError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.layout.travelling_inputs import input_bytes
 from protwin.shared.schema.plan import ActivationMode, Plan, mode_counts
+from protwin.shared.schema.schedule import Content
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from tests.proof_size import some_quick
+from tests.runtime.eager_lanes import settled_lanes
 from tests.runtime.equality import miscounted, trained
 from tests.runtime.models import Case, cases
 
@@ -225,6 +228,43 @@ def test_the_guarantee_holds_for_loops_that_scale_their_losses(
                 step(loss, held)
             training.step()
         assert limit_bytes - 32 <= training.peak_device_bytes <= limit_bytes
+
+
+class LargeAtTheEnd(Stack):
+    """Three layers; the epilogue's forward holds the most of all."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(3)
+
+    def forward(self, rows: torch.Tensor) -> Result:
+        """(rows, WIDTH)."""
+        found = super().forward(rows)
+        torch.zeros(64 * WIDTH, ROWS).sum()
+        return found
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_an_input_that_comes_back_while_its_caller_holds_it_is_there_once(depth: int) -> None:
+    """The last block's, which goes with the block's return: a moment after the epilogue's forward has begun.
+
+    Lanes that have done all they can by then are the timing in which it matters, in iterations that nobody watches.
+    """
+    batches = [{"rows": torch.randn(ROWS, WIDTH)} for _ in range(METERED_ITERATIONS + 2)]
+    case = Case(LargeAtTheEnd, batches)
+    modes = (KEEP, KEEP, OFFLOAD_INPUT)
+    plan = plan_of(case.workload, modes).model_copy(update={"prefetch_depth": depth})
+    device = CpuDevice(guaranteed_device_peak(compile_schedule(plan, case.workload)).size_bytes)
+    model, losses = case.build(), []
+    with carry_out(model, plan, case.workload, optimizer=case.make_optimizer, device=device) as training:
+        with settled_lanes(training):
+            for batch in batches:
+                loss = case.loss(model, batch)
+                loss.backward()
+                losses.append(loss.item())
+                training.step()
+        assert device.ledger.named.get(Content.SWAPPED, 0) == 0
+    assert losses == case.plain.losses
 
 
 # -- what travels ----------------------------------------------------------------------------------------------------
