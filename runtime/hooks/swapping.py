@@ -98,23 +98,34 @@ class _OwnStorages:
             if has_storage(tensor)
         }
         """By address, which a buffer that a block replaces leaves to what blocks make."""
+        self._of_block: dict[int, weakref.ref[Any]] = {}
+        """The same of the block's buffers, as the running forward found them."""
         self._given: set[int] = set()
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The block is about to run on these."""
         self._given = _storages((args, kwargs))
+        # A forward may have filled or replaced them.
+        self._of_block = {storage._cdata: weakref.ref(storage) for storage in self._buffers()}
+
+    def _buffers(self) -> list[torch.UntypedStorage]:
+        """The storages of the block's buffers, as they are now."""
+        buffers = (buffer for module in self._modules for buffer in module._buffers.values() if buffer is not None)
+        return [buffer.untyped_storage() for buffer in buffers if has_storage(buffer)]
 
     def key_of(self, tensor: torch.Tensor) -> int | None:
         """The storage of a tensor that is saved, if the block made it."""
         if not has_storage(tensor):
             return None
         key = tensor.untyped_storage()._cdata
-        return None if key in self._given or _alive(self._of_model, key) is not None else key
+        of_model = _alive(self._of_model, key) is not None or _alive(self._of_block, key) is not None
+        return None if key in self._given or of_model else key
 
     def staying(self, output: Any) -> set[int]:
         """The storages that outlive the block's forward anyway: what it hands on, and what its modules keep."""
         kept = kept_tensors(self._modules, model=self._model)
-        return _storages(output) | {tensor.untyped_storage()._cdata for tensor in kept}
+        storages = [*self._buffers(), *(tensor.untyped_storage() for tensor in kept)]
+        return _storages(output) | {storage._cdata for storage in storages}
 
 
 class SwappableTally:

@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from ...shared.factors.structure import ModelStructure, structure_hash
 from .strides import contiguous_strides
+
+_FILLED: Final = "_protwin_filled_buffers"
+"""The attribute of a model that names the buffers that were None before it was trained by a plan."""
+
+
+def note_empty_buffers(model: nn.Module) -> None:
+    """Training is about to begin: buffers that are None now are not what tells ``model`` from others.
+
+    A forward may fill them, and a model that was never run has none.
+    """
+    names = [f"{path}.{name}" if path else name for path, name in _empty_buffers(model)]
+    if names:
+        model.__dict__[_FILLED] = sorted({*model.__dict__.get(_FILLED, ()), *names})
+
+
+def _empty_buffers(model: nn.Module) -> Iterator[tuple[str, str]]:
+    for path, module in model.named_modules():
+        yield from ((path, name) for name, buffer in module._buffers.items() if buffer is None)
 
 
 def model_hash(model: nn.Module) -> str:
@@ -30,8 +48,9 @@ def structure_of(model: nn.Module, blocks: Collection[str]) -> ModelStructure:
 
 
 def buffers_of(model: nn.Module) -> list[list[Any]]:
-    """Name, shape and element type of every buffer."""
-    return [[name, list(b.shape), str(b.dtype)] for name, b in model.named_buffers()]
+    """Name, shape and element type of every buffer, those aside that were None before training."""
+    filled = model.__dict__.get(_FILLED, ())
+    return [[name, list(b.shape), str(b.dtype)] for name, b in model.named_buffers() if name not in filled]
 
 
 def _strides(parameter: nn.Parameter) -> list[list[int]]:

@@ -99,14 +99,20 @@ def random_states_kept() -> Iterator[None]:
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """After the block the model's buffers hold what they held before."""
-    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    """After the block the model's buffers are the same tensors, or None, and hold what they held before."""
+    found = [
+        (module, name, buffer, None if buffer is None else without_repeats(buffer.detach()).clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, value in values:
-                buffer.copy_(value)
+            for module, name, buffer, value in found:
+                if buffer is not None and value is not None:
+                    buffer.copy_(value)
+                module._buffers[name] = buffer
 
 
 @contextmanager
@@ -117,27 +123,17 @@ def left_as_found(model: nn.Module) -> Iterator[None]:
     and the model's modules are bit for bit what they were.
     """
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [
-        (module, name, buffer, without_repeats(buffer.detach()).clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
     flags = [(module, module.training) for module in model.modules()]
     of_modules = [(generator, _state_of(generator)) for generator in generators_of(model.modules())]
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with random_states_kept(), without_cache(model):
+        with random_states_kept(), buffers_kept(model), without_cache(model):
             model.train()
             yield
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        with torch.no_grad():
-            for module, name, buffer, value in buffers:
-                buffer.copy_(value)
-                module._buffers[name] = buffer
         for generator, state in of_modules:
             _set_state(generator, state)
         for module, flag in flags:

@@ -257,6 +257,7 @@ def observe_sections(
     lasting = [*model.parameters(), *model.buffers(), *batch_tensors(batch).values()]
     ledger.adopt(lasting)
     ledger.adopt(kept_tensors(model.modules()))
+    buffers = _Buffers(model)
     observer = SectionObserver(ledger, model, list(batch_tensors(batch).values()))
     ledger.place = observer.place
     if forced is not None:
@@ -292,8 +293,9 @@ def observe_sections(
                 break
         found = given.found
         outlived_bytes = dict(observer.outlived_bytes)
-        kept_bytes = kept_beside(ledger, [*lasting, *model.buffers(), *_dropped(model, held)], blocks)
+        kept_bytes = kept_beside(ledger, [*lasting, *buffers.there(), *_dropped(model, held)], blocks)
     finally:
+        buffers.empty()
         given.remove()
         walker.remove()
         observer.remove()
@@ -302,6 +304,28 @@ def observe_sections(
     return SeenIterations(
         observer.sections, found, kept_bytes, outlived_bytes, observer.uses, observer.lookups, observer.values
     )
+
+
+class _Buffers:
+    """Tells module buffers that take what they took when the trace began from those that a forward fills."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._found = [
+            (module, name, None if buffer is None else buffer.nbytes)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+        ]
+
+    def there(self) -> list[torch.Tensor]:
+        """Those that have not grown."""
+        now = ((module._buffers.get(name), size_bytes) for module, name, size_bytes in self._found)
+        return [buffer for buffer, size_bytes in now if buffer is not None and buffer.nbytes <= (size_bytes or 0)]
+
+    def empty(self) -> None:
+        """Those that were None are None again, for the next mode to fill them."""
+        for module, name, size_bytes in self._found:
+            if size_bytes is None and name in module._buffers:
+                module._buffers[name] = None
 
 
 @contextmanager

@@ -38,6 +38,7 @@ from ..lanes.progress import Progress
 from ..lanes.stage_work import StageWork
 from ..lanes.transfer_lanes import TransferLanes
 from ..model.blocks import NamedBlock, find_blocks
+from ..model.identity import note_empty_buffers
 from ..model.kept_tensors import kept_tensors
 from ..model.ownership import check_model, taken_over
 from ..model.snapshot import without_cache
@@ -347,6 +348,7 @@ class Assembly:
         undo.enter_context(without_cache(model))
         undo.enter_context(states_as_parameters(model))
         undo.enter_context(taken_over(model, self.owner))
+        note_empty_buffers(model)
         undo.enter_context(buffers_on(device.torch_device, model))
         if device.ledger is not None:
             device.ledger.adopt(model.buffers(), Content.RESIDENT)

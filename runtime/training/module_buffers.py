@@ -17,7 +17,8 @@ from ..ranks.collectives import Collectives
 class SharedBuffers:
     """Module buffers that forward changes, such as running statistics: rank 0's are those of all ranks after a step.
 
-    So every forward begins with the same buffers on all ranks, as DistributedDataParallel has it by default.
+    So every forward begins with the same buffers on all ranks, as DistributedDataParallel has it by default.  As there,
+    buffers that are None when training begins are every rank's own.
     """
 
     def __init__(self, model: nn.Module, device: TrainingDevice, ranks: Collectives) -> None:
@@ -25,6 +26,12 @@ class SharedBuffers:
         self._model = model
         self._ranks = ranks
         self._device = device
+        self._own = {
+            f"{path}.{name}" if path else name
+            for path, module in model.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is None
+        }
         self._shapes = {name: (buffer.shape, buffer.dtype) for name, buffer in model.named_buffers()}
 
     @torch.no_grad()
@@ -34,7 +41,7 @@ class SharedBuffers:
         Raises ScheduleError if a buffer has become another one in shape or element type, and RanksError if a rank has
         failed.
         """
-        found = dict(self._model.named_buffers())
+        found = {name: buffer for name, buffer in self._model.named_buffers() if name not in self._own}
         shapes = {name: (buffer.shape, buffer.dtype) for name, buffer in found.items()}
         if shapes != self._shapes:
             changed = next(n for n in {**shapes, **self._shapes} if shapes.get(n) != self._shapes.get(n))
@@ -60,7 +67,10 @@ class SharedBuffers:
 
 @contextmanager
 def buffers_on(device: torch.device, model: nn.Module) -> Iterator[None]:
-    """Within the block the model's buffers are on ``device``; afterwards back where they were, with what they hold."""
+    """Within the block the model's buffers are on ``device``; afterwards back where they were, with what they hold.
+
+    Those that were None and are filled meanwhile go to where the model's parameters are when the block begins.
+    """
     moved = _move_buffers(device, model)
     try:
         yield
@@ -77,9 +87,12 @@ def _move_buffers(device: torch.device, model: nn.Module) -> list[tuple[nn.Modul
     Nobody holds a buffer afterwards: forward may put another one in its place.
     """
     moved = []
+    origin = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), torch.device("cpu"))
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
+            if buffer is None:
+                moved.append((module, name, origin))
+            elif buffer.device != device:
                 moved.append((module, name, buffer.device))
                 module._buffers[name] = buffer.to(device)
     return moved

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from protwin.runtime import trace
+from protwin.runtime import CpuDevice, carry_out, trace
 from protwin.runtime.tracing.facts import TRACED_MODES
 from protwin.shared.basics.errors import ProtwinError, WorkloadError
 from protwin.shared.compile.compile import compile_schedule
@@ -22,6 +22,7 @@ from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ActivationMode, Plan
 from protwin.shared.schema.schedule import OuterSection, Section, TaskKind
 from protwin.shared.schema.workload import BlockId, DType, Operation, OperationClass, Phase, Workload
+from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from tests.runtime.models import cases, gpt2, hand_written, llama, point_batches, snapshot, token_batches
 
 # -- left as found ---------------------------------------------------------------------------------------------------
@@ -91,6 +92,65 @@ def test_a_trace_leaves_running_statistics_as_they_were() -> None:
     before = everything(model)
     trace(model, batch["points"], loss=lambda output, _: output.sum(), repeats=1)
     check_left(before, model)
+
+
+class Masked(nn.Module):
+    """Makes its mask when it first runs, and anew for other shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mask", None)
+        self.register_buffer("grows", torch.empty(0))
+        self.mask: torch.Tensor | None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(B, T, WIDTH)."""
+        length = hidden.shape[1]
+        if self.mask is None or len(self.mask) != length:
+            self.mask = torch.tril(torch.ones(length, length)) / length
+        if len(self.grows) != length:
+            self.grows = torch.ones(length, 1)
+        found: torch.Tensor = hidden + self.map(self.mask @ (hidden * self.grows))
+        return found
+
+
+def masked() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(*(Masked() for _ in range(3))), nn.Linear(WIDTH, 1))
+
+
+@pytest.mark.parametrize("is_meta", [False, True])
+def test_buffers_that_a_forward_fills_are_empty_after_a_trace_and_on_the_device_in_training(is_meta: bool) -> None:
+    """The workload is of every model that was never run, and of one that was trained by it."""
+    batch, length = torch.randn(2, 48, WIDTH), 48
+
+    def loss(output: Any, _: Any) -> Any:
+        return output.square().mean()
+
+    traced = masked().to("meta") if is_meta else masked()
+    workload = trace(traced, batch.to(next(traced.parameters()).device), loss=loss, repeats=0)
+    assert [name for name, _ in traced.named_buffers()] == [f"1.{number}.grows" for number in range(3)]
+    assert all(buffer.numel() == 0 for buffer in traced.buffers())
+    # The batch, three masks, three columns, and less than 100 bytes for losses.
+    assert 0 <= workload.resident_bytes - 4 * (batch.numel() + 3 * (length**2 + length)) < 100
+    # The input of the linear map alone, which the block makes.
+    assert workload.profile_of(0).swappable_bytes == 4 * batch.numel()
+    n_persist = len(build_layout(workload.parameters, num_blocks=3, chunk_bytes=4096).chunks)
+    plan = Plan(workload_id=workload.identity, chunk_bytes=4096, n_persist=n_persist, n_buffer=0)
+    model = masked()
+    for _ in range(2):
+        for layer in model[1]:
+            layer.grows = torch.empty(0)
+        limit_bytes = guaranteed_device_peak(compile_schedule(plan, workload)).size_bytes
+        with carry_out(model, plan, workload, device=CpuDevice(limit_bytes)) as training:
+            for _ in range(5):
+                loss(model(batch), batch).backward()
+                training.step()
+            assert training.peak_device_bytes > 0.99 * limit_bytes
+        mask = model[1][0].mask
+        assert isinstance(mask, torch.Tensor)
+        assert mask.shape == (length, length)
 
 
 def test_the_comparison_of_these_tests_sees_a_difference() -> None:
