@@ -269,6 +269,8 @@ def observe_sections(
     outputs = OutputSizes(blocks)
     given = GivenTensors(model, [block.module for block in blocks], ledger, lasting, observer.place)
     observer.given = given
+    # Of the iteration before: a loop's variable for its loss holds it until the next loss takes its place.
+    graph = None
     try:
         for number in count(1):
             observer.restart()
@@ -283,6 +285,7 @@ def observe_sections(
                 _blocks_run_again(model, mode),
             ):
                 value = loss_of(model, batch, loss)
+                graph = value.grad_fn
                 value.backward()  # type: ignore[no-untyped-call]
                 del value
             for parameter in model.parameters():
@@ -295,6 +298,7 @@ def observe_sections(
         outlived_bytes = dict(observer.outlived_bytes)
         kept_bytes = kept_beside(ledger, [*lasting, *buffers.there(), *_dropped(model, held)], blocks)
     finally:
+        del graph
         buffers.empty()
         given.remove()
         walker.remove()

@@ -94,6 +94,53 @@ def test_a_trace_leaves_running_statistics_as_they_were() -> None:
     check_left(before, model)
 
 
+class Doubling(torch.autograd.Function):
+    """Keeps a tensor as nobody should, so that it lives as long as its node of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        ctx.kept = hidden.detach() + 1
+        return hidden * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient * 2
+
+
+class Doubled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(rows, WIDTH)."""
+        found: torch.Tensor = Doubling.apply(self.map(hidden))
+        return found
+
+
+def test_what_functions_put_on_their_context_counts_as_long_as_a_loop_holds_its_loss() -> None:
+    """Through the next forward, within the guaranteed peak; the plain loop of the documents holds its loss."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(Doubled() for _ in range(3)))
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), layers, nn.Linear(WIDTH, 1))
+    batch = torch.randn(96, WIDTH)
+
+    def loss_of(output: Any, _: Any) -> Any:
+        return output.square().mean()
+
+    workload = trace(model, batch, loss=loss_of, repeats=0)
+    assert 0 <= workload.resident_bytes - 4 * batch.numel() * (1 + 3) < 100
+    n_persist = len(build_layout(workload.parameters, num_blocks=3, chunk_bytes=4096).chunks)
+    plan = Plan(workload_id=workload.identity, chunk_bytes=4096, n_persist=n_persist, n_buffer=0)
+    limit_bytes = guaranteed_device_peak(compile_schedule(plan, workload)).size_bytes
+    with carry_out(model, plan, workload, device=CpuDevice(limit_bytes)) as training:
+        for _ in range(3):
+            loss = loss_of(model(batch), batch)
+            loss.backward()
+            training.step()
+        assert training.peak_device_bytes > 0.99 * limit_bytes
+
+
 class Masked(nn.Module):
     """Makes its mask when it first runs, and anew for other shapes."""
 
