@@ -181,7 +181,7 @@ def _form_of(
     block: nn.Module, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], hidden: torch.Tensor
 ) -> tuple[Any]:
     """What ``block`` returns, with numbers in the places of tensors, in a tuple of one.  Raises ScheduleError."""
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         given = _mapped((tuple(args), dict(kwargs)), _faked)
     output = on_a_thread(lambda: _fake_result(block, name, mode, given))

@@ -208,7 +208,7 @@ def _run(pairs: Pairs, batch: Batch) -> None:
 
 def _observe_fake(pairs: Pairs, batch: Batch, blocks: str | Sequence[str] | None, device_kind: DeviceKind) -> _Seen:
     """The same of fake twins of both models."""
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     teacher, student = (fake_model(model, mode) for model in (pairs.teacher, pairs.student))
     twin = Pairs(teacher, student, pairs.loss, blocks=blocks)
     stands_for = None

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ...shared.basics.errors import WorkloadError
 from ...shared.phases.packing import Packing
 from .cuda_autocast import autocast_as_on_cuda
 from .kernels import FakeGroupedProducts, kernels_of_cuda
@@ -29,5 +30,20 @@ def running_fakes(
         kernels_of_cuda() if is_cuda else nullcontext(),
         autocast_as_on_cuda() if is_cuda else nullcontext(),
         plain_batches(packing),
+        _strays_named(),
     ):
         yield
+
+
+@contextmanager
+def _strays_named() -> Iterator[None]:
+    """Tensors of the meta device that nobody made fake are neither of the model nor of the batch."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "two devices" not in str(error) or "meta" not in str(error):
+            raise
+        raise WorkloadError(
+            "the model or its loss uses a tensor on the meta device that is no parameter, no buffer and not in the "
+            "batch. Make it a buffer (register_buffer), hand it over in the batch, or make it on the CPU."
+        ) from error

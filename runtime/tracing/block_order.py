@@ -60,7 +60,7 @@ def _run(
     model: nn.Module, batch: Batch, loss: Loss | None, names: Sequence[str], with_values: bool
 ) -> tuple[list[str], set[str]]:
     """The blocks as they ran in one iteration, and those whose output backward came by, or never can."""
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     twin = fake_model(model, mode)
     ran: list[str] = []
     reached: set[str] = set()

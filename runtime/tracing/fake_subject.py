@@ -49,7 +49,7 @@ class FakeSubject:
         self._model = model
         self._loss_tiles = loss_tiles
         self._device_kind = device_kind
-        self._mode = FakeTensorMode()
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._twin = fake_model(model, self._mode)
         blocks = find_blocks(self._twin, names)
         kept = keep_representatives(self._twin, blocks)
