@@ -22,14 +22,12 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ...shared.basics.errors import ScheduleError
 from ...shared.basics.units import format_bytes
-from ..model.snapshot import GeneratorStates, generators_of, put_back
+from ..model.snapshot import OF_EVERY_MODULE, GeneratorStates, generators_of, put_back
 
 _LARGEST_BYTES: Final = 64 * 2**10
 """Buffers up to this size are kept from before every forward; a larger one that changes is refused."""
 _PLAIN: Final = (bool, int, float, str)
 _CONTAINERS: Final = (list, dict, set, deque, Counter, defaultdict, OrderedDict)
-_OF_EVERY_MODULE: Final = frozenset(nn.Module().__dict__)
-"""Attributes in which torch keeps parts, hooks and the like."""
 
 
 class BlockState:
@@ -46,7 +44,7 @@ class BlockState:
         self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
         """Those that the forward changed, as they were before it."""
         self._attributes: list[tuple[nn.Module, str, Any]] = []
-        self._generators: list[tuple[Any, bytes]] = []
+        self._generators: list[tuple[Any, Any]] = []
         """Random generators that the forward drew from, with their states before it."""
         self._containers: list[tuple[Any, Any]] = []
         """Those whose content the forward changed, with a copy from before it."""
@@ -159,7 +157,7 @@ def _plain_attributes(module: nn.Module) -> dict[str, Any]:
     return {
         key: value
         for key, value in module.__dict__.items()
-        if type(value) in _PLAIN or (type(value) in _CONTAINERS and key not in _OF_EVERY_MODULE)
+        if type(value) in _PLAIN or (type(value) in _CONTAINERS and key not in OF_EVERY_MODULE)
     }
 
 

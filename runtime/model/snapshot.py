@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -14,17 +14,11 @@ from torch import nn
 
 from .strides import without_repeats
 
-_GENERATORS: Final = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-_STATE_OF: Final[dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]]] = {
-    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
-    random.Random: (random.Random.getstate, random.Random.setstate),
-    np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
-    np.random.Generator: (
-        lambda generator: generator.bit_generator.state,
-        lambda generator, state: setattr(generator.bit_generator, "state", state),
-    ),
-}
-"""How the state of a random generator is read, and how it is set."""
+_GENERATORS: Final = frozenset((torch.Generator, random.Random, np.random.Generator, np.random.RandomState))
+"""Looked up among the bases of a type: asking an object whether it is a torch.Generator takes as long as an operation.
+"""
+OF_EVERY_MODULE: Final = frozenset(nn.Module().__dict__)
+"""Attributes in which torch keeps parts, hooks and the like."""
 _OF_PROCESS: Final = (random.seed.__self__, np.random.mtrand._rand)  # type: ignore[attr-defined]
 """What the functions of ``random`` and of ``numpy.random`` draw from."""
 
@@ -33,9 +27,12 @@ def generators_of(modules: Iterable[nn.Module]) -> list[Any]:
     """Random generators that ``modules`` have in attributes, or in lists, tuples and dicts there."""
     found: dict[int, Any] = {}
     for module in modules:
-        for value in module.__dict__.values():
-            parts = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
-            found.update((id(part), part) for part in parts if isinstance(part, _GENERATORS))
+        for name, value in module.__dict__.items():
+            if name in OF_EVERY_MODULE:
+                continue
+            kind = type(value)
+            parts = value.values() if kind is dict else value if kind in (list, tuple) else (value,)
+            found.update((id(part), part) for part in parts if not _GENERATORS.isdisjoint(type(part).__mro__))
     return list(found.values())
 
 
@@ -48,13 +45,13 @@ class GeneratorStates:
     def __init__(self, generators: Iterable[Any]) -> None:
         self._states = [(one, _state_of(one)) for one in (*_OF_PROCESS, *generators)]
 
-    def changed(self) -> list[tuple[Any, bytes]]:
+    def changed(self) -> list[tuple[Any, Any]]:
         """Those that are elsewhere by now, with the states that they were in."""
         return [(one, state) for one, state in self._states if _state_of(one) != state]
 
 
 @contextmanager
-def put_back(states: Iterable[tuple[Any, bytes]]) -> Iterator[None]:
+def put_back(states: Iterable[tuple[Any, Any]]) -> Iterator[None]:
     """Within the block generators are in these states, and afterwards where they were found."""
     found = [(one, _state_of(one), state) for one, state in states]
     for one, _, state in found:
@@ -66,20 +63,29 @@ def put_back(states: Iterable[tuple[Any, bytes]]) -> Iterator[None]:
             _set_state(one, state)
 
 
-def _state_of(generator: Any) -> bytes:
-    get, _ = _accessors(generator)
-    state = get(generator)
-    return pickle.dumps(state.numpy() if isinstance(state, torch.Tensor) else state)
+def _state_of(generator: Any) -> Any:
+    """Where it is: something that is equal to another state where the two are the same."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        found: Any = generator.get_state(legacy=True)
+        kind, key, *rest = found
+        return kind, key.tobytes(), *rest
+    if isinstance(generator, np.random.Generator):
+        return pickle.dumps(generator.bit_generator.state)
+    return generator.get_state().numpy().tobytes()
 
 
-def _set_state(generator: Any, state: bytes) -> None:
-    _, put = _accessors(generator)
-    value = pickle.loads(state)
-    put(generator, torch.from_numpy(value) if isinstance(generator, torch.Generator) else value)
-
-
-def _accessors(generator: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]:
-    return next(found for kind, found in _STATE_OF.items() if isinstance(generator, kind))
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.RandomState):
+        kind, key, *rest = state
+        generator.set_state((kind, np.frombuffer(key, dtype=np.uint32), *rest))
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = pickle.loads(state)
+    else:
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 @contextmanager
