@@ -6,6 +6,7 @@ import pickle
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from ctypes import string_at
 from typing import Any, Final
 
 import numpy as np
@@ -63,14 +64,49 @@ def put_back(states: Iterable[tuple[Any, Any]]) -> Iterator[None]:
             _set_state(one, state)
 
 
+def _frozen(generator: np.random.RandomState) -> tuple[Any, ...]:
+    """Name, words, place among them, whether a normal number is left over, and that one."""
+    found: Any = generator.get_state(legacy=True)
+    kind, key, *rest = found
+    return kind, key.tobytes(), *rest
+
+
+class _OfNumpy:
+    """The state of numpy's own generator, which is asked for it only where somebody has drawn: that takes 30 µs.
+
+    A draw changes its words or their place, unless a normal number is left over from the one before.
+    """
+
+    def __init__(self) -> None:
+        self._seen: tuple[Any, bytes] | None = None
+        self._state: tuple[Any, ...] = ()
+
+    def state(self) -> tuple[Any, ...]:
+        """``_frozen``."""
+        bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        if not isinstance(bits, np.random.MT19937):
+            return _frozen(_OF_PROCESS[1])
+        seen = (bits, string_at(bits.ctypes.state_address, _MT19937_BYTES))
+        if seen != self._seen:
+            self._state = _frozen(_OF_PROCESS[1])
+            has_left_over = self._state[3]
+            self._seen = None if has_left_over else seen
+        return self._state
+
+
+_MT19937_BYTES: Final = 625 * 4
+"""Of 624 words and the place of the next one (numpy, random/src/mt19937/mt19937.h)."""
+_of_numpy: Final = _OfNumpy()
+
+
 def _state_of(generator: Any) -> Any:
     """Where it is: something that is equal to another state where the two are the same."""
     if isinstance(generator, random.Random):
         return generator.getstate()
+    if generator is _OF_PROCESS[1]:
+        return _of_numpy.state()
     if isinstance(generator, np.random.RandomState):
-        found: Any = generator.get_state(legacy=True)
-        kind, key, *rest = found
-        return kind, key.tobytes(), *rest
+        return _frozen(generator)
     if isinstance(generator, np.random.Generator):
         return pickle.dumps(generator.bit_generator.state)
     return generator.get_state().numpy().tobytes()
