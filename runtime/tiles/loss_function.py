@@ -25,6 +25,10 @@ TileFunction = Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Te
 """From a tile's hidden states (tokens, hidden), its part of tensors by token, and the weights: what the tile gives."""
 
 
+_FROM_LOSS_TO_TILES: Final = 8
+"""Operations between a loss and its tiles, at most: divisions and sums."""
+
+
 @dataclass(frozen=True, slots=True)
 class TiledWork:
     """One function of hidden states that treats each token by itself."""
@@ -48,6 +52,21 @@ def tiled(
     """
     result: torch.Tensor = _Tiled.apply(work, torch.is_grad_enabled(), len(by_token), hidden, *by_token, *weights)  # type: ignore[no-untyped-call]
     return result
+
+
+def beneath_tiles(node: Any) -> list[Any]:
+    """What a loop's variable holds of the graph of its loss; of a loss by tiles, what lies beneath the tiles.
+
+    A number of tokens at most is held by the tiles themselves; it counts among a loop's losses.
+    """
+    found = node
+    for _ in range(_FROM_LOSS_TO_TILES):
+        if found is None:
+            break
+        if found.name() == f"{_Tiled.__name__}Backward":
+            return [beneath for beneath, _ in found.next_functions if beneath is not None]
+        found = next((earlier for earlier, _ in found.next_functions if earlier is not None), None)
+    return [] if node is None else [node]
 
 
 def spans(num_tokens: int, num_tiles: int) -> list[slice]:

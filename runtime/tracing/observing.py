@@ -34,6 +34,7 @@ from ..model.parameters import SeenUses, asks_for_facts
 from ..routing.forced_choices import ForcedChoices
 from ..routing.value_dependence import ValueWatch
 from ..sequences.exchange import exchanges_heard
+from ..tiles.loss_function import beneath_tiles
 from ..tiles.passes import passes_heard
 from .block_inputs import GivenTensor, GivenTensors
 from .expensive_results import ExpensiveResults
@@ -270,7 +271,7 @@ def observe_sections(
     given = GivenTensors(model, [block.module for block in blocks], ledger, lasting, observer.place)
     observer.given = given
     # Of the iteration before: a loop's variable for its loss holds it until the next loss takes its place.
-    graph = None
+    graph: list[Any] = []
     try:
         for number in count(1):
             observer.restart()
@@ -285,7 +286,7 @@ def observe_sections(
                 _blocks_run_again(model, mode),
             ):
                 value = loss_of(model, batch, loss)
-                graph = value.grad_fn
+                graph = beneath_tiles(value.grad_fn)
                 value.backward()  # type: ignore[no-untyped-call]
                 del value
             for parameter in model.parameters():

@@ -59,8 +59,13 @@ def test_a_module_with_a_loss_beside_it() -> None:
     def loss_of_its_own(output: Any, _: Any) -> Any:
         return nn.functional.cross_entropy(output, batch["classes"])
 
-    with pytest.raises(WorkloadError, match="cannot be traced without its weights"):
-        protwin.plan(hand_written(), HERE, batch=batch["points"], loss=loss_of_its_own, space=FEW)
+    assert protwin.plan(hand_written(), HERE, batch=batch["points"], loss=loss_of_its_own, space=FEW).plan.n_checkpoint
+
+    def loss_that_looks(output: Any, _: Any) -> Any:
+        return output.square().mean() * output.detach().tolist()[0][0]
+
+    with pytest.raises(WorkloadError, match="by values that only a run with weights has"):
+        protwin.plan(hand_written(), HERE, batch=batch["points"], loss=loss_that_looks, space=FEW)
 
 
 @pytest.mark.parametrize("is_object", [True, False])
