@@ -28,6 +28,8 @@ _MODES: Final = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 _GATES: Final = {0: 1, 1: 1, 2: 4, 3: 3}
 KEPT: Final = {0: 1, 1: 1, 2: 5, 3: 5}
 """What is kept of every step, in states; see [Note: Recurrent layers]."""
+RECURRENT: Final = ("_cudnn_rnn", "_cudnn_rnn_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")
+"""Operators that run all steps of a layer: cuDNN's, and the one that a CPU has for an LSTM."""
 CUDNN: Final = (torch.ops.aten._cudnn_rnn.default, torch.ops.aten._cudnn_rnn_backward.default)
 
 
@@ -106,15 +108,23 @@ def _backward(named: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def recurrent_flops(name: str, named: Mapping[str, Any]) -> int:
-    """Floating-point operations of the products of one of ``CUDNN``: twice as many backward."""
+    """Floating-point operations of the products of one of ``RECURRENT``: twice as many backward."""
     steps = prod(int(size) for size in named["input"].shape[:2])
-    per_step = sum(int(weight.numel()) for weight in named["weight"] if weight.dim() == 2)
+    per_step = sum(int(weight.numel()) for weight in _weights(named) if weight.dim() == 2)
     return 2 * steps * per_step * (2 if name.endswith("_backward") else 1)
 
 
 def recurrent_shape(named: Mapping[str, Any]) -> tuple[int, ...]:
     """(layers and directions, steps, samples, gates, state) of the products that come one after the other."""
-    stride = int(named["weight_stride0"])
-    _, samples, width = named["hx"].shape
-    first = named["weight"][1]
-    return (len(named["weight"]) // stride, prod(named["input"].shape[:2]) // samples, samples, first.shape[0], width)
+    weights = _weights(named)
+    number = len(weights) // int(named["weight_stride0"]) if "weight" in named else 1
+    *_, samples, state = (named["hx"] if "weight" in named else named["hx_"]).shape
+    return (number, prod(named["input"].shape[:2]) // samples, samples, weights[1].shape[0], state)
+
+
+def _weights(named: Mapping[str, Any]) -> Sequence[torch.Tensor]:
+    """Of all layers, as cuDNN is given them, or of the one that oneDNN is given by itself."""
+    if "weight" in named:
+        found: Sequence[torch.Tensor] = named["weight"]
+        return found
+    return [named[f"weight{number}"] for number in ((0, 1) if "weight0" in named else (1, 2))]

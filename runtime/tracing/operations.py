@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from ...shared.observed.observation import OperatorCall
 from ...shared.phases.activation_modes import ATTENTION
 from ...shared.schema.workload import DType, Operation, OperationClass
-from ..fakes.recurrent import recurrent_flops, recurrent_shape
+from ..fakes.recurrent import RECURRENT, recurrent_flops, recurrent_shape
 from ..hooks.selective import draws_dropout
 from ..model.nested_tensors import tensors_in
 
@@ -30,7 +30,6 @@ _REDUCTION: Final = (
     "argmax",
 )
 _CONVOLUTIONS: Final = ("convolution", "convolution_backward")
-_RECURRENT: Final = ("_cudnn_rnn", "_cudnn_rnn_backward")
 _FACTORS: Final = {"mm": 0, "bmm": 0, "mv": 0, "addmm": 1, "baddbmm": 1, "addmv": 1}
 """Where the arguments of products of two factors begin with them."""
 
@@ -105,7 +104,7 @@ def classify(name: str) -> OperationClass:
         return OperationClass.ATTENTION
     stem = base.removeprefix("_").removesuffix("_backward").removesuffix("_dense")
     if (
-        base in _RECURRENT
+        base in RECURRENT
         or stem in _MATMUL
         or any(stem.endswith(suffix) for suffix in ("convolution", "_mm", "conv2d"))
     ):
@@ -140,7 +139,7 @@ def _flops(
         return _grouped_flops(args[0], args[1])
     if name == "convolution_backward":
         return _convolution_gradient_flops(_named(operator, args, kwargs))
-    if name in _RECURRENT:
+    if name in RECURRENT:
         return recurrent_flops(name, _named(operator, args, kwargs))
     formula = flop_registry.get(operator.overloadpacket)
     if formula is not None:
@@ -170,7 +169,7 @@ def _shape(
         return (*_sizes(name, query, key), query.shape[-1])
     if name in _CONVOLUTIONS:
         return _convolution_shape(_named(operator, args, kwargs), outputs)
-    if name in _RECURRENT:
+    if name in RECURRENT:
         return recurrent_shape(_named(operator, args, kwargs))
     if name not in _FACTORS:
         return ()

@@ -34,8 +34,11 @@ SMALL_BACKWARD_S: Final = 3.2e-6
 
 
 def is_recurrent(operation: Operation) -> bool:
-    """Whether ``operation`` is cuDNN's call for a recurrent layer, or its backward."""
-    return operation.name.startswith("_cudnn_rnn") and len(operation.shape) == 5
+    """Whether ``operation`` runs all steps of a recurrent layer, or is its backward.
+
+    An LSTM that a CPU has run (``mkldnn_rnn_layer``) is cuDNN's on a CUDA device.
+    """
+    return operation.name.startswith(("_cudnn_rnn", "mkldnn_rnn_layer")) and len(operation.shape) == 5
 
 
 def recurrent_s(operation: Operation, device: Device, peak_flop_per_s: float) -> float:
