@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 _MODES: Final = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 """cuDNN's numbers of them (cudnnRNNMode_t)."""
 _GATES: Final = {0: 1, 1: 1, 2: 4, 3: 3}
-KEPT: Final = {0: 1, 1: 1, 2: 5, 3: 5}
+_KEPT: Final = {0: 1, 1: 1, 2: 5, 3: 5}
 """What is kept of every step, in states; see [Note: Recurrent layers]."""
 RECURRENT: Final = ("_cudnn_rnn", "_cudnn_rnn_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")
 """Operators that run all steps of a layer: cuDNN's, and the one that a CPU has for an LSTM."""
@@ -79,7 +79,7 @@ def _forward(named: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
     length, samples = (input.shape[1], input.shape[0]) if batch_first else input.shape[:2]
     width = directions * (named["proj_size"] or named["hidden_size"])
     result = input.new_empty(length, samples, width)
-    of_layer = directions * KEPT[named["mode"]] * named["hidden_size"]
+    of_layer = directions * _KEPT[named["mode"]] * named["hidden_size"]
     kept = length * samples * (named["num_layers"] * of_layer + (named["num_layers"] - 1) * width)
     if compact is None:
         compact = input.new_empty(sum(weight.numel() for weight in named["weight"]))

@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from protwin.runtime import trace
-from protwin.runtime.fakes.recurrent import KEPT
 from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.workload import Operation, Workload
 
@@ -124,15 +123,16 @@ def test_an_lstm_that_a_cpu_has_run_multiplies_as_much() -> None:
         assert [(o.flops, o.shape) for o in found] == [(wanted.flops, wanted.shape)]
 
 
+@pytest.mark.parametrize("num_layers", [1, 3])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
-def test_what_is_kept_for_backward(kind: str) -> None:
-    """Beside what every block keeps: states of each step, and the weights in one buffer."""
-    sizes = {"kind": kind, "hidden_size": 8, "bias": False}
+def test_what_is_kept_for_backward(kind: str, num_layers: int) -> None:
+    """Beside what every block keeps: states of each step, results between layers, and the weights in one buffer."""
+    sizes = {"kind": kind, "hidden_size": 8, "bias": False, "num_layers": num_layers}
     found = fake(sizes)
     weights = sum(p.size_bytes for p in found.parameters if ".1.recurrent" in p.name)
     result = STEPS * SAMPLES * 8 * 4
-    kept = KEPT[{"RNN": 1, "LSTM": 2, "GRU": 3}[kind]] * result
-    states = (2 if kind == "LSTM" else 1) * SAMPLES * 8 * 4
+    kept = (num_layers * {"RNN": 1, "LSTM": 5, "GRU": 5}[kind] + num_layers - 1) * result
+    states = num_layers * (2 if kind == "LSTM" else 1) * SAMPLES * 8 * 4
     profile = found.profiles[found.blocks[1].profile]
     assert profile.forward.net_bytes == weights + result + kept + states + STEPS * SAMPLES * WIDTH * 4
 
