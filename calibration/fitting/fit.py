@@ -19,6 +19,7 @@ import numpy as np
 
 from ...shared.basics.errors import CalibrationError
 from ...shared.compile.compile import compile_schedule
+from ...shared.records.soundness import why_unsound
 from ...shared.schema.calibration import Calibration, Contention, Factor, MeanSeconds
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.record import OF_RANKS, Origin, RankRecord, Record
@@ -43,6 +44,8 @@ class Pair:
 
     workload: Workload
     measured: Record
+    name: str = "the record"
+    """What messages call the Record: its file."""
 
 
 def pairs_of(workload: Workload, measured: Record) -> tuple[Pair, ...]:
@@ -53,7 +56,7 @@ def pairs_of(workload: Workload, measured: Record) -> tuple[Pair, ...]:
     """
     if not measured.ranks:
         return (Pair(workload, measured),)
-    return tuple(Pair(workload, _of_rank(measured, rank)) for rank in measured.ranks)
+    return tuple(Pair(workload, _of_rank(measured, rank), f"rank {rank.rank} of the record") for rank in measured.ranks)
 
 
 def _of_rank(measured: Record, rank: RankRecord) -> Record:
@@ -129,8 +132,7 @@ def fit(
         raise CalibrationError("a predicted record was given as a measurement. Fit to records of real runs.")
     schedules = [compile_schedule(pair.measured.plan, pair.workload) for pair in pairs]
     for pair, schedule in zip(pairs, schedules, strict=True):
-        if pair.measured.plan_id != schedule.plan_id:
-            raise CalibrationError(f"a record of plan {pair.measured.plan_id} does not belong to its workload.")
+        check_record(pair, schedule)
     calibration = Calibration(
         hardware_name=hardware.name,
         machine=machine,
@@ -151,6 +153,16 @@ def fit(
         } | {kind: expected(of_kind) for kind, of_kind in priors.items() if kind not in seen}
         calibration = with_estimates(calibration, estimates).model_copy(update={"swapping": _swapping(seen, estimates)})
     return Fit(_with_gap(calibration, pairs, schedules), estimates)
+
+
+def check_record(pair: Pair, schedule: Schedule) -> None:
+    """Raise CalibrationError if the Record of ``pair`` is not of ``schedule``, or cannot be a measurement of it."""
+    record = pair.measured
+    if record.plan_id != schedule.plan_id:
+        raise CalibrationError(f"{pair.name} is of plan {record.plan_id}, which does not belong to its workload.")
+    wrong = why_unsound(record, schedule)
+    if wrong is not None:
+        raise CalibrationError(f"{pair.name} {wrong}. Nothing can be learnt from it: leave it out, or measure again.")
 
 
 @dataclass

@@ -6,7 +6,15 @@ the latest update counts as much as all before it.  What lanes do to each other,
 no record tells; it stays what was measured.
 
 How far predictions are off (``iteration_error_frac``) is told by what the calibration said of each run before it learnt
-from it; how far for another model (``transfer_error_frac``), by what it said of a model's runs before it had seen any.
+from it, and without a calibration by what the other records say of each plan; how far for another model
+(``transfer_error_frac``), by what it said of a model's runs before it had seen any.
+
+[Note: Records that contradict]
+Sums give every record its say, so that one that was spoilt moves all factors, and makes none of them look unsure: its
+tasks are many.  So records that come together are held against what all of them say: one whose iterations take more
+than ``MOST_APART`` times as long as that, or as short, in proportion to the others', is put aside, and what is left is
+asked again.  Records that were put aside are refused by name.  What was known before is no judge of them: a machine may
+have changed, and all new records then say so.
 """
 
 from __future__ import annotations
@@ -14,7 +22,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ...runtime.recording.timed_iterations import LEAST_TIMED
 from ...shared.basics.errors import CalibrationError
@@ -25,13 +33,19 @@ from ...shared.schema.record import Origin, Record
 from ...shared.schema.schedule import TaskKind
 from ...shared.schema.workload import Workload
 from ..estimation.evidence import estimate_evidence, evidence_before, evidence_of, together
-from .fit import Pair, columns_of, fit, gap_of, pairs_of, with_estimates
-from .left_out import iteration_error_frac, model_error_frac
+from .fit import Pair, check_record, columns_of, fit, gap_of, pairs_of, with_estimates
+from .left_out import iteration_error_frac, left_out_error_frac, model_error_frac
 
 FORGETTING: Final = 0.5
 """What is left of what was known, with every update."""
 MOST_NOISE_FRAC: Final = 0.25
 """Of an iteration: beyond it, times say more about what else ran on the machine."""
+MOST_APART: Final = 1.5
+"""Times as long as all records together say, or as short: plans of one machine are predicted within a quarter, and
+models that one set of factors does not hold for within a half."""
+_NEARLY: Final = 0.8
+"""Records that are nearly as far off, in logarithms, as the farthest are put aside with it."""
+_MOST_NAMED: Final = 3
 
 
 def updated(
@@ -47,7 +61,8 @@ def updated(
     nothing, and the order of updates does not matter.  A pair is a measured Record with its workload; workloads may
     differ.
     Raises CalibrationError if a record is of another machine, software or workload, predicted, of fewer than
-    ``LEAST_TIMED`` iterations, or noisier than ``MOST_NOISE_FRAC``, if there is none, and as ``fit`` does.
+    ``LEAST_TIMED`` iterations, or noisier than ``MOST_NOISE_FRAC``, if there is none, if one occurs twice or
+    contradicts the others, and as ``fit`` does.
     """
     if not 0 < forgetting <= 1:
         raise CalibrationError(f"forgetting is {forgetting}; what is left of what was known lies above 0, up to 1.")
@@ -55,11 +70,14 @@ def updated(
         raise CalibrationError("there are no measured records to learn from. Give one at least (--from).")
     for pair in pairs:
         _check(pair, calibration, hardware, pairs[0].measured.software)
+    _check_distinct(pairs)
     known = calibration or Calibration(
         hardware_name=hardware.name, machine=pairs[0].measured.machine, software=dict(pairs[0].measured.software)
     )
+    told = [_Told(pair, evidence_by_kind([pair], hardware, known)) for pair in pairs]
+    _check_agreement(told, known, hardware)
     of_models = {
-        name: evidence_by_kind([pair for pair in pairs if pair.workload.model_name == name], hardware, known)
+        name: _added(one.evidence for one in told if one.pair.workload.model_name == name)
         for name in dict.fromkeys(pair.workload.model_name for pair in pairs)
     }
     new = _added(of_models.values())
@@ -78,7 +96,9 @@ def updated(
             "swapping": _swapping(known, pairs, hardware, forgetting),
             "iteration_noise_frac": _noise_frac(known, forgetting * num_before, pairs),
             **_transfer(known, of_models, pairs, hardware),
-            "iteration_error_frac": _error_frac(calibration, forgetting * num_before, pairs, hardware),
+            "iteration_error_frac": _left_out_error_frac(told, known, hardware)
+            if calibration is None
+            else _error_frac(calibration, forgetting * num_before, pairs, hardware),
             "fitted_to": tuple(names),
             "num_runs": num_before + len(pairs),
         }
@@ -94,12 +114,75 @@ def _noise_frac(known: Calibration, num_before: float, pairs: Sequence[Pair]) ->
     return (num_before * known.iteration_noise_frac + sum(noise)) / (num_before + len(noise))
 
 
-def _error_frac(
-    calibration: Calibration | None, num_before: float, pairs: Sequence[Pair], hardware: Hardware
-) -> float | None:
-    """Root mean square over runs, of which those before count as ``num_before``; None where none was predicted."""
-    if calibration is None:
-        return None
+class _Told(NamedTuple):
+    """A pair, and what it tells by itself."""
+
+    pair: Pair
+    evidence: dict[TaskKind, Evidence]
+
+
+def _by(told: Iterable[_Told], known: Calibration, hardware: Hardware) -> Calibration:
+    """``known`` with what these records tell alone in the place of what it says of their kinds of tasks."""
+    estimates = {kind: estimate_evidence(one, hardware) for kind, one in _added(one.evidence for one in told).items()}
+    found = with_estimates(known, estimates)
+    return found.model_copy(update={name: getattr(known, name) | getattr(found, name) for name in _BY_KIND})
+
+
+def _left_out_error_frac(told: Sequence[_Told], known: Calibration, hardware: Hardware) -> float | None:
+    """Root mean square over runs, each plan predicted by what the others tell; None where none can be left out."""
+    runs = [(one, of_rank) for one in told for of_rank in pairs_of(one.pair.workload, one.pair.measured)]
+
+    def fitted(places: Iterable[int]) -> Calibration:
+        # A record of several ranks is left out as a whole, so each of its ranks stands for all.
+        return _by({id(runs[place][0]): runs[place][0] for place in places}.values(), known, hardware)
+
+    return left_out_error_frac([(of_rank.workload, of_rank.measured) for _, of_rank in runs], hardware, fitted)
+
+
+def _check_agreement(told: Sequence[_Told], known: Calibration, hardware: Hardware) -> None:
+    """Raise CalibrationError if records contradict the others ([Note: Records that contradict])."""
+    kept, most = list(range(len(told))), math.log(MOST_APART)
+    logs: list[float] = []
+    while len(kept) > 1:
+        said = _by((told[place] for place in kept), known, hardware)
+        logs = [_log_of(one.pair, hardware, said) for one in told]
+        middle = statistics.median(logs[place] for place in kept)
+        logs = [one - middle for one in logs]
+        farthest = max(abs(logs[place]) for place in kept)
+        if farthest <= most:
+            break
+        kept = [place for place in kept if abs(logs[place]) < max(most, _NEARLY * farthest)]
+    if len(kept) == len(told):
+        return
+    if 2 * len(kept) <= len(told):
+        order = sorted(range(len(told)), key=lambda place: logs[place])
+        fast, slow = told[order[0]].pair.name, told[order[-1]].pair.name
+        raise CalibrationError(
+            f"the records contradict each other: by one set of factors {slow} takes "
+            f"{math.exp(logs[order[-1]] - logs[order[0]]):.3g} times as long as {fast}, and which of them the machine "
+            f"is like nobody can tell. Measure again when nothing else runs, or learn from one of them alone."
+        )
+    apart = sorted(set(range(len(told))) - set(kept))
+    names = ", ".join(told[place].pair.name for place in apart[:_MOST_NAMED])
+    more = f" and {len(apart) - _MOST_NAMED:,} more" if len(apart) > _MOST_NAMED else ""
+    them = "it" if len(apart) == 1 else "them"
+    raise CalibrationError(
+        f"{names}{more} took {math.exp(logs[apart[0]]):.3g} times what the other {len(kept):,} records say; beyond "
+        f"{MOST_APART:g} times, or one over it, records contradict each other. Something else ran, or the machine has "
+        f"changed: leave {them} out, or learn from {them} alone, in an update of its own."
+    )
+
+
+def _log_of(pair: Pair, hardware: Hardware, calibration: Calibration) -> float:
+    """Logarithm of measured over predicted seconds of an iteration, the mean over ranks."""
+    return statistics.fmean(
+        -math.log1p(iteration_error_frac(one.workload, one.measured, hardware, calibration))
+        for one in pairs_of(pair.workload, pair.measured)
+    )
+
+
+def _error_frac(calibration: Calibration, num_before: float, pairs: Sequence[Pair], hardware: Hardware) -> float:
+    """Root mean square over runs, of which those before count as ``num_before``."""
     squares = [
         iteration_error_frac(of_rank.workload, of_rank.measured, hardware, calibration) ** 2
         for pair in pairs
@@ -224,7 +307,7 @@ def paired(records: Sequence[tuple[str, Record]], workloads: Sequence[Workload])
                 f"{name} is a record of workload {record.plan.workload_id} ({record.model_name}); given: {known}. Give "
                 f"the workload that was trained (--workload)."
             )
-        found.append(Pair(of_identity[record.plan.workload_id], record))
+        found.append(Pair(of_identity[record.plan.workload_id], record, name))
     return found
 
 
@@ -241,7 +324,7 @@ def _check(pair: Pair, calibration: Calibration | None, hardware: Hardware, soft
     strange = sorted(machines - {hardware.name, _of_ranks(hardware.name)})
     if strange:
         raise CalibrationError(
-            f"the record was measured on {strange[0]}, and the hardware is {hardware.name}. What one machine takes "
+            f"{pair.name} was measured on {strange[0]}, and the hardware is {hardware.name}. What one machine takes "
             f"says nothing about another: give the hardware file of that machine."
         )
     expected = software if calibration is None else calibration.software
@@ -251,25 +334,40 @@ def _check(pair: Pair, calibration: Calibration | None, hardware: Hardware, soft
     if changed:
         name = changed[0]
         raise CalibrationError(
-            f"the record was measured with {name} {record.software.get(name, 'unknown')}, and what is known was with "
+            f"{pair.name} was measured with {name} {record.software.get(name, 'unknown')}, and what is known was with "
             f"{name} {expected.get(name, 'unknown')}. Calibrate anew with this software."
         )
-    if record.plan_id != compile_schedule(record.plan, pair.workload).plan_id:
-        raise CalibrationError(f"a record of plan {record.plan_id} does not belong to its workload.")
-    _check_times(record)
+    schedule = compile_schedule(record.plan, pair.workload)
+    for of_rank in pairs_of(pair.workload, record):
+        check_record(of_rank if record.ranks else pair, schedule)
+    _check_times(pair)
 
 
-def _check_times(record: Record) -> None:
-    """Raise CalibrationError if its times say too little."""
+def _check_distinct(pairs: Sequence[Pair]) -> None:
+    """Raise CalibrationError if a record occurs twice: times to the nanosecond are no two runs'."""
+    seen: dict[tuple[str, float], list[Pair]] = {}
+    for pair in pairs:
+        alike = seen.setdefault((pair.measured.plan_id, pair.measured.iteration_s), [])
+        for other in alike:
+            if other.measured == pair.measured:
+                raise CalibrationError(
+                    f"{pair.name} holds the same run as {other.name}, which would count twice. Give it once."
+                )
+        alike.append(pair)
+
+
+def _check_times(pair: Pair) -> None:
+    """Raise CalibrationError if the times of its Record say too little."""
+    record = pair.measured
     if record.num_iterations < LEAST_TIMED:
         iterations = "1 timed iteration" if record.num_iterations == 1 else f"{record.num_iterations} timed iterations"
         raise CalibrationError(
-            f"the record has {iterations}; {LEAST_TIMED} are the least that say something about a machine. Train "
+            f"{pair.name} has {iterations}; {LEAST_TIMED} are the least that say something about a machine. Train "
             f"longer."
         )
     if record.iteration_noise_frac > MOST_NOISE_FRAC:
         raise CalibrationError(
-            f"iterations of the record lie {record.iteration_noise_frac:.0%} apart, and {MOST_NOISE_FRAC:.0%} is the "
+            f"iterations of {pair.name} lie {record.iteration_noise_frac:.0%} apart, and {MOST_NOISE_FRAC:.0%} is the "
             f"most that times can be learnt from: something else runs on the machine. Measure again when it is quiet."
         )
 

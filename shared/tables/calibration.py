@@ -11,6 +11,20 @@ from .labels import LANE_NAMES, kind_name
 from .table import Parts, Table
 
 _MIB: Final = 2**20
+_USUAL: Final = (
+    TaskKind.FORWARD,
+    TaskKind.RECOMPUTE,
+    TaskKind.BACKWARD,
+    TaskKind.GATHER,
+    TaskKind.GRADIENT_OFFLOAD,
+    TaskKind.CPU_ADAM,
+    TaskKind.DEVICE_ADAM,
+    TaskKind.ACTIVATION_OFFLOAD,
+    TaskKind.ACTIVATION_FETCH,
+    TaskKind.GRADIENT_ACCUMULATE,
+    TaskKind.GRADIENT_NORM,
+)
+"""Kinds of tasks of plans for one rank without a disk."""
 
 
 def calibration_tables(calibration: Calibration) -> Parts:
@@ -42,10 +56,35 @@ def calibration_tables(calibration: Calibration) -> Parts:
             title="Slowdown of lanes that run side by side",
             columns=tuple(f">{LANE_NAMES[lane]}" for lane in lanes),
             rows=slowdowns,
-        ),
+        )
+        if slowdowns
+        else "Slowdown of lanes that run side by side: not measured; taken from the hardware's description",
+        *_unknown(calibration),
         f"Run-to-run noise of an iteration: {calibration.iteration_noise_frac:.1%}",
+        _error(calibration),
         *_transfer(calibration),
     )
+
+
+def _unknown(calibration: Calibration) -> list[str]:
+    """Kinds of tasks of one rank that no run had: what counts for them, and how little is known then."""
+    unseen = [kind for kind in _USUAL if kind not in calibration.factors]
+    if not unseen:
+        return []
+    told = [
+        kind_name(kind)
+        if calibration.fitted_kind(kind) is kind or calibration.fitted_kind(kind) not in calibration.factors
+        else f"{kind_name(kind)} (as {kind_name(calibration.fitted_kind(kind))})"
+        for kind in unseen
+    ]
+    return [f"No run had tasks of these kinds, so plans with them are predicted less surely: {', '.join(told)}"]
+
+
+def _error(calibration: Calibration) -> str:
+    """How far it was off for plans that it had not seen."""
+    found_frac = calibration.iteration_error_frac
+    known = "not known yet" if found_frac is None else f"{found_frac:.1%} (root mean square)"
+    return f"Error of an iteration that it was not fitted to: {known}"
 
 
 def _transfer(calibration: Calibration) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,14 +12,17 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from protwin.calibration.fitting.fit import Pair
+from protwin.calibration.fitting.measurement_plans import bootstrap_plans
 from protwin.calibration.fitting.updating import paired, updated
 from protwin.shared.basics.errors import CalibrationError
 from protwin.shared.schema.calibration import Calibration, Factor
-from protwin.shared.schema.record import Origin
+from protwin.shared.schema.record import Origin, Record
 from protwin.shared.schema.schedule import TaskKind
-from protwin.shared.schema.workload import Workload
+from protwin.shared.schema.workload import BlockProfile, Workload
+from protwin.shared.schema.workload import Phase as ModelPhase
 from protwin.sim import simulate
 from tests.calibration.fitting.test_fit import MACHINE, TRUTH, a_workload, largest_error, runs_of, true_calibration
+from tests.calibration.validation.test_changes import scaled
 
 _SOFTWARE = {"torch": "2.9"}
 
@@ -25,7 +30,7 @@ _SOFTWARE = {"torch": "2.9"}
 def told(pair: Pair, **changes: Any) -> Pair:
     """The pair as a run of ten iterations on the machine would have recorded it."""
     fields = {"machine": MACHINE.name, "software": _SOFTWARE, "num_iterations": 10, "iteration_noise_frac": 0.02}
-    return Pair(pair.workload, pair.measured.model_copy(update=fields | changes))
+    return replace(pair, measured=pair.measured.model_copy(update=fields | changes))
 
 
 def runs(workload: Workload, truth: Calibration) -> list[Pair]:
@@ -132,7 +137,6 @@ def test_a_machine_that_has_changed_is_followed() -> None:
 def test_errors_are_those_of_what_was_said_before_learning() -> None:
     """Of a machine that is as it was they are small; where backward has become half as fast, as large as they were."""
     workload, before = a_workload(), true_calibration()
-    assert updated(None, runs(workload, before), MACHINE).iteration_error_frac is None
     same = updated(updated(None, runs(workload, before), MACHINE), runs(workload, before), MACHINE)
     assert same.iteration_error_frac is not None
     assert same.iteration_error_frac < 0.05
@@ -146,6 +150,123 @@ def test_errors_are_those_of_what_was_said_before_learning() -> None:
     expected = (squares / (known + len(later))) ** 0.5
     assert updated(same, later, MACHINE).iteration_error_frac == pytest.approx(expected, rel=1e-3)
     assert expected > 2 * same.iteration_error_frac
+
+
+def test_without_a_calibration_the_other_records_tell_how_far_each_plan_is_off(pairs: list[Pair]) -> None:
+    """By hand: every plan predicted by a calibration of the others; one whose kinds the others lack is not asked."""
+    own = pairs[: len(bootstrap_plans(a_workload()))]
+    squares = []
+    for left in own:
+        others = [pair for pair in own if pair is not left]
+        kinds = {task.kind for pair in others for task in pair.measured.tasks}
+        if kinds >= {task.kind for task in left.measured.tasks}:
+            predicted = simulate(left.measured.plan, left.workload, MACHINE, updated(None, others, MACHINE))
+            squares.append((predicted.iteration_s / left.measured.iteration_s - 1) ** 2)
+    assert len(squares) >= 2
+    found = updated(None, own, MACHINE).iteration_error_frac
+    assert found == pytest.approx((sum(squares) / len(squares)) ** 0.5, rel=0.02)
+    assert updated(None, own[:2], MACHINE).iteration_error_frac is None
+
+
+@pytest.mark.parametrize("factor", [3.0, 1 / 3])
+@pytest.mark.parametrize("place", [0, 4])
+def test_a_spoilt_record_is_refused_by_name(place: int, factor: float, pairs: list[Pair]) -> None:
+    """Its factors would have become everybody's: so far apart plain sums were, with narrow intervals."""
+    named = [replace(pair, name=f"run {number}") for number, pair in enumerate(pairs)]
+    named[place] = told(named[place], **times_of(scaled(named[place].measured, factor)))
+    others = len(pairs) - 1
+    with pytest.raises(CalibrationError, match=rf"^run {place} took \S+ times what the other {others}") as refused:
+        updated(None, named, MACHINE)
+    assert float(str(refused.value).split()[3]) == pytest.approx(factor, rel=0.1)
+    with pytest.raises(
+        CalibrationError, match=rf"contradict each other: by one set of factors \S+( {place})? takes 3 times as"
+    ):
+        updated(None, [replace(pairs[place], name="good"), named[place]], MACHINE)
+    # Alone it is a machine that has changed, whatever was known.
+    known = updated(None, [pair for number, pair in enumerate(pairs) if number != place], MACHINE)
+    assert updated(known, [named[place]], MACHINE).num_runs == len(pairs)
+
+
+def test_models_of_very_different_sizes_do_not_contradict() -> None:
+    """Of small tasks starting takes most, of large ones the work: both are the machine, and predicted as such."""
+    costs = dict.fromkeys(TRUTH, 4e-3)
+    truth = true_calibration().model_copy(update={"overhead_s": costs, "contention": ()})
+    small, large = (of_times(a_workload(2), times) for times in (0.1, 10.0))
+    both = [*runs(small, truth), *runs(large, truth)]
+    found = updated(None, both, MACHINE)
+    for pair in both:
+        predicted = simulate(pair.measured.plan, pair.workload, MACHINE, found)
+        assert predicted.iteration_s == pytest.approx(pair.measured.iteration_s, rel=0.2)
+
+
+def of_times(workload: Workload, times: float) -> Workload:
+    """Its phases take so many times as long."""
+
+    def longer(phase: ModelPhase | None) -> ModelPhase | None:
+        return None if phase is None else phase.model_copy(update={"measured_s": times * (phase.measured_s or 0.0)})
+
+    ends = [name for name in Workload.model_fields if isinstance(getattr(workload, name), ModelPhase)]
+    inner = [name for name in BlockProfile.model_fields if isinstance(getattr(workload.profiles[0], name), ModelPhase)]
+    profiles = [
+        profile.model_copy(update={name: longer(getattr(profile, name)) for name in inner})
+        for profile in workload.profiles
+    ]
+    changed = {name: longer(getattr(workload, name)) for name in ends}
+    fields = {name: getattr(workload, name) for name in Workload.model_fields}
+    return Workload(**{**fields, **changed, "profiles": tuple(profiles), "model_name": f"times {times}"})
+
+
+def times_of(record: Record) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in ("tasks", "iteration_s", "forward_s", "backward_s", "optimizer_s")}
+
+
+def changed_task(place: int, **changes: Any) -> Callable[[Record], dict[str, Any]]:
+    def change(record: Record) -> dict[str, Any]:
+        tasks = list(record.tasks)
+        tasks[place] = tasks[place].model_copy(update=changes)
+        return {"tasks": tuple(tasks)}
+
+    return change
+
+
+def jumped(record: Record, seconds: float) -> dict[str, Any]:
+    """A clock that goes on from another time in the middle of the iteration."""
+    half = len(record.tasks) // 2
+    later = [
+        timing.model_copy(update={"start_s": timing.start_s + seconds, "end_s": timing.end_s + seconds})
+        for timing in record.tasks[half:]
+    ]
+    return {"tasks": (*record.tasks[:half], *later)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda record: {"tasks": ()}, "has 0 of the .* tasks of its plan; it lacks forward prologue"),
+        (lambda record: {"tasks": record.tasks[:-1]}, "tasks of its plan; it lacks"),
+        (changed_task(0, task=9_999), "it lacks forward prologue"),
+        (changed_task(0, kind=TaskKind.GATHER), "is gather on lane compute; its plan has forward"),
+        (lambda record: jumped(record, 3_600.0), "a clock jumped"),
+        (lambda record: jumped(record, -3_600.0), "a clock jumped"),
+        (changed_task(2, duration_s=10.0), "took 10 s, from"),
+        (changed_task(2, start_s=0.0, end_s=0.5, duration_s=0.5), "lane compute is busy for"),
+        (lambda record: {"iteration_s": 100 * record.iteration_s}, "whose phases take"),
+        (lambda record: {"iteration_s": record.iteration_s / 100}, "whose phases take"),
+    ],
+)
+def test_what_no_run_measures_is_refused(
+    change: Callable[[Record], dict[str, Any]], message: str, pairs: list[Pair]
+) -> None:
+    """Tracebacks, or factors of thousands, until then."""
+    wrong = replace(told(pairs[0], **change(pairs[0].measured)), name="run.json")
+    with pytest.raises(CalibrationError, match=f"^run.json .*{message}"):
+        updated(None, [wrong], MACHINE)
+
+
+def test_one_run_counts_once(pairs: list[Pair]) -> None:
+    again = replace(told(pairs[0]), name="copy.json")
+    with pytest.raises(CalibrationError, match=r"^copy.json holds the same run as the record"):
+        updated(None, [pairs[0], pairs[1], again], MACHINE)
 
 
 def test_kinds_that_no_record_has_stay_as_they_were() -> None:
@@ -167,7 +288,7 @@ def test_kinds_that_no_record_has_stay_as_they_were() -> None:
         ({"software": {}}, "measured with torch unknown"),
         ({"num_iterations": 4}, "has 4 timed iterations; 5 are the least"),
         ({"iteration_noise_frac": 0.4}, "lie 40% apart, and 25% is the most"),
-        ({"plan_id": "0"}, "a record of plan 0 does not belong"),
+        ({"plan_id": "0"}, "the record is of plan 0, which does not belong"),
     ],
 )
 def test_what_says_nothing_is_refused(changes: dict[str, Any], message: str, pairs: list[Pair]) -> None:
@@ -185,4 +306,6 @@ def test_other_refusals(pairs: list[Pair]) -> None:
         updated(None, pairs[:1], MACHINE, forgetting=1.5)
     with pytest.raises(CalibrationError, match=r"run.json is a record of workload .* \(eight blocks\)"):
         paired([("run.json", pairs[0].measured)], [a_workload(3)])
-    assert paired([("run.json", pairs[0].measured)], [a_workload(3), pairs[0].workload]) == [pairs[0]]
+    assert paired([("run.json", pairs[0].measured)], [a_workload(3), pairs[0].workload]) == [
+        replace(pairs[0], name="run.json")
+    ]
