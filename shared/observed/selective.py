@@ -16,17 +16,22 @@ Backward: its levels are the same.  What was kept in vain goes with it.
 
 Compiled blocks keep nothing in vain: the partitioner saves what the backward reads, of what is to be kept as of all
 else (``get_recomputable_banned_nodes`` in PyTorch's ``torch/_functorch/partitioners.py``).
+
+Products in float8 cast an input twice where it is saved, and once where it is not, so that a recomputation may have
+casts that the forward has not ([Note: Float8 products] in ``float8.py``).  No cast is kept.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
 from ..phases.activation_modes import PRODUCT_STRIDES, KeptResults
 from ..phases.block_profile import SelectiveRecomputation
 from ..phases.phase import Phase
-from .observation import Observation
+from .float8 import CAST
+from .observation import Observation, OperatorCall
 
 _MOST_BEFORE: Final = 8
 """Calls between a block's output and its recomputation."""
@@ -40,42 +45,57 @@ def selective_recomputations(
     ``is_compiled``: the three are what compiled code does.
     None where results of one cannot be handed to the other: the recomputation runs other operations, or in tiles.
     """
-    num_before = _num_before(forward, recompute)
+    origins = _origins(forward, recompute)
     in_tiles = forward.passes or forward.repeated or recompute.passes or recompute.repeated
-    if in_tiles or num_before is None:
+    if in_tiles or origins is None:
         return ()
-    num_again = len(recompute.calls) - num_before
+    num_again = max((origin + 1 for origin in origins if origin is not None), default=0)
     num_kept = num_again if is_compiled else len(forward.calls)
-    found = (_recomputation(forward, recompute, num_before, num_kept, stride) for stride in PRODUCT_STRIDES)
+    found = (_recomputation(forward, recompute, origins, num_kept, stride) for stride in PRODUCT_STRIDES)
     if not backward.calls:
         # Nobody will recompute it, and results go with the end of its forward.
         found = (of.model_copy(update={"kept_bytes": 0, "unused_bytes": 0}) for of in found)
     return tuple(found)
 
 
-def _num_before(forward: Observation, recompute: Observation) -> int | None:
-    """Calls before the recomputation runs what the forward ran, in its order; None if it never does.
+def _origins(forward: Observation, recompute: Observation) -> list[int | None] | None:
+    """Of every call of the recomputation, the forward's call that it repeats; None if it repeats it in no order.
 
-    They belong to the backward of the section behind, which hands its gradient on: a cast, a sum.
+    A few calls may come before: they belong to the backward of the section behind, which hands its gradient on, by a
+    cast or a sum.
     """
-    first, again = ([call.name for call in seen.calls] for seen in (forward, recompute))
-    for num_before in range(min(_MOST_BEFORE, len(again)) + 1):
-        rest = again[num_before:]
-        if rest == first[: len(rest)]:
-            return num_before
+    for num_before in range(min(_MOST_BEFORE, len(recompute.calls)) + 1):
+        repeated = _repeated(forward.calls, recompute.calls[num_before:])
+        if repeated is not None:
+            return [*[None] * num_before, *repeated]
     return None
 
 
+def _repeated(first: Sequence[OperatorCall], again: Sequence[OperatorCall]) -> list[int | None] | None:
+    """Of every call of ``again``, the one of ``first`` whose turn it is; None for a cast that ``first`` does not do."""
+    origins: list[int | None] = []
+    turn = 0
+    for call in again:
+        if turn < len(first) and call.name == first[turn].name:
+            origins.append(turn)
+            turn += 1
+        elif call.name == CAST:
+            origins.append(None)
+        else:
+            return None
+    return origins
+
+
 def _recomputation(
-    forward: Observation, recompute: Observation, num_before: int, num_kept: int, product_stride: int
+    forward: Observation, recompute: Observation, origins: Sequence[int | None], num_kept: int, product_stride: int
 ) -> SelectiveRecomputation:
-    """``num_kept``: of the forward's calls those whose results may be kept, from the first on."""
+    """``origins``: as of ``_origins``; ``num_kept``: calls of the forward whose results may be kept, from the first."""
     changed = _changed(forward, product_stride)
     kept = KeptResults(product_stride, changed)
     is_kept = [kept.keeps(call.name, draws=call.draws) and n < num_kept for n, call in enumerate(forward.calls)]
     sizes = [sum(call.writes_bytes) if keeps else 0 for call, keeps in zip(forward.calls, is_kept, strict=True)]
-    num_again = len(recompute.calls) - num_before
-    handed_bytes = [0] * num_before + sizes[:num_again]
+    is_handed = [origin is not None and is_kept[origin] for origin in origins]
+    handed_bytes = [0 if origin is None else sizes[origin] for origin in origins]
     kept_bytes, used_bytes = sum(sizes), sum(handed_bytes)
     keeping = replace(forward, levels=_with_kept(forward, is_kept), end_bytes=forward.end_bytes + kept_bytes)
     return SelectiveRecomputation(
@@ -85,7 +105,7 @@ def _recomputation(
         unused_bytes=kept_bytes - used_bytes,
         forward_curve=keeping.curve(),
         forward_changes=keeping.changes(),
-        recompute=_phase(_without_kept(recompute, [False] * num_before + is_kept[:num_again], handed_bytes)),
+        recompute=_phase(_without_kept(recompute, is_handed, handed_bytes)),
     )
 
 

@@ -62,6 +62,20 @@ def test_casts_are_those_that_a_hand_counts(scaling: Float8) -> None:
     assert moved(profile.recompute, CAST, LARGEST) <= found[0]
 
 
+@pytest.mark.parametrize("scaling", [None, *Float8])
+def test_blocks_keep_products_however_these_are_scaled(scaling: Float8 | None) -> None:
+    """Of q, k, v, the output, gate, up and down every second one is computed again, or none: the first is kept."""
+    compiled = None if scaling is Float8.DELAYED else Compiled.BLOCKS
+    profile = llama(compiled, scaling).profiles[0]
+    dtype = DType.BFLOAT16 if scaling is None else DType.FLOAT8_E4M3FN
+    again = {1: 0, 2: 2 * TOKENS * WIDTH * (KEYS + WIDTH + INNER)}
+    for of in profile.selective:
+        products = [op for op in of.recompute.operations if op.name == "mm" and op.dtype is dtype]
+        assert sum(op.flops * op.count for op in products) == again.pop(of.product_stride)
+        assert moved(of.recompute, CAST, LARGEST) == moved(profile.recompute, CAST, LARGEST)
+    assert not again
+
+
 def test_linear_maps_of_blocks_multiply_in_float8_and_nothing_else_does() -> None:
     narrow, wide = llama(Compiled.BLOCKS, Float8.TENSORWISE), llama(Compiled.BLOCKS)
     for name in ("forward", "backward"):
