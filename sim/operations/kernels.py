@@ -14,6 +14,12 @@ Source: NVIDIA, Matrix Multiplication Background User's Guide (DU-09799-001), ch
 by k x n product the result has rows of n.  Operands have rows of m or k where they lie transposed, which the shape does
 not tell: these are the vocabulary in the backward of a head, or the tokens of a batch, which nothing has rows of.  A
 vocabulary is taken to be what exceeds 16,384.
+
+[Note: Products that are padded]
+Inductor copies operands of such products to multiples of 8 elements, with zeros, where the product and its copies take
+less than the product alone (``torch/_inductor/fx_passes/pad_mm.py``, with ``shape_padding``, the default).  The result
+is a view of the padded one.  It times both; here both are priced.  Copies are as long as the wider operands, read and
+written; their memory is not counted.
 """
 
 from __future__ import annotations
@@ -40,16 +46,21 @@ _MULTIPLICATIONS_PER_FETCH: Final = 8.0
 """Multiply-adds that take as long as the fetch of one operand: an instruction that fetches brings 256 elements to a
 warp (ldmatrix.x4), one that multiplies does 2 048 multiply-adds (mma.m16n8k16), and each takes its turn to issue (PTX
 ISA, warp-level matrix instructions)."""
+_ALIGNED: Final = 8
+"""Elements of 2 bytes that are loaded at a time, 16 bytes (DU-09799-001, chapter 2)."""
 _MOST_TOKENS: Final = 16_384
 """By definition: a dimension above it is a vocabulary, see [Note: Rows that begin anywhere]."""
 _PARTIAL_SUM_BYTES: Final = 4
 """Of a float32: products of 16 bits are added up in it (NVIDIA, DU-09799-001)."""
 
 
-def kernel_s(operation: Operation, device: Device, peak_flop_per_s: float) -> float | None:
+def kernel_s(
+    operation: Operation, device: Device, peak_flop_per_s: float, *, is_compiled: bool = False
+) -> float | None:
     """Seconds of the arithmetic of a matrix product or attention; None where its shape does not tell.
 
-    ``peak_flop_per_s`` is the matrix units' peak in the operation's type.  Moving its operands is another matter.
+    ``peak_flop_per_s`` is the matrix units' peak in the operation's type; ``is_compiled``: whether operands may be
+    padded ([Note: Products that are padded]).  Moving its operands is another matter.
     """
     if len(operation.shape) != 4 or device.num_multiprocessors is None:
         return None
@@ -61,14 +72,27 @@ def kernel_s(operation: Operation, device: Device, peak_flop_per_s: float) -> fl
     if operation.dtype.item_bytes == DType.FLOAT16.item_bytes and OperationClass.MATMUL not in device.efficiency:
         unaligned = UNALIGNED_FLOP_PER_CLOCK.get(alignment_of(operation.shape))
         if unaligned is not None:
-            sustained = min(sustained, unaligned * device.told_clock_hz * device.num_multiprocessors)
+            slower = min(sustained, unaligned * device.told_clock_hz * device.num_multiprocessors)
+            as_it_is_s = product_s(operation.shape, device, slower)
+            return min(as_it_is_s, _padded_s(operation, device, sustained)) if is_compiled else as_it_is_s
     return product_s(operation.shape, device, sustained)
+
+
+def _padded_s(operation: Operation, device: Device, sustained_flop_per_s: float) -> float:
+    """Seconds of a product whose sizes are padded to aligned ones, and of the copies."""
+    batch, *sizes = operation.shape
+    m, n, k = padded = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
+    is_padded = [size != wider for size, wider in zip(sizes, padded, strict=True)]
+    copied = batch * (m * k * (is_padded[0] or is_padded[2]) + k * n * (is_padded[1] or is_padded[2]))
+    bandwidth = device.memory_bandwidth_bytes_per_s * efficiency_frac(device, OperationClass.ELEMENTWISE)
+    copies_s = 2 * copied * operation.dtype.item_bytes / bandwidth
+    return product_s((batch, m, n, k), device, sustained_flop_per_s) + copies_s
 
 
 def alignment_of(shape: tuple[int, ...]) -> int:
     """Elements, 8 at most, that every row of a product is a multiple of; see [Note: Rows that begin anywhere]."""
     _, m, n, k = shape
-    return gcd(8, n, *(of for of in (m, k) if of > _MOST_TOKENS))
+    return gcd(_ALIGNED, n, *(of for of in (m, k) if of > _MOST_TOKENS))
 
 
 def product_s(shape: tuple[int, ...], device: Device, sustained_flop_per_s: float) -> float:

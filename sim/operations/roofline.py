@@ -44,7 +44,8 @@ def roofline_s(phase: Phase, device: Device) -> float:
     Raises HardwareError if the device states no peak for an element type that matrix products use.
     """
     operations = phase.operations if device.kind is DeviceKind.CPU else launched(phase.operations)
-    seconds = [(operation, operation_s(operation, device)) for operation in operations]
+    is_compiled = phase.num_graphs is not None
+    seconds = [(operation, operation_s(operation, device, is_compiled=is_compiled)) for operation in operations]
     working_s = sum(of_one_s for _, of_one_s in seconds)
     if device.kind is DeviceKind.CPU:
         return working_s
@@ -62,14 +63,17 @@ def _dispatches(operations: Sequence[Operation], num_graphs: int | None) -> floa
     return num_launches * COMPILED_DISPATCHES_PER_LAUNCH + num_graphs * DISPATCHES_PER_GRAPH
 
 
-def operation_s(operation: Operation, device: Device) -> float:
-    """What all of an operation's kernels keep ``device`` busy, with what each takes besides its work."""
+def operation_s(operation: Operation, device: Device, *, is_compiled: bool = False) -> float:
+    """What all of an operation's kernels keep ``device`` busy, with what each takes besides its work.
+
+    ``is_compiled``: whether it is of a graph that torch.compile has compiled.
+    """
     is_cpu = device.kind is DeviceKind.CPU
     besides_s = device.launch_overhead_s if is_cpu else min(KERNEL_FIXED_S, device.launch_overhead_s)
-    return operation.count * (_execution_s(operation, device) + besides_s)
+    return operation.count * (_execution_s(operation, device, is_compiled) + besides_s)
 
 
-def _execution_s(operation: Operation, device: Device) -> float:
+def _execution_s(operation: Operation, device: Device, is_compiled: bool) -> float:
     operation_class = operation.operation_class
     efficiency = efficiency_frac(device, operation_class)
     if operation_class not in _MATRIX_CLASSES:
@@ -88,7 +92,8 @@ def _execution_s(operation: Operation, device: Device) -> float:
             return convolution_s(operation, device, peak)
         if is_recurrent(operation):
             return recurrent_s(operation, device, peak)
-    multiplying_s = kernel_s(operation, device, peak) if device.kind is DeviceKind.CUDA else None
+    is_cuda = device.kind is DeviceKind.CUDA
+    multiplying_s = kernel_s(operation, device, peak, is_compiled=is_compiled) if is_cuda else None
     if multiplying_s is None:
         return max(operation.flops / peak, moving_s) / efficiency
     # Operands stream in as those of element-wise operations do.

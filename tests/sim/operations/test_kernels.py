@@ -181,6 +181,39 @@ def test_unaligned_products_take_as_long_as_was_measured(
     assert 2 * m * n * k / seconds / 1e12 == pytest.approx(tflop_per_s, rel=rel)
 
 
+def test_a_compiled_product_is_padded_where_that_is_faster() -> None:
+    """A head forward, for its input and for its weight: the wider operands are read and written in full, no more."""
+    part = device_part("a100-80gb")
+    peak = part.peak_flop_per_s[DType.BFLOAT16]
+    sustained = sustained_flop_per_s(part, peak, DType.BFLOAT16)
+    tokens, words, wider, width = 8192, 50257, 50264, 768
+    for shape, padded, copied in (
+        ((tokens, words, width), (tokens, wider, width), width * wider),
+        ((tokens, width, words), (tokens, width, wider), tokens * wider + wider * width),
+        ((words, width, tokens), (wider, width, tokens), wider * tokens),
+    ):
+        eager, compiled = (kernel_s(product(*shape), part, peak, is_compiled=told) for told in (False, True))
+        by_hand = product_s((1, *padded), part, sustained) + 2 * 2 * copied / (0.85 * 2.039e12)
+        assert compiled == pytest.approx(by_hand)
+        assert eager is not None
+        assert eager > 2 * by_hand
+        # A graph's operations are compiled, those of its neighbours are not.
+        of_phases = [
+            roofline_s(Phase(operations=(product(*shape),), num_graphs=graphs), part) for graphs in (None, 0)
+        ]
+        assert of_phases[0] - of_phases[1] == pytest.approx(eager - by_hand)
+
+
+@given(SHAPES)
+def test_compiling_never_slows_a_product(shape: tuple[int, ...]) -> None:
+    part, peak = device_part("h100-80gb"), 989e12
+    _, m, n, k = shape
+    eager, compiled = (kernel_s(product(m, n, k), part, peak, is_compiled=told) for told in (False, True))
+    assert eager is not None
+    assert compiled is not None
+    assert compiled == eager if n % 8 == 0 else compiled <= eager
+
+
 @given(SHAPES)
 def test_aligning_a_product_never_takes_much_longer(shape: tuple[int, ...]) -> None:
     """Rows that are padded to multiples of 8 are faster, or cost what is computed more."""
