@@ -19,10 +19,12 @@ PICTURE: Final = Path(__file__).resolve().parent / "published.svg"
 _GROUPS: Final = {
     "FSDP on A100": ("#4c78a8", ("FSDP on A100", "FSDP on 128 A100", "FSDP2 on 64 A100")),
     "FSDP on H100": ("#f58518", ("FSDP on H100", "FSDP on 96 H100", "FSDP2 on H100")),
+    "FSDP on MI300X": ("#ff9da6", ("FSDP2 on MI300X",)),
     "experts, FSDP on H200": ("#b279a2", ("experts",)),
     "offload": ("#e45756", ("offload",)),
     "QLoRA": ("#eeca3b", ("QLoRA",)),
     "LoRA": ("#54a24b", ("LoRA",)),
+    "Megatron": ("#d67195", ("Megatron",)),
     "DeepSpeed": ("#9d755d", ("DeepSpeed",)),
     "DDP": ("#72b7b2", ("DDP",)),
     "one GPU": ("#79706e", ("one GPU", "one A100")),

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ...shared.methods.runtime_profile import Runtime
 from ...shared.schema.plan import ParallelMode, Plan
 from .measured_runs import MEASURED_RUNS, MeasuredRun
 from .run_predictions import PredictedRun
@@ -153,7 +154,7 @@ def _complexity(form: PlanForm) -> tuple[int, int]:
 
 
 def published_comparisons(predicted: Mapping[str, PredictedRun]) -> tuple[list[Comparison], list[Comparison]]:
-    """Pairs of published runs of one source, model, sequence length, machine and number of ranks.
+    """Pairs of published runs of one source, model, sequence length, machine and number of ranks, computed alike.
 
     First those that differ in their plan alone, then those whose micro-batches differ too: their seconds are those of a
     token.
@@ -189,7 +190,7 @@ def form_of_run(run: MeasuredRun) -> PlanForm:
 
 def _machine(run: MeasuredRun) -> str:
     trained = f"{run.dtype}, {run.autocast}, {run.lora_rank}, {run.lora_dropout}, {run.lora_targets}"
-    trained += f", {run.compiled}, {run.float8}"
+    trained += f", {run.quantized}, {run.compiled}, {run.float8}, {run.runtime is Runtime.FSDP2}"
     where = f"{run.num_ranks} of {run.machine}, {run.network}, {run.changes}"
     return f"{run.source}: {run.model} ({trained}) at {run.sequence_length} tokens on {where}"
 

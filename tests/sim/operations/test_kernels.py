@@ -198,9 +198,7 @@ def test_a_compiled_product_is_padded_where_that_is_faster() -> None:
         assert eager is not None
         assert eager > 2 * by_hand
         # A graph's operations are compiled, those of its neighbours are not.
-        of_phases = [
-            roofline_s(Phase(operations=(product(*shape),), num_graphs=graphs), part) for graphs in (None, 0)
-        ]
+        of_phases = [roofline_s(Phase(operations=(product(*shape),), num_graphs=graphs), part) for graphs in (None, 0)]
         assert of_phases[0] - of_phases[1] == pytest.approx(eager - by_hand)
 
 
