@@ -152,9 +152,12 @@ def _check_agreement(told: Sequence[_Told], known: Calibration, hardware: Hardwa
         if farthest <= most:
             break
         kept = [place for place in kept if abs(logs[place]) < max(most, _NEARLY * farthest)]
-    if len(kept) == len(told):
+    # What was put aside with others is near enough to what is left, perhaps.
+    apart = [place for place, one in enumerate(logs) if place not in kept and abs(one) > most]
+    if not apart:
         return
-    if 2 * len(kept) <= len(told):
+    num_others = len(told) - len(apart)
+    if 2 * num_others <= len(told):
         order = sorted(range(len(told)), key=lambda place: logs[place])
         fast, slow = told[order[0]].pair.name, told[order[-1]].pair.name
         raise CalibrationError(
@@ -162,14 +165,15 @@ def _check_agreement(told: Sequence[_Told], known: Calibration, hardware: Hardwa
             f"{math.exp(logs[order[-1]] - logs[order[0]]):.3g} times as long as {fast}, and which of them the machine "
             f"is like nobody can tell. Measure again when nothing else runs, or learn from one of them alone."
         )
-    apart = sorted(set(range(len(told))) - set(kept))
-    names = ", ".join(told[place].pair.name for place in apart[:_MOST_NAMED])
-    more = f" and {len(apart) - _MOST_NAMED:,} more" if len(apart) > _MOST_NAMED else ""
+    names = ", ".join(
+        f"{told[place].pair.name} took {math.exp(logs[place]):.3g} times" for place in apart[:_MOST_NAMED]
+    )
+    more = f" (and {len(apart) - _MOST_NAMED:,} more)" if len(apart) > _MOST_NAMED else ""
     them = "it" if len(apart) == 1 else "them"
     raise CalibrationError(
-        f"{names}{more} took {math.exp(logs[apart[0]]):.3g} times what the other {len(kept):,} records say; beyond "
-        f"{MOST_APART:g} times, or one over it, records contradict each other. Something else ran, or the machine has "
-        f"changed: leave {them} out, or learn from {them} alone, in an update of its own."
+        f"{names}{more} what the other {num_others:,} records say; beyond {MOST_APART:g} times, or one over it, "
+        f"records contradict each other. Something else ran, or the machine has changed: leave {them} out, or learn "
+        f"from {them} alone, in an update of its own."
     )
 
 

@@ -187,6 +187,17 @@ def test_a_spoilt_record_is_refused_by_name(place: int, factor: float, pairs: li
     assert updated(known, [named[place]], MACHINE).num_runs == len(pairs)
 
 
+def test_only_those_too_far_from_what_is_left_are_named(pairs: list[Pair]) -> None:
+    """Before 1.6 and 1.6 are gone, 0.68 lies as far from the middle as they do: 0.68 / 1.025 < 1 / 1.5 < 0.68 / 1."""
+    factors = (0.68, 0.95, 1.0, 1.05, 1.6, 1.61)
+    named = [
+        replace(told(pairs[0], **times_of(scaled(pairs[0].measured, factor))), name=f"run {number}")
+        for number, factor in enumerate(factors)
+    ]
+    with pytest.raises(CalibrationError, match=r"^run 4 took 1\.\d+ times, run 5 took 1\.\d+ times what the other 4 "):
+        updated(None, named, MACHINE)
+
+
 def test_models_of_very_different_sizes_do_not_contradict() -> None:
     """Of small tasks starting takes most, of large ones the work: both are the machine, and predicted as such."""
     costs = dict.fromkeys(TRUTH, 4e-3)
