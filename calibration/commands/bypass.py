@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
-from ...runtime.commands.run_options import DeviceToHost, DiskFolder, HostToDevice, RankCount
-from ...runtime.commands.run_ranks import RunRank, has_to_start, in_one_voice, rank_at_hand, start_ranks
+from ...runtime.commands.run_options import DeviceChoice, DiskFolder, RankCount
+from ...runtime.commands.run_ranks import has_to_start, in_one_voice, rank_at_hand, start_ranks
 from ...runtime.devices.process_settings import prefer_expandable_segments
 from ...runtime.runs.run_folder import STATE, RunState, finished_model, told_complete
 from ...shared.basics.errors import ProtwinError
 from ...shared.catalogue.machines import load_hardware
 from ...shared.cli.exits import report_interruption
+from ...shared.cli.option_groups import with_groups
 from ...shared.cli.options import (
     CalibrationPath,
-    DeviceBudget,
-    DTypeName,
     JsonFlag,
-    OptimizerName,
-    Seed,
     command_app,
     examples,
     warn,
@@ -31,43 +28,12 @@ from ...shared.cli.options import (
 from ...shared.cli.streams import say
 from ...shared.pipelines.pipeline import Pipeline, load_plan_or_pipeline
 from ...shared.schema.calibration import Calibration
-from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.plan import Plan
 from .bypass_inputs import BypassInputs
-from .bypass_options import (
-    BlockNorm,
-    BypassAutocast,
-    BypassBatchSize,
-    BypassData,
-    BypassLength,
-    BypassMicroBatches,
-    ByteTokens,
-    DataSeed,
-    Keep,
-    KeptName,
-    LeastRate,
-    LogEvery,
-    PeakRate,
-    PlanFile,
-    RunFolderPath,
-    SaveEvery,
-    SearchedMachine,
-    StatisticsBatches,
-    StudentFile,
-    SweepFile,
-    Teacher,
-    TokenBudgetSize,
-    TokenizerPath,
-    TrustRemoteCode,
-    ValidateEvery,
-    ValidationBatches,
-    ValidationData,
-    Warmup,
-    WeightDecay,
-    autocast_of,
-    check_parts,
-    limit_of,
-)
+from .bypass_options import BypassFiles, BypassSteps, PlanFile, RunFolderPath, SearchedMachine, SweepFile
+
+if TYPE_CHECKING:
+    from .bypass_runs import BypassRequest
 
 __all__ = ["bypass"]
 
@@ -84,43 +50,18 @@ Tell = Callable[[str], None]
     )
 )
 @in_one_voice
+@with_groups
 def bypass_command(
-    teacher: Teacher,
-    student: StudentFile,
-    tokens: TokenBudgetSize,
-    data: BypassData,
-    output: RunFolderPath,
+    *,
     plan: PlanFile = None,
     ranks: RankCount = None,
     hardware: SearchedMachine = None,
     calibration: CalibrationPath = None,
     sweep: SweepFile = None,
-    validation: ValidationData = None,
-    tokenizer: TokenizerPath = None,
-    is_bytes: ByteTokens = False,
-    trust_remote_code: TrustRemoteCode = False,
-    batch_size: BypassBatchSize = 1,
-    sequence_length: BypassLength = 2048,
-    micro_batches: BypassMicroBatches = None,
-    dtype: DTypeName = None,
-    autocast: BypassAutocast = None,
-    optimizer: OptimizerName = None,
-    max_gradient_norm: BlockNorm = None,
-    learning_rate: PeakRate = 1e-4,
-    least_rate: LeastRate = 1e-5,
-    warmup: Warmup = 0.05,
-    weight_decay: WeightDecay = 0.1,
-    seed: Seed = 0,
-    data_seed: DataSeed = 0,
-    keep: KeptName = Keep.BEST,
-    validate_every: ValidateEvery = None,
-    validation_batches: ValidationBatches = 8,
-    statistics_batches: StatisticsBatches = 8,
-    save_every: SaveEvery = None,
-    log_every: LogEvery = 5,
-    device_budget_bytes: DeviceBudget = None,
-    host_to_device: HostToDevice = None,
-    device_to_host: DeviceToHost = None,
+    files: BypassFiles,
+    output: RunFolderPath,
+    steps: BypassSteps,
+    device: DeviceChoice,
     disk_folder: DiskFolder = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -131,42 +72,23 @@ def bypass_command(
     --tokens it continues one that was complete.  A run that is complete is not run again.  --ranks carries out a plan
     of several ranks, or a pipeline, on this machine; torchrun -m protwin bypass does the same.
     """
-    _check_choices(plan, hardware, learning_rate, weight_decay)
-    check_parts(least_rate=least_rate, warmup=warmup)
+    if (plan is None) == (hardware is None):
+        given = "both are given" if plan is not None else "neither is given"
+        raise ProtwinError(f"--plan FILE is what to carry out, --hardware NAME searches a plan, and {given}. Give one.")
+    steps.check()
     if as_json and sweep is not None:
         raise ProtwinError("--json prints what the folder of one run says of itself. Leave it out, or --sweep.")
     chosen = _chosen(plan, ranks)
-    step = chosen.stages[0].plan if isinstance(chosen, Pipeline) else chosen
     inputs = BypassInputs(
-        teacher=teacher,
-        trust_remote_code=trust_remote_code,
-        student=student,
-        training=tuple(data),
-        validation=tuple(validation or ()),
-        tokenizer=tokenizer,
-        is_bytes=is_bytes,
-        fields={
-            "sequence_length": sequence_length,
-            "micro_batch_size": batch_size,
-            "micro_batches": micro_batches or (1 if step is None else step.micro_batches * step.num_ranks),
-            "num_tokens": tokens,
-            "autocast": autocast_of(autocast),
-            "seed": seed,
-            "data_seed": data_seed,
-            "optimizer": optimizer or (step.optimizer if step is not None else Optimizer.ADAMW),
-            "learning_rate": learning_rate,
-            "least_rate_frac": least_rate,
-            "warmup_frac": warmup,
-            "weight_decay": weight_decay,
-            "max_gradient_norm": limit_of(max_gradient_norm, step.max_gradient_norm if step is not None else 1.0),
-            "kept_weights": keep.value,
-            "validate_every": validate_every,
-            "validation_batches": validation_batches,
-            "statistics_batches": statistics_batches,
-            "save_every": save_every,
-            "log_every": log_every,
-        },
-        dtype=dtype,
+        teacher=files.teacher,
+        trust_remote_code=files.trust_remote_code,
+        student=files.student,
+        training=tuple(files.data),
+        validation=tuple(files.validation or ()),
+        tokenizer=files.tokenizer,
+        is_bytes=files.is_bytes,
+        fields=steps.fields(chosen.stages[0].plan if isinstance(chosen, Pipeline) else chosen, files.tokens),
+        dtype=steps.dtype,
         plan=chosen,
         hardware=None if hardware is None else load_hardware(hardware),
     )
@@ -177,21 +99,21 @@ def bypass_command(
         prefer_expandable_segments(os.environ)
         if chosen is not None and has_to_start(chosen, ranks, os.environ):
             raise typer.Exit(start_ranks(chosen.num_ranks, sys.argv[1:]))
-        places = (device_budget_bytes, host_to_device, device_to_host)
-        _carry_out(inputs, factors, places, output, sweep, disk_folder, rank, tell)
+        # This imports torch, which reads the settings of its allocator.
+        from .bypass_runs import BypassRequest
+
+        request = BypassRequest(
+            inputs=inputs,
+            calibration=factors,
+            device=device,
+            output=output,
+            sweep=sweep,
+            disk_folder=disk_folder,
+            rank=rank,
+        )
+        _carry_out(request, tell)
     if as_json and rank.speaks:
         say(RunState.load(output / STATE).to_json().rstrip())
-
-
-def _check_choices(plan: Path | None, hardware: str | None, learning_rate: float, weight_decay: float) -> None:
-    """Raise ProtwinError if options contradict each other, or numbers are no rates."""
-    if (plan is None) == (hardware is None):
-        given = "both are given" if plan is not None else "neither is given"
-        raise ProtwinError(f"--plan FILE is what to carry out, --hardware NAME searches a plan, and {given}. Give one.")
-    if not (learning_rate > 0 and math.isfinite(learning_rate) and math.isfinite(weight_decay)):
-        raise ProtwinError(
-            f"--learning-rate {learning_rate} and --weight-decay {weight_decay} must be finite, and the rate positive."
-        )
 
 
 def _chosen(path: Path | None, ranks: int | None) -> Plan | Pipeline | None:
@@ -223,33 +145,13 @@ def _is_complete(inputs: BypassInputs, output: Path, sweep: Path | None, tell: T
     return model is not None
 
 
-def _carry_out(
-    inputs: BypassInputs,
-    calibration: Calibration | None,
-    places: tuple[int | None, float | None, float | None],
-    output: Path,
-    sweep: Path | None,
-    disk_folder: Path | None,
-    rank: RunRank,
-    tell: Tell,
-) -> None:
-    """Train what is asked for.  ``places``: the device's budget, and the bytes per second of its links."""
-    # This imports torch, which reads the settings of its allocator.
+def _carry_out(request: BypassRequest, tell: Tell) -> None:
+    """Train what is asked for."""
     from ...runtime.bypass.interruption import RunInterruptedError
-    from ...runtime.commands.run_request import DeviceChoice
-    from .bypass_runs import BypassRequest, carry_out
+    from .bypass_runs import carry_out
 
-    request = BypassRequest(
-        inputs=inputs,
-        calibration=calibration,
-        device=DeviceChoice(*places),
-        output=output,
-        sweep=sweep,
-        disk_folder=disk_folder,
-        rank=rank,
-    )
     try:
-        carry_out(request.runs(), tell, speaks=rank.speaks)
+        carry_out(request.runs(), tell, speaks=request.rank.speaks)
     except RunInterruptedError as stopped:
         holding = f"the run after step {stopped.step}, with which the same command goes on,"
         raise typer.Exit(report_interruption(stopped.path, holding=holding)) from stopped

@@ -13,8 +13,8 @@ import torch
 from ...runtime.bypass.data import BypassData, TokenFiles
 from ...runtime.bypass.run import BypassRun
 from ...runtime.bypass.teacher import TeacherFolder
+from ...runtime.commands.run_options import DeviceChoice
 from ...runtime.commands.run_ranks import ALONE, RunRank
-from ...runtime.commands.run_request import DeviceChoice
 from ...runtime.runs.run_settings import RunSettings
 from ...runtime.runs.sweeps import sweep
 from ...shared.basics.documents import read_mapping

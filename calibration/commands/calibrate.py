@@ -18,11 +18,9 @@ from ...shared.catalogue.models import load_model_configuration
 from ...shared.cli.option_groups import with_groups
 from ...shared.cli.options import (
     BatchSize,
-    DeviceBudget,
     DTypeName,
     HardwareName,
     JsonFlag,
-    OptimizerName,
     OutputPath,
     Seed,
     SequenceLength,
@@ -32,13 +30,9 @@ from ...shared.cli.options import (
     writable_json,
 )
 from ...shared.cli.output import give
-from ...shared.cli.trained_as import check_whole_loss
-from ...shared.cli.training_choice import TrainingChoice
-from ...shared.schema.optimizer import Optimizer
-from ...shared.students.student import Student
 from ...shared.tables.calibration import calibration_tables
-from ..fitting.trained_as import TrainedAs
 from .learning import EarlierCalibration, Forgetting, FromRecords, TrainedWorkloads, check_ways, given_options, learnt
+from .measured_training import MeasuredTraining
 
 __all__ = ["calibrate"]
 
@@ -70,9 +64,7 @@ def calibrate_command(
     workload: TrainedWorkloads = None,
     calibration: EarlierCalibration = None,
     forgetting: Forgetting = None,
-    device_budget_bytes: DeviceBudget = None,
-    training: TrainingChoice,
-    optimizer: OptimizerName = None,
+    measured: MeasuredTraining,
     student: Annotated[
         Path | None,
         typer.Option("--student", metavar="FILE", help="Measure distillation into this student (student.toml)."),
@@ -127,13 +119,7 @@ def calibrate_command(
     assert sequence_length is not None
     machine = load_hardware(hardware)
     described = load_model_configuration(model)
-    check_whole_loss(training.loss)
-    trained_as = TrainedAs(
-        options=training.options(None),
-        optimizer=optimizer or Optimizer.ADAMW,
-        device_budget_bytes=device_budget_bytes,
-        student=None if student is None else Student.load(student),
-    )
+    trained_as = measured.trained_as(None, student)
 
     num_ranks, starts = ranks_to_measure(ranks, os.environ)
     trained_as.check(num_ranks)

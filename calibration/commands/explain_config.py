@@ -6,7 +6,7 @@ Imports neither the other tools nor torch, which only a model that no catalogue 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,20 +19,17 @@ from ...shared.basics.errors import PlanError
 from ...shared.basics.gc_pause import gc_paused
 from ...shared.basics.progress import progress_bar
 from ...shared.basics.units import as_bytes
+from ...shared.cli.option_groups import with_groups
 from ...shared.cli.options import (
     BatchSize,
     CalibrationPath,
     DeviceBudget,
-    DoubleQuantize,
     DTypeName,
     HardwareChanges,
     JsonFlag,
-    LoraRank,
-    LoraTargets,
     NoCacheFlag,
     OptimizerName,
     PackedLengths,
-    QuantizedTo,
     SequenceLength,
     cache_folder,
     command_app,
@@ -41,7 +38,7 @@ from ...shared.cli.options import (
 )
 from ...shared.cli.output import show
 from ...shared.cli.streams import say, write_data
-from ...shared.cli.trained_as import options_of, quantized_of
+from ...shared.cli.training_choice import LoraMaps, PackedTo, trained
 from ...shared.foreign.asked_run import Tool
 from ...shared.foreign.files import read_content, read_run
 from ...shared.schema.calibration import Calibration
@@ -58,28 +55,67 @@ __all__ = ["explain_config"]
 
 explain_config = command_app()
 
-ConfigurationFile = Annotated[
-    Path,
-    typer.Argument(
-        metavar="FILE",
-        help="An axolotl YAML, TrainingArguments or a DeepSpeed configuration as JSON, a torchtitan TOML.",
-        show_default=False,
-    ),
-]
-ToolName = Annotated[
-    Tool | None,
-    typer.Option("--tool", help="Whose file it is, where its keys do not tell."),
-]
-Model = Annotated[
-    str | None,
-    typer.Option(
-        "--model", "-m", metavar="NAME|FILE", help="A model of the catalogue, or a config.json, where no file says."
-    ),
-]
-Machine = Annotated[
-    str | None,
-    typer.Option("--hardware", metavar="NAME|FILE", help="A machine of the catalogue, or its file."),
-]
+
+@dataclass(frozen=True, kw_only=True)
+class Besides:
+    """What a file does not say; see [Note: Groups of options] in ``shared/cli/option_groups.py``."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", "-m", metavar="NAME|FILE", help="A model of the catalogue, or a config.json, where no file says."
+        ),
+    ] = None
+    hardware: Annotated[
+        str | None,
+        typer.Option("--hardware", metavar="NAME|FILE", help="A machine of the catalogue, or its file."),
+    ] = None
+    changes: HardwareChanges = None
+    batch_size: BatchSize = None
+    sequence_length: SequenceLength = None
+    packed_lengths: PackedLengths = None
+    micro_batches: MicroBatches = None
+    num_ranks: NumRanks = None
+    dtype: DTypeName = None
+    lora: LoraMaps
+    packed: PackedTo
+    optimizer: OptimizerName = None
+    device_budget_bytes: DeviceBudget = None
+    calibration: CalibrationPath = None
+
+    def said(self) -> Said:
+        """What is said of the training.  Raises ProtwinError if it makes no sense together."""
+        from ...sim.as_configured.question import Said
+
+        quantized, lora = self.packed.options(), self.lora.options()
+        trained(lora, quantized, None, None, frozen=None, loss=None)
+        return Said(
+            model=self.model,
+            batch_size=self.batch_size,
+            micro_batches=self.micro_batches,
+            sequence_length=self.sequence_length,
+            packed_lengths=self.packed_lengths,
+            num_ranks=self.num_ranks,
+            dtype=self.dtype,
+            optimizer=self.optimizer,
+            lora=lora,
+            quantized=quantized,
+        )
+
+    def asked(self, file: Path, budget_bytes: int | None, *, has_cache: bool) -> Asked:
+        """What is asked about ``file``.  Raises ProtwinError if the machine or the calibration is none."""
+        from ...sim.as_configured.explain import Asked
+
+        return Asked(
+            file=str(file),
+            hardware_name=self.hardware,
+            machine=None if self.hardware is None else machine_of(self.hardware, self.changes),
+            changes=tuple(self.changes or ()),
+            device_budget_bytes=self.device_budget_bytes or budget_bytes,
+            calibration=None if self.calibration is None else Calibration.load(self.calibration),
+            calibration_path=None if self.calibration is None else str(self.calibration),
+            cache=cache_folder() if has_cache else None,
+        )
 
 
 @explain_config.command(
@@ -91,25 +127,19 @@ Machine = Annotated[
     )
 )
 @gc_paused()
+@with_groups
 def explain_config_command(
-    file: ConfigurationFile,
-    tool: ToolName = None,
-    model: Model = None,
-    hardware: Machine = None,
-    changes: HardwareChanges = None,
-    batch_size: BatchSize = None,
-    sequence_length: SequenceLength = None,
-    packed_lengths: PackedLengths = None,
-    micro_batches: MicroBatches = None,
-    num_ranks: NumRanks = None,
-    dtype: DTypeName = None,
-    lora_rank: LoraRank = None,
-    lora_targets: LoraTargets = None,
-    quantized_to: QuantizedTo = None,
-    double_quantize: DoubleQuantize = False,
-    optimizer: OptimizerName = None,
-    device_budget_bytes: DeviceBudget = None,
-    calibration: CalibrationPath = None,
+    *,
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="An axolotl YAML, TrainingArguments or a DeepSpeed configuration as JSON, a torchtitan TOML.",
+            show_default=False,
+        ),
+    ],
+    tool: Annotated[Tool | None, typer.Option("--tool", help="Whose file it is, where its keys do not tell.")] = None,
+    besides: Besides,
     as_json: JsonFlag = False,
     no_cache: NoCacheFlag = False,
 ) -> None:
@@ -121,43 +151,17 @@ def explain_config_command(
     plan can be asked about; with --hardware the rest of the file is answered too.
     """
     content = read_content(file)
-    section: dict[str, Any] | None = None
+    section, budget_bytes = None, None
     if "protwin" in content or is_listed(content):
         section = _explain_section(file, content, as_json=as_json)
-        if hardware is None:
+        if besides.hardware is None:
             _tell(section, None, as_json=as_json)
             return
-        device_budget_bytes = device_budget_bytes or _budget_bytes(content)
+        budget_bytes = _budget_bytes(content)
         content = {name: value for name, value in content.items() if name != "protwin"}
-    from ...sim.as_configured.explain import Asked
-    from ...sim.as_configured.question import Said
-
     reading = read_run(content, file, tool)
-    trained = options_of(
-        lora_rank, lora_targets, None, None, None, quantized_of(quantized_to, double=double_quantize, blocksize=None)
-    )
-    said = Said(
-        model=model,
-        batch_size=batch_size,
-        micro_batches=micro_batches,
-        sequence_length=sequence_length,
-        packed_lengths=packed_lengths,
-        num_ranks=num_ranks,
-        dtype=dtype,
-        optimizer=optimizer,
-        lora=trained.lora,
-        quantized=trained.quantized,
-    )
-    asked = Asked(
-        file=str(file),
-        hardware_name=hardware,
-        machine=None if hardware is None else machine_of(hardware, changes),
-        changes=tuple(changes or ()),
-        device_budget_bytes=device_budget_bytes,
-        calibration=None if calibration is None else Calibration.load(calibration),
-        calibration_path=None if calibration is None else str(calibration),
-        cache=None if no_cache else cache_folder(),
-    )
+    said = besides.said()
+    asked = besides.asked(file, budget_bytes, has_cache=not no_cache)
     _tell(section, _explained(reading, said, asked), as_json=as_json)
 
 

@@ -19,11 +19,9 @@ from ...shared.cli.option_groups import with_groups
 from ...shared.cli.options import (
     BatchSize,
     CalibrationPath,
-    DeviceBudget,
     DTypeName,
     HardwareName,
     JsonFlag,
-    OptimizerName,
     OutputPath,
     Seed,
     SequenceLength,
@@ -33,14 +31,10 @@ from ...shared.cli.options import (
 )
 from ...shared.cli.output import give
 from ...shared.cli.report_options import ReportPath, write_report
-from ...shared.cli.trained_as import check_whole_loss
-from ...shared.cli.training_choice import TrainingChoice
 from ...shared.schema.calibration import Calibration
-from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.plan import TrainingMethod
-from ...shared.students.student import Student
-from ..fitting.trained_as import TrainedAs
 from ..validation.factories import is_factory
+from .measured_training import MeasuredTraining
 
 __all__ = ["validate"]
 
@@ -90,9 +84,7 @@ def validate_command(
         Path | None,
         typer.Option("--student", metavar="FILE", help="Judge distillation into this student (student.toml)."),
     ] = None,
-    device_budget_bytes: DeviceBudget = None,
-    training: TrainingChoice,
-    optimizer: OptimizerName = None,
+    measured: MeasuredTraining,
     dtype: DTypeName = None,
     disk_folder: Annotated[
         Path | None,
@@ -125,13 +117,7 @@ def validate_command(
             "--method bypass distils into a student, and full training has none. Give --method bypass with --student "
             "student.toml, or leave both out."
         )
-    check_whole_loss(training.loss)
-    trained_as = TrainedAs(
-        options=training.options(method),
-        optimizer=optimizer or Optimizer.ADAMW,
-        device_budget_bytes=device_budget_bytes,
-        student=None if student is None else Student.load(student),
-    )
+    trained_as = measured.trained_as(method, student)
     num_ranks, starts = ranks_to_measure(ranks, os.environ)
     trained_as.check(num_ranks)
     shape = _shape(model, batch_size, sequence_length, dtype)
@@ -167,7 +153,7 @@ def validate_command(
                 num_plans=plans,
                 seed=seed,
                 minutes=minutes,
-                device_budget_bytes=device_budget_bytes,
+                device_budget_bytes=measured.device_budget_bytes,
                 calibration=judged,
             ),
             on_progress=on_progress,

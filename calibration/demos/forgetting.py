@@ -17,8 +17,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from ...runtime.commands.learning_rates import LearningRates
-from ...runtime.commands.run_options import Schedule
+from ...runtime.commands.learning_rates import LearningRates, Schedule
 from ...runtime.data.byte_text import python_reference
 from ...runtime.data.sample_texts import library_source, sums
 from ...runtime.model.adapters import add_lora, freeze

@@ -9,7 +9,7 @@ from typing import Any, Final, TypedDict
 
 import torch
 
-from ...runtime.commands.run_options import Schedule
+from ...runtime.commands.learning_rates import Schedule
 from ...runtime.devices.device import TrainingDevice
 from ...runtime.model.batches import Loss
 from ...runtime.recording.replanning import LEAST_STEPS

@@ -14,8 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ...runtime.checkpoints.checkpoints import has_checkpoint
 from ...runtime.checkpoints.published import check_free, new_folder, save_published
-from ...runtime.commands.learning_rates import LearningRates
-from ...runtime.commands.run_options import Schedule
+from ...runtime.commands.learning_rates import LearningRates, Schedule
 from ...runtime.commands.run_ranks import RunRank, rank_at_hand
 from ...runtime.data.documents import load_tokenizer
 from ...runtime.optimizers.named import named_optimizer

@@ -7,17 +7,39 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated
 
-from .run_options import Schedule
+import typer
+
+
+class Schedule(StrEnum):
+    """How the learning rate goes on after its warm-up."""
+
+    CONSTANT = "constant"
+    """As it is."""
+    LINEAR = "linear"
+    """Down to 0 at the last step, in a line."""
+    COSINE = "cosine"
+    """Down to 0 at the last step, along half a wave."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearningRates:
-    """A pure function of the step, so that a resumed run goes on without any state."""
+    """A pure function of the step, so that a resumed run goes on without any state.
 
-    peak: float
-    schedule: Schedule = Schedule.CONSTANT
-    warmup_steps: int = 0
+    See [Note: Groups of options] in ``shared/cli/option_groups.py``.
+    """
+
+    peak: Annotated[float, typer.Option("--learning-rate", metavar="RATE", min=0.0, help="Rate of the optimizer.")] = (
+        1e-4
+    )
+    schedule: Annotated[Schedule, typer.Option("--schedule", help="How the rate goes on after the warm-up.")] = (
+        Schedule.CONSTANT
+    )
+    warmup_steps: Annotated[
+        int, typer.Option("--warmup-steps", metavar="N", min=0, help="Steps in which the rate rises from 0, in a line.")
+    ] = 0
 
     def at(self, step: int, num_steps: int) -> float:
         """The rate of ``step``, counted from 0, of ``num_steps``."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 from ...shared.basics.errors import FileError, ProtwinError
@@ -15,6 +14,7 @@ from ..checkpoints.checkpoints import has_checkpoint
 from ..data.sources import DataSource
 from ..ranks.agreement import agreed
 from ..training.training import Training
+from .run_options import CheckpointChoice
 
 _SCALE: Final = "lora_scale"
 _UNSCALED: Final = "without --lora-alpha"
@@ -23,14 +23,10 @@ _PACKED: Final = "quantized"
 _UNPACKED: Final = "without --quantize"
 
 
-@dataclass(frozen=True, slots=True)
-class RunCheckpoints:
-    """What the options say about checkpoints."""
+@dataclass(frozen=True, kw_only=True)
+class RunCheckpoints(CheckpointChoice):
+    """What the options say about checkpoints, and what no saved weight tells."""
 
-    folder: Path | None
-    every: int | None
-    """Steps between two; None saves after the last alone."""
-    is_resuming: bool
     is_restarted: bool = False
     """Whether a launcher has started the ranks again: they go on from the checkpoint if there is one by now."""
     lora: LoraOptions | None = None

@@ -17,7 +17,7 @@ from ..data.json_lines import Form, read_rows
 from ..data.sources import DataSource, PackedSource, TextSource
 from ..model.heads import reads_forward
 from .random_batches import NoiseSource, reads_text_alone
-from .run_options import LossWeighting
+from .run_options import DataChoice, LossWeighting
 
 Tell = Callable[[str], None]
 
@@ -31,16 +31,10 @@ class RunData:
     tokenizer: Any | None
 
 
-@dataclass(frozen=True, slots=True)
-class DataChoice:
-    """What the options say of data."""
+@dataclass(frozen=True, kw_only=True)
+class RunSource(DataChoice):
+    """What the options say of data, beside the weights, whose tokenizer is taken where none is named."""
 
-    data: tuple[Path, ...]
-    evaluation: Path | None
-    evaluate_every: int | None
-    tokenizer: Path | None
-    """The folder of the tokenizer; None: that of the weights."""
-    text: Path | None
     weights: Path | None
     seed: int
     loss_weighting: LossWeighting = LossWeighting.TOKENS

@@ -22,53 +22,17 @@ from ...shared.workloads.dtypes import TRAINABLE
 from ...shared.workloads.source import WorkloadRequest, resolve_workload
 from ..checkpoints.published import check_free, save_published
 from ..data.sources import DataSource, PackedSource
-from ..devices.cpu_device import CpuDevice
-from ..devices.device import TrainingDevice
 from ..optimizers.named import check_runs_on
-from ..ranks.own_device import device_of_rank
 from ..training.consensus import check_ranks_on
 from ..training.guards import check_devices, check_disk_folder
-from .learning_rates import LearningRates
 from .run_budget import check_budget
 from .run_checkpoints import RunCheckpoints
-from .run_data import DataChoice
+from .run_data import RunSource
 from .run_model import RunModel
-from .run_options import TEXT_STEPS
+from .run_options import TEXT_STEPS, DeviceChoice, ExtentChoice, Shape
 from .run_ranks import ALONE, RunRank, note_accepted
 from .run_record import check_record
 from .run_training import DiskChoice, ReplanChoice, RunExtent, RunTraining
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What a search was asked about besides the model."""
-
-    batch_size: int | None
-    sequence_length: int | None
-    dtype: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceChoice:
-    """What the options say of the device."""
-
-    budget_bytes: int | None
-    host_to_device_bytes_per_s: float | None
-    device_to_host_bytes_per_s: float | None
-
-    def at_hand(self, local_rank: int = 0) -> TrainingDevice:
-        """The CUDA device of this number where there are any, else the CPU as a device.  Raises ProtwinError."""
-        if torch.cuda.is_available():
-            if self.host_to_device_bytes_per_s is not None or self.device_to_host_bytes_per_s is not None:
-                raise ProtwinError(
-                    "a CUDA device's link cannot be throttled. Leave out --host-to-device, --device-to-host."
-                )
-            return device_of_rank("cuda", local_rank, budget_bytes=self.budget_bytes)
-        return CpuDevice(
-            self.budget_bytes,
-            host_to_device_bytes_per_s=self.host_to_device_bytes_per_s,
-            device_to_host_bytes_per_s=self.device_to_host_bytes_per_s,
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,10 +44,8 @@ class RunRequest:
     """What the plan is for; None: it follows from the model and the shape, as in the search."""
     shape: Shape
     model: RunModel
-    data: DataChoice
-    steps: int | None
-    epochs: int | None
-    rates: LearningRates
+    data: RunSource
+    extent: ExtentChoice
     checkpoints: RunCheckpoints
     save: Path | None
     device: DeviceChoice
@@ -105,8 +67,8 @@ class RunRequest:
         twin = self.model.twin(workload)
         found = self.data.read(twin, workload, tell)
         extent = RunExtent(
-            steps=self.steps or self._num_steps(found.source, workload),
-            rates=self.rates,
+            steps=self.extent.steps or self._num_steps(found.source, workload),
+            rates=self.extent.rates,
             evaluate_every=self.data.evaluate_every,
             wants_record=self.wants_record,
             saves=self.save is not None,
@@ -214,7 +176,7 @@ class RunRequest:
         if not isinstance(source, PackedSource):
             return TEXT_STEPS
         of_step = workload.num_samples * self.plan.num_batches
-        return -(-source.num_sequences(self.epochs or 1) // of_step)
+        return -(-source.num_sequences(self.extent.epochs or 1) // of_step)
 
 
 def _warn_nobody(message: str) -> None:

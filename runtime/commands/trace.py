@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import typer
 
@@ -11,6 +12,7 @@ from ...shared.basics.errors import ProtwinError
 from ...shared.basics.progress import progress_bar
 from ...shared.catalogue.machines import load_hardware
 from ...shared.catalogue.models import ModelConfiguration, load_model_configuration, published_dtype
+from ...shared.cli.loss_options import loss_tiles_of
 from ...shared.cli.option_groups import with_groups
 from ...shared.cli.options import (
     ConfigurationName,
@@ -28,7 +30,6 @@ from ...shared.cli.options import (
     warn,
 )
 from ...shared.cli.output import give
-from ...shared.cli.trained_as import loss_tiles_of
 from ...shared.cli.training_choice import TrainingChoice
 from ...shared.phases.packing import parse_packed_lengths
 from ...shared.phases.quadratic import attention_words
@@ -53,43 +54,76 @@ MachineToTrainOn = Annotated[
         help="The machine to train on: it decides the element type, as in a search, and which kernels run.",
     ),
 ]
-LossTiles = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--loss-tiles",
-        min=2,
-        max=MOST_TILES,
-        metavar="TILES",
-        help="Trace the loss in so many tiles of tokens too, for plans with loss_tiles. May be given several times.",
-    ),
-]
 
-MlpTiles = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--mlp-tiles",
-        metavar="N",
-        help="Tiles of tokens that the MLPs of blocks may run in, besides whole; may be given more than once.",
-    ),
-]
-SequenceRanks = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--sequence-ranks",
-        min=1,
-        max=MOST_SEQUENCE_RANKS,
-        metavar="N",
-        help="Ranks that may share each sequence, besides one; may be given more than once.",
-    ),
-]
-MlpModules = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--mlp-module",
-        metavar="PATTERN",
-        help="Dotted path of the MLPs that --mlp-tiles is about, with wildcards; may be given more than once.",
-    ),
-]
+
+@dataclass(frozen=True, kw_only=True)
+class Tracing:
+    """How it is traced, and in which parts; see [Note: Groups of options] in ``shared/cli/option_groups.py``."""
+
+    loss_tiles: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--loss-tiles",
+            min=2,
+            max=MOST_TILES,
+            metavar="TILES",
+            help="Trace the loss in so many tiles of tokens too, for plans with loss_tiles. May be given several "
+            "times.",
+        ),
+    ] = None
+    is_real: Annotated[
+        bool, typer.Option("--real", help="Build the model with random weights and time it on this machine.")
+    ] = False
+    seed: Seed = 0
+    mlp_tiles: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--mlp-tiles",
+            metavar="N",
+            help="Tiles of tokens that the MLPs of blocks may run in, besides whole; may be given more than once.",
+        ),
+    ] = None
+    mlp_modules: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--mlp-module",
+            metavar="PATTERN",
+            help="Dotted path of the MLPs that --mlp-tiles is about, with wildcards; may be given more than once.",
+        ),
+    ] = None
+    sequence_ranks: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--sequence-ranks",
+            min=1,
+            max=MOST_SEQUENCE_RANKS,
+            metavar="N",
+            help="Ranks that may share each sequence, besides one; may be given more than once.",
+        ),
+    ] = None
+    time_limit_s: Annotated[
+        float, typer.Option("--time-limit", metavar="SECONDS", min=1, help="Give up a trace that takes longer.")
+    ] = 300
+
+    def parts(self, loss: LossHead | None) -> dict[str, Any]:
+        """What runs in parts, by the names of a trace's parameters.  Raises what ``loss_tiles_of`` raises."""
+        return {
+            "mlp_tiles": self.mlp_tiles or (),
+            "mlp_modules": self.mlp_modules,
+            "loss_tiles": loss_tiles_of(loss, self.loss_tiles) or (),
+            "sequence_ranks": self.sequence_ranks or (),
+        }
+
+    def check(self, options: TrainingOptions, packed_lengths: str | None) -> None:
+        """Raise ProtwinError if it contradicts itself or how the model is trained."""
+        if self.mlp_modules and not self.mlp_tiles:
+            raise ProtwinError("--mlp-module names what runs in tiles. Say in how many: --mlp-tiles 4.")
+        if self.is_real and options.autocast is not None:
+            raise ProtwinError(
+                "--real computes in the dtype of the parameters. Leave out --autocast, or trace without it."
+            )
+        if self.is_real and packed_lengths is not None:
+            raise ProtwinError("--real runs on rows of one sample. Leave out --packed-lengths, or trace without it.")
 
 
 @trace.command(
@@ -110,17 +144,7 @@ def trace_command(
     hardware: MachineToTrainOn = None,
     method: MethodName = None,
     training: TrainingChoice,
-    loss_tiles: LossTiles = None,
-    is_real: Annotated[
-        bool, typer.Option("--real", help="Build the model with random weights and time it on this machine.")
-    ] = False,
-    seed: Seed = 0,
-    mlp_tiles: MlpTiles = None,
-    mlp_modules: MlpModules = None,
-    sequence_ranks: SequenceRanks = None,
-    time_limit_s: Annotated[
-        float, typer.Option("--time-limit", metavar="SECONDS", min=1, help="Give up a trace that takes longer.")
-    ] = 300,
+    tracing: Tracing,
     output: OutputPath = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -135,33 +159,28 @@ def trace_command(
     if method is TrainingMethod.BYPASS:
         raise ProtwinError(f"--method {method} trains a student, which a search traces with its teacher. Leave it out.")
     options = training.options(method)
-    loss_tiles = loss_tiles_of(training.loss, loss_tiles)
-    if mlp_modules and not mlp_tiles:
-        raise ProtwinError("--mlp-module names what runs in tiles. Say in how many: --mlp-tiles 4.")
-    if is_real and options.autocast is not None:
-        raise ProtwinError("--real computes in the dtype of the parameters. Leave out --autocast, or trace without it.")
-    if is_real and packed_lengths is not None:
-        raise ProtwinError("--real runs on rows of one sample. Leave out --packed-lengths, or trace without it.")
+    parts = tracing.parts(training.loss)
+    tracing.check(options, packed_lengths)
     if packed_lengths is not None and sequence_length is None:
         raise ProtwinError("--sequence-length is missing: the tokens of a row, of all its packed samples. State it.")
     packing = None
     if packed_lengths is not None and sequence_length is not None:
         packing = parse_packed_lengths(packed_lengths, sequence_length)
-    if is_real:
+    if tracing.is_real:
         workload = _timed_workload(
             described,
             batch_size,
             sequence_length,
             dtype=chosen.dtype,
-            seed=seed,
+            seed=tracing.seed,
             options=options,
-            tiles=(mlp_tiles or (), mlp_modules, loss_tiles or (), sequence_ranks or ()),
+            parts=parts,
         )
     else:
         from ..devices.time_limit import time_limit
         from ..tracing.configurations import workload_of_configuration
 
-        with progress_bar("tracing") as on_progress, time_limit(f"tracing {described.name}", time_limit_s):
+        with progress_bar("tracing") as on_progress, time_limit(f"tracing {described.name}", tracing.time_limit_s):
             workload = workload_of_configuration(
                 described.config,
                 name=described.name,
@@ -170,12 +189,9 @@ def trace_command(
                 dtype=chosen.dtype,
                 options=options,
                 device_kind=DeviceKind.CUDA if device is None else device.kind,
-                mlp_tiles=mlp_tiles or (),
-                mlp_modules=mlp_modules,
-                loss_tiles=loss_tiles or (),
-                sequence_ranks=sequence_ranks or (),
                 packing=packing,
                 on_progress=on_progress,
+                **parts,
             )
     from ...shared.tables.workloads import workload_tables
 
@@ -195,11 +211,11 @@ def _timed_workload(
     dtype: str | None,
     seed: int,
     options: TrainingOptions,
-    tiles: tuple[Sequence[int], list[str] | None, Sequence[int], Sequence[int]],
+    parts: Mapping[str, Any],
 ) -> Workload:
     """The workload of the model with random weights, on text or what it reads, timed on this machine.
 
-    ``tiles``: ``mlp_tiles``, ``mlp_modules``, ``loss_tiles`` and ``sequence_ranks`` of ``trace``.
+    ``parts``: as ``Tracing.parts`` has them.
     """
     from ..data.byte_text import read_text
     from ..tracing.tracing import trace as trace_model
@@ -222,10 +238,7 @@ def _timed_workload(
             model,
             next(batches),
             name=described.name,
-            mlp_tiles=tiles[0],
-            mlp_modules=tiles[1],
-            loss_tiles=tiles[2],
             loss_head=options.loss_head or LossHead.EAGER,
-            sequence_ranks=tiles[3],
             on_progress=report,
+            **parts,
         )

@@ -1,18 +1,19 @@
 """Options that several commands take, declared once: a command has one parameter for a whole group of them.
 
 [Note: Groups of options]
-Typer reads options off a function's signature.  A group is a frozen dataclass whose fields are such parameters; what
-Typer sees of a command in its place is one parameter for each field, and what the command gets is the group.
+Typer reads options off a function's signature.  A group is a frozen dataclass whose fields are such parameters, or
+groups again; what Typer sees of a command in its place is one parameter for each field, and what the command gets is
+the group.  A field of a group that no option is declared for keeps its default: a subclass may declare one.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_origin, get_type_hints
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:
@@ -22,18 +23,9 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
     parameters: list[Parameter] = []
     for name, parameter in inspect.signature(command).parameters.items():
         of = types[name]
-        if isinstance(of, type) and is_dataclass(of):
+        if _is_group(of):
             groups[name] = of
-            hints = get_type_hints(of, include_extras=True)
-            parameters += (
-                Parameter(
-                    field.name,
-                    Parameter.KEYWORD_ONLY,
-                    annotation=hints[field.name],
-                    default=Parameter.empty if field.default is MISSING else field.default,
-                )
-                for field in fields(of)
-            )
+            parameters += _options(of)
         else:
             parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=of))
     # What has to be said comes first, whichever group it is of.
@@ -41,9 +33,32 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def spread(**given: Any) -> None:
-        own = {name: of(**{field.name: given.pop(field.name) for field in fields(of)}) for name, of in groups.items()}
+        own = {name: _filled(of, given) for name, of in groups.items()}
         command(**given, **own)
 
     spread.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     spread.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return spread
+
+
+def _options(group: type[Any]) -> Iterator[Parameter]:
+    """The options of a group and of the groups in it, in order."""
+    types = get_type_hints(group, include_extras=True)
+    for field in fields(group):
+        of = types[field.name]
+        if _is_group(of):
+            yield from _options(of)
+        elif get_origin(of) is Annotated:
+            default = Parameter.empty if field.default is MISSING else field.default
+            yield Parameter(field.name, Parameter.KEYWORD_ONLY, annotation=of, default=default)
+
+
+def _filled(group: type[Any], given: dict[str, Any]) -> Any:
+    """The group with the values of its options, which are taken out of ``given``."""
+    types = get_type_hints(group, include_extras=True)
+    own = [field.name for field in fields(group) if field.name in given or _is_group(types[field.name])]
+    return group(**{name: _filled(types[name], given) if _is_group(types[name]) else given.pop(name) for name in own})
+
+
+def _is_group(of: Any) -> bool:
+    return isinstance(of, type) and is_dataclass(of)

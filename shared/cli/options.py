@@ -13,7 +13,6 @@ import typer
 from ..basics.errors import FileError, ProtwinError
 from ..basics.units import parse_bytes, parse_bytes_per_s, parse_count
 from ..optimizers.names import host_gradients_named, optimizer_named
-from ..phases.quantization import QuantizedType
 from ..phases.tiling import LossHead
 from ..schema.optimizer import HostGradients, Optimizer
 from ..schema.plan import Plan, TrainingMethod
@@ -191,68 +190,6 @@ CalibrationPath = Annotated[
     Path | None,
     typer.Option("--calibration", metavar="FILE", help="What protwin calibrate wrote."),
 ]
-LoraRank = Annotated[
-    int | None,
-    typer.Option(
-        "--lora-rank", min=1, metavar="RANK", help="Train low-rank matrices beside linear maps, not the model."
-    ),
-]
-LoraTargets = Annotated[
-    str | None,
-    typer.Option(
-        "--lora-targets", metavar="NAMES", help="Linear maps that get them (q_proj,v_proj), instead of all of a block."
-    ),
-]
-QuantizedTo = Annotated[
-    QuantizedType | None,
-    typer.Option(
-        "--quantize",
-        metavar="TYPE",
-        help="Pack the weights beside which LoRA trains into few bits: nf4, fp4 or int8 by bitsandbytes; gptq or "
-        "gptq-8bit in GPTQ's layout, unpacked by torch's operations.",
-    ),
-]
-DoubleQuantize = Annotated[
-    bool,
-    typer.Option("--double-quantize", help="Quantize the scales of 4-bit blocks themselves."),
-]
-QuantizationBlock = Annotated[
-    int | None,
-    typer.Option(
-        "--quantization-blocksize",
-        metavar="N",
-        help="Scalars that share a scale, instead of 64; with gptq inputs, instead of 128.",
-    ),
-]
-QuantizeHead = Annotated[
-    bool,
-    typer.Option(
-        "--quantize-head", help="Pack the map that gives the model's outputs too, as Lightning's BitsandbytesPrecision."
-    ),
-]
-LoraAlpha = Annotated[
-    float | None,
-    typer.Option("--lora-alpha", metavar="ALPHA", help="Scale the low-rank maps by alpha / rank; without it, by 1."),
-]
-UseRslora = Annotated[bool, typer.Option("--use-rslora", help="Scale them by alpha / sqrt(rank) (rank-stabilized).")]
-LoraDropout = Annotated[
-    float | None,
-    typer.Option(
-        "--lora-dropout", metavar="FRACTION", help="Drop this part of what the low-rank maps read, from 0 to below 1."
-    ),
-]
-LoraDtype = Annotated[
-    str | None,
-    typer.Option(
-        "--lora-dtype",
-        metavar="NAME",
-        help="Element type of the low-rank maps (float32, bfloat16, float16), which what they read is cast to, as PEFT "
-        "has float32 beside a base in 16 bits. Unless given: that of the maps beside them.",
-    ),
-]
-UseDora = Annotated[
-    bool, typer.Option("--use-dora", help="Train a magnitude for each output of an adapted map too (DoRA).")
-]
 MethodName = Annotated[
     TrainingMethod | None,
     typer.Option(
@@ -262,22 +199,6 @@ MethodName = Annotated[
         "by itself).",
     ),
 ]
-UnfreezeRankRatio = Annotated[
-    float | None,
-    typer.Option(
-        "--unfreeze-rank-ratio",
-        metavar="RATIO",
-        help="Orthogonal subspace fine-tuning: the part of each weight's directions that is trained, from 0 to 1.",
-    ),
-]
-OsftTargets = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--osft-target",
-        metavar="PATTERN",
-        help="Linear maps that are factorised for it (q_proj, 'model.layers.[0-9].*'), instead of all of a block.",
-    ),
-]
 FrozenParts = Annotated[
     list[str] | None,
     typer.Option(
@@ -285,18 +206,6 @@ FrozenParts = Annotated[
         metavar="PATTERN",
         help="Do not train these: model.embed_tokens, 'model.layers.[0-9].*' (repeatable).",
     ),
-]
-ImageSize = Annotated[
-    str | None,
-    typer.Option(
-        "--image-size",
-        metavar="HEIGHTxWIDTH",
-        help="Pixels of each image of a model that reads some (448x672, or 448), instead of the configuration's.",
-    ),
-]
-ImageCount = Annotated[
-    int | None,
-    typer.Option("--images", metavar="N", min=1, help="Images in the text of each sample, where a model reads both."),
 ]
 OptimizerName = Annotated[
     Optimizer | None,
@@ -315,10 +224,6 @@ HostGradientsName = Annotated[
         metavar="TYPE",
         help="Add up narrow gradients on the host in this type (float32), instead of in the parameters' own.",
     ),
-]
-AutocastName = Annotated[
-    str | None,
-    typer.Option("--autocast", metavar="NAME", help="Compute in this element type, by autocast (bfloat16, float16)."),
 ]
 LossName = Annotated[
     LossHead | None,

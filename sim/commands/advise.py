@@ -26,10 +26,7 @@ from ...shared.cli.options import (
     DeviceBudget,
     HardwareChanges,
     HostGradientsName,
-    JsonFlag,
-    NoCacheFlag,
     OptimizerName,
-    OutputPath,
     PriceEntries,
     SequenceLength,
     Tokens,
@@ -37,29 +34,22 @@ from ...shared.cli.options import (
     changes_of,
     command_app,
     examples,
-    keep_apart,
     warn,
     writable_json,
 )
-from ...shared.cli.output import save, tell
-from ...shared.cli.report_options import ReportPath, write_report
+from ...shared.cli.output import save
+from ...shared.cli.report_options import AnswerChoice
 from ...shared.phases.tiling import LossHead
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.optimizer import HostGradients, Optimizer
 from ..questions.advise import AdviceRequest, Offer, check_request, machines_with, search_machine, whole_machines
 from ..questions.advise import advise as advise_machines
-from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..space.step_spec import MOST_RANKS, check_shares
 from .machine_choice import check_budget, price_files
 from .model_choice import NamedModel, PredictedTraining, student_of
-from .options import MOST_SAMPLES, Margin, MaxGradientNorm
-from .space_options import (
-    AllowedLossTiles,
-    AllowedMlpTiles,
-    AllowedProductStrides,
-    product_strides,
-)
+from .options import MOST_SAMPLES, Margin, MaxGradientNorm, margin_frac_of
+from .space_options import ProductKnobs
 from .warnings import warn_of_loss
 
 if TYPE_CHECKING:
@@ -144,15 +134,10 @@ def advise_command(
     max_gradient_norm: MaxGradientNorm = None,
     optimizer: OptimizerName = None,
     host_gradients: HostGradientsName = None,
-    product_stride: AllowedProductStrides = None,
-    mlp_tiles: AllowedMlpTiles = None,
-    loss_tiles: AllowedLossTiles = None,
+    products: ProductKnobs,
     processes: NumProcesses = None,
     state: StatePath = None,
-    output: OutputPath = None,
-    report: ReportPath = None,
-    as_json: JsonFlag = False,
-    no_cache: NoCacheFlag = False,
+    answer: AnswerChoice,
 ) -> None:
     """Rank machines by the time of the best plan for a model on each, and by what a token costs.
 
@@ -163,11 +148,7 @@ def advise_command(
     """
     read = {f"--hardware {name}": name for name in hardware or ()}
     read |= {f"--calibration {path}": str(path) for path in calibrations or ()}
-    keep_apart(
-        {"--output": output, "--state": state, "--report": report},
-        {**named.files, **read, **price_files(prices)},
-        as_json=as_json,
-    )
+    answer.keep_apart({**named.files, **read, **price_files(prices)}, state=state)
     if longest and sequence_length is not None:
         raise PlanError(
             f"--longest chooses the length, but --sequence-length {sequence_length} fixes it. Leave one out."
@@ -190,21 +171,21 @@ def advise_command(
         options=training.options(named.method),
         packed_lengths=named.packed_lengths,
         device_budget_bytes=device_budget_bytes,
-        margin_frac=DEFAULT_MARGIN_FRAC if margin is None else margin / 100,
+        margin_frac=margin_frac_of(margin),
         calibrations=_calibrations(calibrations or (), machines),
         num_tokens=tokens,
         optimizer=optimizer or Optimizer.ADAMW,
         host_gradients=host_gradients or HostGradients.PARAMETERS,
         student=student_of(named.model, named.student, named.method),
         goal=Goal.LONGEST_SEQUENCE if longest else Goal.FASTEST,
-        tiles=training.tiles(mlp_tiles, loss_tiles),
-        product_stride=product_strides(product_stride),
+        tiles=training.tiles(products),
+        product_stride=products.strides,
     )
     numbers = sorted(set(ranks or ()))
     for number in numbers:
         check_shares(global_batch, number)
-    cache = None if no_cache else cache_folder()
-    num_parts = check_request(request, cache, named.method if training.unfreeze_rank_ratio is None else None)
+    cache = None if answer.no_cache else cache_folder()
+    num_parts = check_request(request, cache, named.method if training.subspaces.unfreeze_rank_ratio is None else None)
     if training.loss is LossHead.NARROW:
         warn_of_loss(request.smallest_workload(cache))
     boxes = list(machines.values())
@@ -222,13 +203,14 @@ def advise_command(
             on_progress=on_progress,
             keep_interrupted=True,
         ).model_copy(update={"list_prices": listed})
-    save(found, output)
-    write_report(report, lambda: _report(found))
+    save(found, answer.output)
     from ...shared.tables.advice import advice_tables
 
-    tell(found, output, as_json=as_json, tables=lambda: advice_tables(found))
+    answer.tell(found, lambda: advice_tables(found), lambda: _report(found))
     if not found.is_complete:
-        raise typer.Exit(report_interruption(output, report, holding="the ranking so far, which is not complete,"))
+        raise typer.Exit(
+            report_interruption(answer.output, answer.report, holding="the ranking so far, which is not complete,")
+        )
 
 
 def _warn_of_small(boxes: Sequence[Hardware], asked: Sequence[Offer]) -> None:

@@ -36,31 +36,6 @@ NumRanks = Annotated[
         help="Devices that train together; all of the machine's with --parallel.",
     ),
 ]
-Parallel = Annotated[
-    ParallelMode | None,
-    typer.Option("--parallel", help="What they do together."),
-]
-Shards = Annotated[
-    int | None,
-    typer.Option(
-        "--n-shard",
-        metavar="N",
-        min=0,
-        help="Chunks, after the persistent ones, that are sharded over the devices; with --parallel sharded.",
-    ),
-]
-
-
-ShardRanks = Annotated[
-    int | None,
-    typer.Option(
-        "--shard-ranks",
-        metavar="N",
-        min=1,
-        max=MOST_RANKS,
-        help="Neighbouring ranks that share chunks, with replicas across such groups; with --parallel sharded.",
-    ),
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +67,29 @@ class RanksOfPlan:
     """Ranks that take a plan in place of its own; see [Note: Groups of options] in ``shared/cli/option_groups.py``."""
 
     num_ranks: NumRanks = None
-    parallel: Parallel = None
-    n_shard: Shards = None
-    shard_ranks: ShardRanks = None
+    parallel: Annotated[
+        ParallelMode | None,
+        typer.Option("--parallel", help="What they do together."),
+    ] = None
+    n_shard: Annotated[
+        int | None,
+        typer.Option(
+            "--n-shard",
+            metavar="N",
+            min=0,
+            help="Chunks, after the persistent ones, that are sharded over the devices; with --parallel sharded.",
+        ),
+    ] = None
+    shard_ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--shard-ranks",
+            metavar="N",
+            min=1,
+            max=MOST_RANKS,
+            help="Neighbouring ranks that share chunks, with replicas across such groups; with --parallel sharded.",
+        ),
+    ] = None
 
     @property
     def options(self) -> dict[str, object]:

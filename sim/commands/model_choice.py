@@ -6,17 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from ...shared.basics.errors import ProtwinError, WorkloadError
 from ...shared.catalogue.models import known_model
+from ...shared.cli.loss_options import loss_tiles_of
 from ...shared.cli.options import DTypeName, MethodName, ModelName, PackedLengths, cache_folder, warn
-from ...shared.cli.trained_as import loss_tiles_of, quantized_of
-from ...shared.cli.training_choice import TrainingChoice
+from ...shared.cli.training_choice import LoraChoice, TrainingChoice
 from ...shared.schema.hardware import Device, Hardware
 from ...shared.schema.plan import TrainingMethod
 from ...shared.schema.training_options import QuantizationOptions, TrainingOptions
-from ...shared.schema.workload import Workload
+from ...shared.schema.workload import Compiled, Float8, Workload
 from ...shared.students.student import Student
 from ...shared.workloads.check import check_method
 from ...shared.workloads.source import (
@@ -29,7 +31,7 @@ from ...shared.workloads.source import (
 from ..questions.in_tiles import AskedTiles, Tiles
 from ..searching.request import GlobalBatch
 from ..space.step_spec import check_shares
-from .options import BitsandbytesRelease, CompiledParts, Float8Scaling, PackedFrom, StudentPath
+from .space_options import ProductKnobs
 
 if TYPE_CHECKING:
     from ..questions.what_if_methods import MethodChange
@@ -60,22 +62,46 @@ class _NeedsTraceError(ProtwinError):
 class PredictedTraining(TrainingChoice):
     """With what others' programs run, which is predicted alone."""
 
-    compiled: CompiledParts = None
-    float8: Float8Scaling = None
-    release: BitsandbytesRelease = None
-    packed_from: PackedFrom = None
+    compiled: Annotated[
+        Compiled | None,
+        typer.Option(
+            "--compile",
+            help="Predict the plan where torch.compile has compiled every block, or the whole model.  Protwin's "
+            "runtime carries out no such plan.",
+        ),
+    ] = None
+    float8: Annotated[
+        Float8 | None,
+        typer.Option(
+            "--float8",
+            help="Predict the plan where linear maps of blocks multiply in float8, scaled by tensors or rows (torchao, "
+            "with --compile), or by the steps before (Transformer Engine).  Protwin's runtime carries out no such "
+            "plan.",
+        ),
+    ] = None
+    release: Annotated[
+        str | None,
+        typer.Option(
+            "--bitsandbytes",
+            metavar="VERSION",
+            help="Predict the plan with the products of this release of bitsandbytes (0.41.1): 4-bit maps keep their "
+            "input until backward before 0.43.2, 8-bit maps always.  Protwin's runtime carries out no such plan.",
+        ),
+    ] = None
+    packed_from: Annotated[
+        str | None,
+        typer.Option(
+            "--packed-from",
+            metavar="NAME",
+            help="With --bitsandbytes: the element type that 4-bit weights had when they were packed, which they are "
+            "unpacked to, and cast from, where maps compute in another one.",
+        ),
+    ] = None
 
     @property
     def quantized(self) -> QuantizationOptions | None:
         """How weights are packed, and whose products they have."""
-        return quantized_of(
-            self.quantized_to,
-            double=self.double_quantize,
-            blocksize=self.quantization_blocksize,
-            head=self.quantize_head,
-            release=self.release,
-            packed_from=self.packed_from,
-        )
+        return self.packed.options(self.release, self.packed_from)
 
     def options(self, method: TrainingMethod | None) -> TrainingOptions:
         """How the model is trained, compiled and in float8."""
@@ -83,8 +109,7 @@ class PredictedTraining(TrainingChoice):
 
     def tiles(
         self,
-        mlp: Sequence[int] | None,
-        loss: Sequence[int] | None,
+        asked: ProductKnobs,
         *,
         at_any_length: bool = False,
         is_needed: bool = False,
@@ -94,7 +119,8 @@ class PredictedTraining(TrainingChoice):
         ``is_needed``: tiles are worth a trace.  Raises what ``loss_tiles_of`` raises.
         """
         whole = [1] if self.compiled is not None or self.float8 is not None else None
-        found = AskedTiles.named(mlp or whole, loss_tiles_of(self.loss, loss), at_any_length=at_any_length)
+        loss = loss_tiles_of(self.loss, asked.loss_tiles)
+        found = AskedTiles.named(asked.mlp_tiles or whole, loss, at_any_length=at_any_length)
         return found.needed if is_needed else found
 
 
@@ -104,7 +130,10 @@ class NamedModel:
 
     model: ModelName
     method: MethodName = None
-    student: StudentPath = None
+    student: Annotated[
+        Path | None,
+        typer.Option("--student", metavar="FILE", help="What learns from the model, block by block (student.toml)."),
+    ] = None
     packed_lengths: PackedLengths = None
     dtype: DTypeName = None
 
@@ -195,14 +224,20 @@ class ModelChoice:
     def options(self) -> TrainingOptions:
         """How it is trained.  Raises ProtwinError if its options make no sense together."""
         # A saved workload was traced as it was to be trained.
-        method = None if is_saved_workload(self.name) and self.training.unfreeze_rank_ratio is None else self.method
+        method = (
+            None
+            if is_saved_workload(self.name) and self.training.subspaces.unfreeze_rank_ratio is None
+            else self.method
+        )
         return self.training.options(method)
 
     def workload(self) -> Workload:
         """What it does with the batch.  Raises what ``resolve_workload`` raises; WorkloadError of another method."""
         found = self._in_tiles(self.tiles)
         # Where the ratio leaves nothing to freeze, factors are trained as any other weights.
-        return check_method(found, self.name, self.method if self.training.unfreeze_rank_ratio is None else None)
+        return check_method(
+            found, self.name, self.method if self.training.subspaces.unfreeze_rank_ratio is None else None
+        )
 
     def _in_tiles(self, tiles: AskedTiles) -> Workload:
         is_one = self.batch_size is None and self.sequence_length is not None and self.has_shapes
@@ -294,9 +329,9 @@ class ModelChoice:
         """The model with another method, where the change says so, and as it is asked for else."""
         training = self.training
         if "lora" in change.given:
-            training = replace(training, lora_rank=change.lora_rank)
-        if training.lora_rank is None:
-            training = replace(training, lora_targets=None, lora_dropout=None, lora_dtype=None, use_dora=False)
+            training = replace(training, lora=replace(training.lora, lora_rank=change.lora_rank))
+        if training.lora.lora_rank is None:
+            training = replace(training, lora=LoraChoice())
         return replace(
             self,
             batch_size=change.batch_size if "batch-size" in change.given else self.batch_size,

@@ -16,7 +16,7 @@ from ...shared.basics.errors import PlanError, ProtwinError
 from ...shared.cli.options import MethodName as MethodName
 from ...shared.cli.options import count_option
 from ...shared.methods.runtime_profile import MOST_METRICS, Runtime, RuntimeProfile
-from ...shared.schema.workload import Compiled, DType, Float8
+from ...shared.schema.workload import DType
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..space.step_spec import MOST_MICRO_BATCHES
 
@@ -88,47 +88,6 @@ BaselinePlans = Annotated[
     list[Path] | None,
     typer.Option("--baseline", metavar="FILE", help="Lay this plan beside the recommended one (repeatable)."),
 ]
-AsRuntime = Annotated[
-    Runtime, typer.Option("--as", help="Who carries the plan out: other systems copy, wait and step otherwise.")
-]
-
-
-CompiledParts = Annotated[
-    Compiled | None,
-    typer.Option(
-        "--compile",
-        help="Predict the plan where torch.compile has compiled every block, or the whole model.  Protwin's runtime "
-        "carries out no such plan.",
-    ),
-]
-Float8Scaling = Annotated[
-    Float8 | None,
-    typer.Option(
-        "--float8",
-        help="Predict the plan where linear maps of blocks multiply in float8, scaled by tensors or rows (torchao, "
-        "with --compile), or by the steps before (Transformer Engine).  Protwin's runtime carries out no such plan.",
-    ),
-]
-
-
-BitsandbytesRelease = Annotated[
-    str | None,
-    typer.Option(
-        "--bitsandbytes",
-        metavar="VERSION",
-        help="Predict the plan with the products of this release of bitsandbytes (0.41.1): 4-bit maps keep their input "
-        "until backward before 0.43.2, 8-bit maps always.  Protwin's runtime carries out no such plan.",
-    ),
-]
-PackedFrom = Annotated[
-    str | None,
-    typer.Option(
-        "--packed-from",
-        metavar="NAME",
-        help="With --bitsandbytes: the element type that 4-bit weights had when they were packed, which they are "
-        "unpacked to, and cast from, where maps compute in another one.",
-    ),
-]
 
 
 class ReducedAs(StrEnum):
@@ -139,75 +98,8 @@ class ReducedAs(StrEnum):
     FLOAT16 = "float16"
 
 
-Reentrant = Annotated[
-    bool,
-    typer.Option(
-        "--reentrant",
-        help="Checkpointed blocks are recomputed to their end, as reentrant checkpointing and PyTorch before 2.1 do: "
-        "not just up to what backward reads.",
-    ),
-]
-LossMetrics = Annotated[
-    int | None,
-    typer.Option(
-        "--loss-metrics",
-        metavar="N",
-        min=0,
-        max=MOST_METRICS,
-        help="Metrics that are taken from all logits of every micro-batch, each by a cross-entropy in float32: as "
-        "many as the system of --as takes (composer 2, all others 0) without.",
-    ),
-]
-
-
 def _bucket_scalars(text: str) -> int:
     return 0 if text.strip() == "0" else count_option(text)
-
-
-BucketScalars = Annotated[
-    int | None,
-    typer.Option(
-        "--bucket-scalars",
-        parser=_bucket_scalars,
-        metavar="N",
-        help="Scalars of the flat buffer that DeepSpeed reduces gradients in (reduce_bucket_size: 5e8, 200M); 0: none; "
-        "500000000 without. It counts in memory alone.",
-    ),
-]
-TwoBuckets = Annotated[
-    bool,
-    typer.Option(
-        "--two-buckets", help="Such a buffer is filled while another is reduced: overlap_comm of ZeRO-1 and ZeRO-2."
-    ),
-]
-Foreach = Annotated[
-    bool,
-    typer.Option(
-        "--foreach",
-        help="AdamW goes over lists of tensors, as PyTorch's does on a GPU unless it is told fused=True: a step moves "
-        "three times as much, and makes as many more numbers as it steps. On a CPU, where it has to be asked for, a "
-        "list is gone over tensor by tensor.",
-    ),
-]
-ExpandableSegments = Annotated[
-    bool,
-    typer.Option(
-        "--expandable-segments",
-        help="The process asks PyTorch's allocator for expandable segments, as protwin run does: memory is reserved "
-        "page by page.",
-    ),
-]
-KeepsGradients = Annotated[
-    bool,
-    typer.Option(
-        "--keeps-gradients",
-        help="Gradients are zeroed behind a step, not dropped: zero_grad(set_to_none=False), as PyTorch before 2.0.",
-    ),
-]
-ReduceDType = Annotated[
-    ReducedAs | None,
-    typer.Option("--reduce-dtype", help="What another system reduces gradients in; their own type without."),
-]
 
 
 class WhatIfCommand(TyperCommand):
@@ -225,10 +117,9 @@ class WhatIfCommand(TyperCommand):
         return super().parse_args(ctx, filled)
 
 
-StudentPath = Annotated[
-    Path | None,
-    typer.Option("--student", metavar="FILE", help="What learns from the model, block by block (student.toml)."),
-]
+def margin_frac_of(percent: float | None) -> float:
+    """The part of the device's memory that ``--margin`` keeps free."""
+    return DEFAULT_MARGIN_FRAC if percent is None else percent / 100
 
 
 def check_goal(
@@ -288,15 +179,73 @@ def with_run(found: BatchSearchResult, num_tokens: int | None) -> BatchSearchRes
 class RuntimeChoice:
     """Who is to carry a plan out, and how; see [Note: Groups of options] in ``shared/cli/option_groups.py``."""
 
-    runtime: AsRuntime = Runtime.OURS
-    reduce_dtype: ReduceDType = None
-    reentrant: Reentrant = False
-    loss_metrics: LossMetrics = None
-    bucket_scalars: BucketScalars = None
-    two_buckets: TwoBuckets = False
-    keeps_gradients: KeepsGradients = False
-    foreach: Foreach = False
-    expandable_segments: ExpandableSegments = False
+    runtime: Annotated[
+        Runtime, typer.Option("--as", help="Who carries the plan out: other systems copy, wait and step otherwise.")
+    ] = Runtime.OURS
+    reduce_dtype: Annotated[
+        ReducedAs | None,
+        typer.Option("--reduce-dtype", help="What another system reduces gradients in; their own type without."),
+    ] = None
+    reentrant: Annotated[
+        bool,
+        typer.Option(
+            "--reentrant",
+            help="Checkpointed blocks are recomputed to their end, as reentrant checkpointing and PyTorch before 2.1 "
+            "do: not just up to what backward reads.",
+        ),
+    ] = False
+    loss_metrics: Annotated[
+        int | None,
+        typer.Option(
+            "--loss-metrics",
+            metavar="N",
+            min=0,
+            max=MOST_METRICS,
+            help="Metrics that are taken from all logits of every micro-batch, each by a cross-entropy in float32: as "
+            "many as the system of --as takes (composer 2, all others 0) without.",
+        ),
+    ] = None
+    bucket_scalars: Annotated[
+        int | None,
+        typer.Option(
+            "--bucket-scalars",
+            parser=_bucket_scalars,
+            metavar="N",
+            help="Scalars of the flat buffer that DeepSpeed reduces gradients in (reduce_bucket_size: 5e8, 200M); 0: "
+            "none; 500000000 without. It counts in memory alone.",
+        ),
+    ] = None
+    two_buckets: Annotated[
+        bool,
+        typer.Option(
+            "--two-buckets", help="Such a buffer is filled while another is reduced: overlap_comm of ZeRO-1 and ZeRO-2."
+        ),
+    ] = False
+    keeps_gradients: Annotated[
+        bool,
+        typer.Option(
+            "--keeps-gradients",
+            help="Gradients are zeroed behind a step, not dropped: zero_grad(set_to_none=False), as PyTorch before "
+            "2.0.",
+        ),
+    ] = False
+    foreach: Annotated[
+        bool,
+        typer.Option(
+            "--foreach",
+            help="AdamW goes over lists of tensors, as PyTorch's does on a GPU unless it is told fused=True: a step "
+            "moves three times as much, and makes as many more numbers as it steps. On a CPU, where it has to be asked "
+            "for, a list is gone over tensor by tensor.",
+        ),
+    ] = False
+    expandable_segments: Annotated[
+        bool,
+        typer.Option(
+            "--expandable-segments",
+            help="The process asks PyTorch's allocator for expandable segments, as protwin run does: memory is "
+            "reserved page by page.",
+        ),
+    ] = False
 
     def profile(self) -> RuntimeProfile:
         """Raises ProtwinError if the options make no sense together."""

@@ -12,22 +12,18 @@ from ...shared.basics.errors import InfeasibleError
 from ...shared.basics.gc_pause import gc_paused
 from ...shared.basics.progress import OnProgress, progress_bar
 from ...shared.cli.exits import report_interruption
+from ...shared.cli.loss_options import loss_tiles_of
 from ...shared.cli.option_groups import with_groups
 from ...shared.cli.options import (
     BatchSize,
-    JsonFlag,
-    NoCacheFlag,
-    OutputPath,
     SequenceLength,
     Tokens,
     command_app,
     examples,
-    keep_apart,
     warn,
 )
-from ...shared.cli.output import save, tell
-from ...shared.cli.report_options import ReportPath, write_report
-from ...shared.cli.trained_as import loss_tiles_of
+from ...shared.cli.output import save
+from ...shared.cli.report_options import AnswerChoice
 from ...shared.compile.compile import compile_schedule
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
@@ -37,7 +33,6 @@ from ..memory.libraries import rank_host_bytes
 from ..questions.goals import SEQUENCE_STEP, Shapes, search_goal
 from ..questions.host_bound import with_host_bound
 from ..questions.remedies import with_remedies
-from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..searching.request import GlobalBatch, SearchRequest
 from .machine_choice import MachineChoice, check_budget, unused_devices
 from .model_choice import ModelChoice, NamedModel, PredictedTraining
@@ -52,6 +47,7 @@ from .options import (
     check_batch,
     check_goal,
     check_risk,
+    margin_frac_of,
     with_run,
 )
 from .pipelines import may_be_pipeline, refuse, search_pipelines
@@ -104,10 +100,7 @@ def search_command(
     margin: Margin = None,
     baseline: BaselinePlans = None,
     tokens: Tokens = None,
-    output: OutputPath = None,
-    report: ReportPath = None,
-    as_json: JsonFlag = False,
-    no_cache: NoCacheFlag = False,
+    answer: AnswerChoice,
 ) -> None:
     """Find the fastest plan that fits a model on a machine, without the machine.
 
@@ -126,11 +119,7 @@ def search_command(
         packed_lengths=named.packed_lengths,
     )
     check_risk(risk, goal)
-    keep_apart(
-        {"--output": output, "--report": report},
-        {**named.files, **on.files, **{f"--baseline {path}": path for path in baseline or ()}},
-        as_json=as_json,
-    )
+    answer.keep_apart({**named.files, **on.files, **{f"--baseline {path}": path for path in baseline or ()}})
     machine = on.machine()
     check_budget(on.device_budget_bytes, machine)
     factors = on.factors()
@@ -139,17 +128,18 @@ def search_command(
         warn(unused)
     what_ifs = _what_ifs(questions, machine, factors)
     num_groups = groups_that_share(sequence_ranks, num_ranks)
-    space = knobs.space(loss_tiles=loss_tiles_of(training.loss, knobs.loss_tiles), sequence_ranks=sequence_ranks)
+    space = knobs.space(
+        loss_tiles=loss_tiles_of(training.loss, knobs.products.loss_tiles), sequence_ranks=sequence_ranks
+    )
     choice = named.choice(
         training,
         machine,
         batch_size=batch_size,
         sequence_length=sequence_length,
-        has_cache=not no_cache,
+        has_cache=not answer.no_cache,
         sequence_ranks=sequence_ranks,
         tiles=training.tiles(
-            knobs.mlp_tiles,
-            knobs.loss_tiles,
+            knobs.products,
             at_any_length=goal in (Goal.LONGEST_SEQUENCE, Goal.LARGEST_BATCH),
             is_needed=goal is Goal.LEAST_MEMORY,
         ),
@@ -167,7 +157,7 @@ def search_command(
             hardware=machine,
             calibration=factors,
             device_budget_bytes=on.device_budget_bytes,
-            margin_frac=DEFAULT_MARGIN_FRAC if margin is None else margin / 100,
+            margin_frac=margin_frac_of(margin),
             baselines=tuple((str(path), Plan.load(path)) for path in baseline or ()),
             space=space,
             risk=risk,
@@ -176,9 +166,9 @@ def search_command(
     if may_be_pipeline(request):
         of_one = {"--what-if": questions, "--goal": goal is not Goal.FASTEST, "--baseline": baseline}
         of_one["--risk"] = risk is not Risk.MEAN
-        others = {"--tokens": tokens, "--shard-ranks": steps.shard_ranks, "--report": report}
+        others = {"--tokens": tokens, "--shard-ranks": steps.shard_ranks, "--report": answer.report}
         refuse({**of_one, **others}, "a distillation on several ranks")
-        search_pipelines(request, output=output, as_json=as_json)
+        search_pipelines(request, output=answer.output, as_json=answer.as_json)
         return
     with progress_bar("searching") as on_progress:
         # A question that cannot be answered is told at once.
@@ -194,13 +184,12 @@ def search_command(
     warn_of_loss(_workload_of(request, found, choice))
     warn_of_memory(result.prediction, rank_host_bytes(machine, result.plan.num_ranks))
     made_for = _workload_of(request, found, choice).words
-    save(result.noted_plan.model_copy(update={"made_for": made_for}), output)
-    write_report(report, lambda: _report(document, _workload_of(request, found, choice)))
-    tell(document, output, as_json=as_json, tables=lambda: _tables(document))
+    save(result.noted_plan.model_copy(update={"made_for": made_for}), answer.output)
+    answer.tell(document, lambda: _tables(document), lambda: _report(document, _workload_of(request, found, choice)))
     if is_interrupted:
         certified = result.certificate.is_certified
         holding = "the plan, which is certified," if certified else "the best plan so far, which is not certified,"
-        raise typer.Exit(report_interruption(output, report, holding=holding))
+        raise typer.Exit(report_interruption(answer.output, answer.report, holding=holding))
 
 
 def _first_workload(goal: Goal, choice: ModelChoice) -> Workload:

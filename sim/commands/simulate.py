@@ -13,25 +13,21 @@ from ...shared.basics.gc_pause import gc_paused
 from ...shared.basics.progress import progress_bar
 from ...shared.basics.units import format_bytes
 from ...shared.catalogue.rank_share import machine_of_rank
+from ...shared.cli.loss_options import check_loss_of_plan
 from ...shared.cli.option_groups import with_groups
 from ...shared.cli.options import (
     BatchSize,
-    JsonFlag,
-    NoCacheFlag,
     OptimizerName,
-    OutputPath,
     SequenceLength,
     TimelinePath,
     Tokens,
     command_app,
     examples,
-    keep_apart,
     load_plan,
     warn,
 )
-from ...shared.cli.output import save, tell
-from ...shared.cli.report_options import ReportPath, write_report
-from ...shared.cli.trained_as import check_loss_of_plan
+from ...shared.cli.output import save
+from ...shared.cli.report_options import AnswerChoice
 from ...shared.compile.compile import compile_schedule
 from ...shared.methods.known import method_named
 from ...shared.pipelines.pipeline import Pipeline, load_plan_or_pipeline
@@ -85,10 +81,7 @@ def simulate_command(
     optimizer: OptimizerName = None,
     tokens: Tokens = None,
     timeline: TimelinePath = None,
-    output: OutputPath = None,
-    report: ReportPath = None,
-    as_json: JsonFlag = False,
-    no_cache: NoCacheFlag = False,
+    answer: AnswerChoice,
 ) -> None:
     """Predict time and memory of one plan.
 
@@ -98,11 +91,7 @@ def simulate_command(
     and --float8 how long it takes where torch.compile or float8 products compute it: none of these is carried out by
     protwin's own runtime.  Of a pipeline's file, every stage is simulated, and told in a row.
     """
-    keep_apart(
-        {"--output": output, "--timeline": timeline, "--report": report},
-        {"--plan": plan, **named.files, **on.files},
-        as_json=as_json,
-    )
+    answer.keep_apart({"--plan": plan, **named.files, **on.files}, timeline=timeline)
     profile = carried_out.profile()
     machine = on.machine()
     loaded = load_plan_or_pipeline(plan)
@@ -113,7 +102,7 @@ def simulate_command(
         machine,
         batch_size=batch_size,
         sequence_length=sequence_length,
-        has_cache=not no_cache,
+        has_cache=not answer.no_cache,
         tiles=AskedTiles()
         if isinstance(loaded, Pipeline)
         else AskedTiles(mlp=(loaded.mlp_tiles,), loss=(loaded.loss_tiles,)),
@@ -121,9 +110,9 @@ def simulate_command(
     )
     if isinstance(loaded, Pipeline):
         others: dict[str, object] = {"--as": profile.other, "--optimizer": optimizer, "--tokens": tokens}
-        others |= {"--timeline": timeline, "--report": report}
+        others |= {"--timeline": timeline, "--report": answer.report}
         refuse({**ranks.options, **others}, "a pipeline's file")
-        asked = Asked(on.device_budget_bytes, output, as_json=as_json)
+        asked = Asked(on.device_budget_bytes, answer.output, as_json=answer.as_json)
         simulate_stages(loaded, choice.workload(), machine, factors, asked)
         return
     check_loss_of_plan(training.loss, loaded)
@@ -165,13 +154,12 @@ def simulate_command(
             f"metrics hold up to {format_bytes(loss_metric_bytes(workload))} behind each backward (all logits, their "
             f"float32 copy and its log-softmax), which the peak does not count."
         )
-    save(record, output)
+    save(record, answer.output)
     if timeline is not None:
         from ...shared.records.chrome_trace import chrome_trace
 
         write_atomically(timeline, chrome_trace({"simulated": record}, schedule=schedule))
-    write_report(report, lambda: _report(record, schedule, budget_bytes))
-    tell(record, output, as_json=as_json, tables=lambda: _tables(record))
+    answer.tell(record, lambda: _tables(record), lambda: _report(record, schedule, budget_bytes))
 
 
 def _warn(record: Record, machine: Hardware, budget_bytes: int) -> None:

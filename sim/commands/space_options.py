@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from math import gcd
 from typing import Annotated, Any
 
@@ -40,100 +40,6 @@ def _allowed_or_all(name: str, help_text: str) -> Any:
     return typer.Option(name, metavar="N|all", parser=count_or_all, help=help_text)
 
 
-AllowedChunkBytes = Annotated[
-    list[int] | None,
-    typer.Option("--chunk-bytes", parser=size_option, metavar="SIZE", help="Allow this chunk size (repeatable)."),
-]
-AllowedPersistent = Annotated[
-    list[int] | None, _allowed("--n-persist", "Allow this number of persistent chunks (repeatable).")
-]
-AllowedHostStepped = Annotated[
-    list[int] | None,
-    _allowed_or_all(
-        "--n-host-stepped",
-        "Allow this number of chunks that the device keeps and the host steps (repeatable), or all that are sensible; "
-        "0 unless given.",
-    ),
-]
-AllowedShards = Annotated[
-    list[int] | None,
-    _allowed(
-        "--n-shard", "Allow this number of chunks that are sharded over the devices, in mode sharded (repeatable)."
-    ),
-]
-LooksUpRows = Annotated[
-    bool,
-    typer.Option("--looks-up-rows", help="Search plans that look rows of embeddings up on the host, and no others."),
-]
-AllowedDiskState = Annotated[
-    list[int] | None,
-    _allowed(
-        "--n-disk-state",
-        "Allow this number of offloaded chunks whose optimizer state lies on the host's disk (repeatable).",
-    ),
-]
-AllowedDisk = Annotated[
-    list[int] | None,
-    _allowed("--n-disk", "Allow this number of them whose parameters lie there too (repeatable); 0 unless given."),
-]
-AllowedStaging = Annotated[
-    list[int] | None,
-    _allowed(
-        "--n-staging",
-        "Allow this number of places that chunks on the disk share (repeatable); 2 and 3 unless given.",
-        least=1,
-    ),
-]
-AllowedBuffers = Annotated[list[int] | None, _allowed("--n-buffer", "Allow this number of buffers (repeatable).")]
-AllowedPrefetchDepths = Annotated[
-    list[int] | None, _allowed("--prefetch-depth", "Allow this prefetch depth (repeatable).", least=1)
-]
-AllowedCheckpoints = Annotated[
-    list[int] | None, _allowed("--n-checkpoint", "Allow this number of checkpointed blocks (repeatable).")
-]
-AllowedSwaps = Annotated[
-    list[int] | None,
-    _allowed_or_all(
-        "--n-swap", "Allow this number of swapped blocks (repeatable), or all that are sensible; 0 unless given."
-    ),
-]
-AllowedOffloadedInputs = Annotated[
-    list[int] | None,
-    _allowed_or_all(
-        "--n-offload-input",
-        "Allow this number of checkpointed blocks whose input waits on the host (repeatable), or all that are "
-        "sensible; some only where nothing fits unless given.",
-    ),
-]
-AllowedProductStrides = Annotated[
-    list[int] | None,
-    _allowed_or_all(
-        "--product-stride",
-        "Allow checkpointed blocks that keep the first of every so many of their products, and attention (repeatable), "
-        "0 for none, or all of it; none unless given.",
-    ),
-]
-AllowedMlpTiles = Annotated[
-    list[int] | None,
-    _allowed(
-        "--mlp-tiles",
-        "Allow MLPs that run in this number of tiles of tokens (repeatable), 1 for whole; of long sequences those that "
-        "may matter unless given.",
-        least=1,
-    ),
-]
-AllowedLossTiles = Annotated[
-    list[int] | None,
-    _allowed("--loss-tiles", "The same of head and loss (repeatable).", least=1),
-]
-AllowedShardRanks = Annotated[
-    list[int] | None,
-    _allowed_or_all(
-        "--shard-ranks",
-        "Allow shard groups of this number of neighbouring ranks, with replicas across them, in mode sharded "
-        "(repeatable), or all that make equal groups; all ranks and those of one node unless given.",
-    ),
-]
 AllowedSequenceRanks = Annotated[
     list[int] | None,
     typer.Option(
@@ -145,46 +51,123 @@ AllowedSequenceRanks = Annotated[
         "workload knows unless given.",
     ),
 ]
-AllowedModes = Annotated[
-    list[ParallelMode] | None,
-    typer.Option("--parallel", help="Allow this way of training together (repeatable); all unless given."),
-]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductKnobs:
+    """What of products is kept, and in how many tiles they run; see [Note: Groups of options] there."""
+
+    product_stride: Annotated[
+        list[int] | None,
+        _allowed_or_all(
+            "--product-stride",
+            "Allow checkpointed blocks that keep the first of every so many of their products, and attention "
+            "(repeatable), 0 for none, or all of it; none unless given.",
+        ),
+    ] = None
+    mlp_tiles: Annotated[
+        list[int] | None,
+        _allowed(
+            "--mlp-tiles",
+            "Allow MLPs that run in this number of tiles of tokens (repeatable), 1 for whole; of long sequences those "
+            "that may matter unless given.",
+            least=1,
+        ),
+    ] = None
+    loss_tiles: Annotated[
+        list[int] | None,
+        _allowed("--loss-tiles", "The same of head and loss (repeatable).", least=1),
+    ] = None
+
+    @property
+    def strides(self) -> tuple[int, ...] | None:
+        """What checkpointed blocks may keep, as ``SearchSpace.product_stride`` has it."""
+        named = self.product_stride or ()
+        if ALL in named:
+            return None
+        return tuple(number for number in named if isinstance(number, int)) or (0,)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllowedKnobs:
     """The values that each knob may take; see [Note: Groups of options] in ``shared/cli/option_groups.py``."""
 
-    chunk_bytes: AllowedChunkBytes = None
-    n_persist: AllowedPersistent = None
-    n_host_stepped: AllowedHostStepped = None
-    n_shard: AllowedShards = None
-    looks_up_rows: LooksUpRows = False
-    n_disk_state: AllowedDiskState = None
-    n_disk: AllowedDisk = None
-    n_staging: AllowedStaging = None
-    n_buffer: AllowedBuffers = None
-    prefetch_depth: AllowedPrefetchDepths = None
-    n_checkpoint: AllowedCheckpoints = None
-    n_swap: AllowedSwaps = None
-    n_offload_input: AllowedOffloadedInputs = None
-    product_stride: AllowedProductStrides = None
-    mlp_tiles: AllowedMlpTiles = None
-    loss_tiles: AllowedLossTiles = None
+    chunk_bytes: Annotated[
+        list[int] | None,
+        typer.Option("--chunk-bytes", parser=size_option, metavar="SIZE", help="Allow this chunk size (repeatable)."),
+    ] = None
+    n_persist: Annotated[
+        list[int] | None, _allowed("--n-persist", "Allow this number of persistent chunks (repeatable).")
+    ] = None
+    n_host_stepped: Annotated[
+        list[int] | None,
+        _allowed_or_all(
+            "--n-host-stepped",
+            "Allow this number of chunks that the device keeps and the host steps (repeatable), or all that are "
+            "sensible; 0 unless given.",
+        ),
+    ] = None
+    n_shard: Annotated[
+        list[int] | None,
+        _allowed(
+            "--n-shard", "Allow this number of chunks that are sharded over the devices, in mode sharded (repeatable)."
+        ),
+    ] = None
+    looks_up_rows: Annotated[
+        bool,
+        typer.Option(
+            "--looks-up-rows", help="Search plans that look rows of embeddings up on the host, and no others."
+        ),
+    ] = False
+    n_disk_state: Annotated[
+        list[int] | None,
+        _allowed(
+            "--n-disk-state",
+            "Allow this number of offloaded chunks whose optimizer state lies on the host's disk (repeatable).",
+        ),
+    ] = None
+    n_disk: Annotated[
+        list[int] | None,
+        _allowed("--n-disk", "Allow this number of them whose parameters lie there too (repeatable); 0 unless given."),
+    ] = None
+    n_staging: Annotated[
+        list[int] | None,
+        _allowed(
+            "--n-staging",
+            "Allow this number of places that chunks on the disk share (repeatable); 2 and 3 unless given.",
+            least=1,
+        ),
+    ] = None
+    n_buffer: Annotated[list[int] | None, _allowed("--n-buffer", "Allow this number of buffers (repeatable).")] = None
+    prefetch_depth: Annotated[
+        list[int] | None, _allowed("--prefetch-depth", "Allow this prefetch depth (repeatable).", least=1)
+    ] = None
+    n_checkpoint: Annotated[
+        list[int] | None, _allowed("--n-checkpoint", "Allow this number of checkpointed blocks (repeatable).")
+    ] = None
+    n_swap: Annotated[
+        list[int] | None,
+        _allowed_or_all(
+            "--n-swap", "Allow this number of swapped blocks (repeatable), or all that are sensible; 0 unless given."
+        ),
+    ] = None
+    n_offload_input: Annotated[
+        list[int] | None,
+        _allowed_or_all(
+            "--n-offload-input",
+            "Allow this number of checkpointed blocks whose input waits on the host (repeatable), or all that are "
+            "sensible; some only where nothing fits unless given.",
+        ),
+    ] = None
+    products: ProductKnobs
 
     def space(self, *, loss_tiles: Sequence[int] | None, sequence_ranks: Sequence[int] | None) -> SearchSpace:
         """The plans that these values leave, with those of ``loss_tiles`` and ``sequence_ranks``."""
-        named = {knob.name: getattr(self, knob.name) for knob in fields(self) if knob.name != "looks_up_rows"}
-        named |= {"loss_tiles": loss_tiles, "sequence_ranks": sequence_ranks}
+        own = {knob.name: getattr(self, knob.name) for knob in fields(self)}
+        del own["looks_up_rows"], own["products"]
+        named = own | asdict(self.products) | {"loss_tiles": loss_tiles, "sequence_ranks": sequence_ranks}
         allowed = {knob: tuple(values) for knob, values in named.items() if values}
         return SearchSpace.model_validate(allowed | {"looks_up_rows": self.looks_up_rows})
-
-
-def product_strides(named: Sequence[int | str] | None) -> tuple[int, ...] | None:
-    """What checkpointed blocks may keep, as ``SearchSpace.product_stride`` has it."""
-    if ALL in (named or ()):
-        return None
-    return tuple(number for number in named or () if isinstance(number, int)) or (0,)
 
 
 def groups_that_share(sequence_ranks: Sequence[int] | None, num_ranks: int) -> int:
@@ -207,8 +190,18 @@ class StepChoice:
     optimizer: OptimizerName = None
     host_gradients: HostGradientsName = None
     num_ranks: NumRanks = None
-    parallel: AllowedModes = None
-    shard_ranks: AllowedShardRanks = None
+    parallel: Annotated[
+        list[ParallelMode] | None,
+        typer.Option("--parallel", help="Allow this way of training together (repeatable); all unless given."),
+    ] = None
+    shard_ranks: Annotated[
+        list[int] | None,
+        _allowed_or_all(
+            "--shard-ranks",
+            "Allow shard groups of this number of neighbouring ranks, with replicas across them, in mode sharded "
+            "(repeatable), or all that make equal groups; all ranks and those of one node unless given.",
+        ),
+    ] = None
 
     def ranks_of(self, machine: Hardware) -> int:
         """How many ranks take it.  Raises what ``ranks_to_search`` raises."""

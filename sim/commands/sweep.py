@@ -14,37 +14,29 @@ from ...shared.catalogue.list_prices import with_list_prices
 from ...shared.cli.exits import report_interruption
 from ...shared.cli.option_groups import with_groups
 from ...shared.cli.options import (
-    JsonFlag,
-    NoCacheFlag,
-    OutputPath,
     command_app,
     examples,
-    keep_apart,
     warn,
 )
-from ...shared.cli.output import save, tell
+from ...shared.cli.output import save
 from ...shared.cli.ranges import Numbers, numbers_option
-from ...shared.cli.report_options import ReportPath, write_report
+from ...shared.cli.report_options import AnswerChoice
 from ...shared.phases.operations import lowering_notes
 from ...shared.records.question import exceeded_tokens
 from ...shared.sweeps.sweep import Sweep, crossovers
 from ...shared.workloads.source import is_saved_workload
 from ..questions.sweep import SweepRequest
 from ..questions.sweep import sweep as sweep_points
-from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..searching.request import SearchRequest
 from .advise import NumProcesses
 from .machine_choice import MachineChoice, check_budget, unused_devices
 from .model_choice import NamedModel, PredictedTraining
-from .options import Margin
+from .options import Margin, margin_frac_of
 from .space_options import (
-    AllowedLossTiles,
-    AllowedMlpTiles,
-    AllowedProductStrides,
     AllowedSequenceRanks,
+    ProductKnobs,
     StepChoice,
     groups_that_share,
-    product_strides,
 )
 from .warnings import warn_of_loss
 
@@ -93,16 +85,11 @@ def sweep_command(
     on: MachineChoice,
     sequences: SequenceLengths,
     margin: Margin = None,
-    product_stride: AllowedProductStrides = None,
-    mlp_tiles: AllowedMlpTiles = None,
-    loss_tiles: AllowedLossTiles = None,
+    products: ProductKnobs,
     steps: StepChoice,
     sequence_ranks: AllowedSequenceRanks = None,
     processes: NumProcesses = None,
-    output: OutputPath = None,
-    report: ReportPath = None,
-    as_json: JsonFlag = False,
-    no_cache: NoCacheFlag = False,
+    answer: AnswerChoice,
 ) -> None:
     """Find the best plan at every batch size and sequence length, and where offloading becomes free.
 
@@ -110,11 +97,7 @@ def sweep_command(
     offloading, and what to recomputation.  Points that no plan fits say what is missing.  A machine costs what --price
     or its file says, else what a public list said on the day that is told.  Ctrl-C ends with the points so far.
     """
-    keep_apart(
-        {"--output": output, "--report": report},
-        {**named.files, **on.files},
-        as_json=as_json,
-    )
+    answer.keep_apart({**named.files, **on.files})
     sequence_lengths, batch_sizes = sequences.values, (1,) if batches is None else batches.values
     _check_shapes(named.model, sequence_lengths, batch_sizes)
     (machine,), listed = with_list_prices([on.machine()])
@@ -128,9 +111,9 @@ def sweep_command(
         machine,
         batch_size=batch_sizes[0],
         sequence_length=sequence_lengths[0],
-        has_cache=not no_cache,
+        has_cache=not answer.no_cache,
         sequence_ranks=sequence_ranks,
-        tiles=training.tiles(mlp_tiles, loss_tiles),
+        tiles=training.tiles(products),
     )
     if num_ranks > 1 and choice.student is not None:
         raise PlanError(
@@ -147,10 +130,10 @@ def sweep_command(
                 hardware=machine,
                 calibration=on.factors(),
                 device_budget_bytes=on.device_budget_bytes,
-                margin_frac=DEFAULT_MARGIN_FRAC if margin is None else margin / 100,
+                margin_frac=margin_frac_of(margin),
                 space=choice.tiles.space.model_copy(
                     update={
-                        "product_stride": product_strides(product_stride),
+                        "product_stride": products.strides,
                         "sequence_ranks": tuple(sequence_ranks) if sequence_ranks else None,
                     }
                 ),
@@ -181,11 +164,12 @@ def sweep_command(
         emulated=lowering_notes(training.compiled, training.float8, choice.options.packed_products),
         is_complete=is_complete,
     )
-    save(found, output)
-    write_report(report, lambda: _report(found))
-    tell(found, output, as_json=as_json, tables=lambda: _tables(found))
+    save(found, answer.output)
+    answer.tell(found, lambda: _tables(found), lambda: _report(found))
     if not is_complete:
-        raise typer.Exit(report_interruption(output, report, holding="the sweep so far, which is not complete,"))
+        raise typer.Exit(
+            report_interruption(answer.output, answer.report, holding="the sweep so far, which is not complete,")
+        )
 
 
 def _check_shapes(model: str, sequence_lengths: tuple[int, ...], batch_sizes: tuple[int, ...]) -> None:

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from protwin.shared.basics.errors import ProtwinError
-from protwin.shared.cli.trained_as import USUAL_CHUNKS, check_loss_of_plan, check_whole_loss, loss_tiles_of, options_of
+from protwin.shared.cli.loss_options import (
+    USUAL_CHUNKS,
+    check_loss_of_plan,
+    check_whole_loss,
+    loss_tiles_of,
+)
+from protwin.shared.cli.training_choice import TrainingChoice
 from protwin.shared.phases.tiling import LossHead
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.record import Record
@@ -52,7 +58,7 @@ def test_ways_that_contradict_the_number_are_refused() -> None:
 
 
 def test_chunks_are_no_part_of_the_options() -> None:
-    found = [options_of(None, None, None, None, loss=loss).loss_head for loss in (None, *LossHead)]
+    found = [TrainingChoice(loss=loss).options(None).loss_head for loss in (None, *LossHead)]
     assert found == [None, LossHead.EAGER, LossHead.NARROW, LossHead.FUSED, LossHead.EAGER]
 
 

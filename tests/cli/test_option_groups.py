@@ -26,6 +26,18 @@ class LargerGroup(Group):
     loud: Loud = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class OuterGroup:
+    shade: str = "grey"
+    inner: Group
+    loud: Loud = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShadedGroup(OuterGroup):
+    shade: Annotated[str, typer.Option("--shade")] = "blue"
+
+
 First = Annotated[str, typer.Option("--first")]
 Last = Annotated[int, typer.Option("--last")]
 
@@ -49,3 +61,32 @@ def test_a_group_is_an_option_a_field_in_its_place_and_required_ones_come_first(
     assert "--size" in CliRunner().invoke(app, []).output, "a field without a default is required"
     options = [parameter.opts[0] for parameter in typer.main.get_command(app).params]
     assert options[:5] == ["--size", "--first", "--name", "--loud", "--last"]
+
+
+def test_groups_lie_in_groups_and_a_field_without_an_option_keeps_its_default_until_a_subclass_declares_one() -> None:
+    app, told = typer.Typer(), []
+
+    @app.command()
+    @with_groups
+    def plain(*, group: OuterGroup) -> None:
+        """Tell."""
+        told.append(group)
+
+    @app.command()
+    @with_groups
+    def shaded(*, first: First = "a", group: ShadedGroup) -> None:
+        """Tell."""
+        told.append(group)
+
+    for given in (["plain", "--size", "3"], ["shaded", "--name", "x", "--size", "4", "--shade", "red", "--loud"]):
+        assert CliRunner().invoke(app, given).exit_code == 0, given
+    assert told == [
+        OuterGroup(inner=Group(size=3)),
+        ShadedGroup(shade="red", inner=Group(size=4, names=["x"]), loud=True),
+    ]
+    assert told[0].shade == "grey"
+    found = {name: [of.opts[0] for of in one.params] for name, one in typer.main.get_command(app).commands.items()}
+    assert found == {
+        "plain": ["--size", "--name", "--loud"],
+        "shaded": ["--size", "--first", "--shade", "--name", "--loud"],
+    }

@@ -9,7 +9,7 @@ import pytest
 
 from protwin.shared.basics.errors import FileError, ProtwinError
 from protwin.shared.cli.options import cache_folder, changes_of, examples, keep_apart, writable
-from protwin.shared.cli.trained_as import options_of, osft_of
+from protwin.shared.cli.training_choice import LoraChoice, ScaledLora, SubspaceChoice, TrainingChoice
 from protwin.shared.schema.plan import TrainingMethod
 from protwin.shared.schema.training_options import FULL_TRAINING, LoraOptions, OsftOptions, TrainingOptions
 from protwin.shared.schema.workload import DType
@@ -88,8 +88,10 @@ def test_examples_keep_their_lines() -> None:
 
 
 def test_options_of_training() -> None:
-    assert options_of(None, None, None, None) == FULL_TRAINING
-    assert options_of(8, " q_proj, v_proj ", ["model.embed_tokens", "*.0.*"], "bfloat16") == TrainingOptions(
+    assert TrainingChoice().options(None) == FULL_TRAINING
+    maps = LoraChoice(lora_rank=8, lora_targets=" q_proj, v_proj ")
+    asked = TrainingChoice(lora=maps, frozen=["model.embed_tokens", "*.0.*"], autocast="bfloat16")
+    assert asked.options(None) == TrainingOptions(
         lora=LoraOptions(rank=8, targets=("q_proj", "v_proj")),
         frozen=("model.embed_tokens", "*.0.*"),
         autocast=DType.BFLOAT16,
@@ -109,14 +111,15 @@ def test_options_of_training_that_make_no_sense(
     rank: int | None, targets: str | None, autocast: str | None, message: str
 ) -> None:
     with pytest.raises(ProtwinError, match=message):
-        options_of(rank, targets, None, autocast)
+        TrainingChoice(lora=LoraChoice(lora_rank=rank, lora_targets=targets), autocast=autocast).options(None)
 
 
 def test_scales_of_low_rank_maps() -> None:
-    dora = options_of(8, None, None, None, lora_dropout=0.1, use_dora=True).lora
+    dora = LoraChoice(lora_rank=8, lora_dropout=0.1, use_dora=True).options()
     assert dora == LoraOptions(rank=8, dropout=0.1, use_dora=True)
-    asked = options_of(8, None, None, None, lora_alpha=32.0, use_rslora=True)
-    assert asked.lora == LoraOptions(rank=8, alpha=32.0, use_rslora=True)
+    scaled = ScaledLora(lora_rank=8, lora_alpha=32.0, use_rslora=True).options()
+    assert scaled == LoraOptions(rank=8, alpha=32.0, use_rslora=True)
+    asked = TrainingOptions(lora=scaled)
     assert TrainingOptions(**asked.model_dump()) == asked
     # Traces that were kept before there was a scale are found by what they were kept under.
     assert LoraOptions(rank=8).model_dump(mode="json") == {"rank": 8, "targets": []}
@@ -128,22 +131,22 @@ def test_scales_of_low_rank_maps() -> None:
         ({"lora_dtype": "float32"}, "--lora-dtype float32 is given, but --lora-rank is missing"),
     ):
         with pytest.raises(ProtwinError, match=message):
-            options_of(None, None, None, None, **given)
+            ScaledLora(**given).options()
     with pytest.raises(ProtwinError, match=r"--lora-dtype int8 is not known. Use float32, bfloat16, float16"):
-        options_of(8, None, None, None, lora_dtype="int8")
-    assert options_of(8, None, None, None, lora_dtype="float32").lora == LoraOptions(rank=8, dtype=DType.FLOAT32)
+        LoraChoice(lora_rank=8, lora_dtype="int8").options()
+    assert LoraChoice(lora_rank=8, lora_dtype="float32").options() == LoraOptions(rank=8, dtype=DType.FLOAT32)
     for alpha in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ProtwinError, match=r"--lora-alpha is .* above 0 and finite"):
-            options_of(8, None, None, None, lora_alpha=alpha)
+            ScaledLora(lora_rank=8, lora_alpha=alpha).options()
 
 
 def test_options_of_orthogonal_subspaces() -> None:
-    assert osft_of(None, None, None) is None
-    assert osft_of(TrainingMethod.FULL, None, []) is None
+    assert SubspaceChoice().options(None) is None
+    assert SubspaceChoice(osft_targets=[]).options(TrainingMethod.FULL) is None
     asked = OsftOptions(unfreeze_rank_ratio=0.25, targets=("q_proj", "*.0.*"))
-    assert osft_of(TrainingMethod.OSFT, 0.25, ["q_proj", "*.0.*"]) == asked
-    assert osft_of(None, 0.25, ["q_proj", "*.0.*"]) == asked
-    assert options_of(None, None, None, None, asked) == TrainingOptions(osft=asked)
+    chosen = SubspaceChoice(unfreeze_rank_ratio=0.25, osft_targets=["q_proj", "*.0.*"])
+    assert chosen.options(TrainingMethod.OSFT) == chosen.options(None) == asked
+    assert TrainingChoice(subspaces=chosen).options(None) == TrainingOptions(osft=asked)
     # Traces that were kept before there was the option are found by what they were kept under.
     assert "osft" not in FULL_TRAINING.model_dump(mode="json")
     assert TrainingOptions(**TrainingOptions(osft=asked).model_dump()).osft == asked
@@ -165,4 +168,4 @@ def test_options_of_orthogonal_subspaces_that_make_no_sense(
     method: TrainingMethod | None, ratio: float | None, targets: list[str] | None, message: str
 ) -> None:
     with pytest.raises(ProtwinError, match=message):
-        osft_of(method, ratio, targets)
+        SubspaceChoice(unfreeze_rank_ratio=ratio, osft_targets=targets).options(method)

@@ -64,7 +64,7 @@ def test_a_run_goes_on_under_another_plan(protwin: Protwin, protwin_here: Protwi
 
 def test_options_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     def check(folder: Path | None, *, every: int | None = None, is_resuming: bool = False) -> None:
-        RunCheckpoints(folder, every, is_resuming).check()
+        RunCheckpoints(folder=folder, every=every, is_resuming=is_resuming).check()
 
     check(None)
     check(tmp_path / "new", every=3)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import os
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +13,7 @@ from typer.main import get_command
 
 from protwin.shared.basics.errors import WorkloadError
 from protwin.shared.cli.root import APPS
-from protwin.shared.cli.trained_as import options_of
+from protwin.shared.cli.training_choice import TrainingChoice
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.training_options import TrainingOptions
 from protwin.shared.workloads.source import WorkloadRequest
@@ -101,32 +101,24 @@ def test_exceptions_are_of_options_that_exist_and_have_a_reason() -> None:
 
 
 def test_every_part_of_training_has_an_option() -> None:
-    """What ``options_of`` takes and what ``TrainingOptions`` has grow together; the table says how each is written.
+    """What ``TrainingChoice`` has and what ``TrainingOptions`` has grow together; the table says how each is written.
 
     What is predicted alone is put in by ``PredictedTraining``.
     """
     written = {
-        "lora_rank": "--lora-rank",
-        "lora_targets": "--lora-targets",
+        "lora": "--lora-rank --lora-targets --lora-dropout --lora-dtype --use-dora",
+        "packed": "--quantize --double-quantize --quantization-blocksize --quantize-head",
+        "subspaces": "--unfreeze-rank-ratio --osft-target",
         "frozen": "--freeze",
+        "pictures": "--image-size --images",
         "autocast": "--autocast",
-        "osft": "--unfreeze-rank-ratio",
-        "quantized": "--quantize",
-        "lora_alpha": None,
-        "use_rslora": None,
-        "lora_dropout": "--lora-dropout",
-        "use_dora": "--use-dora",
-        "lora_dtype": "--lora-dtype",
-        "images": "--images",
         "loss": "--loss",
-        "compiled": "--compile",
-        "float8": "--float8",
     }
-    assert {*inspect.signature(options_of).parameters, "compiled", "float8"} == set(written)
-    fields = {"lora", "quantized", "osft", "frozen", "autocast", "images", "loss_head", "compiled", "float8"}
-    assert set(TrainingOptions.model_fields) == fields
-    for option in written.values():
-        assert option is None or all(option in HAS[command] for command in ASKING), option
+    assert {field.name for field in fields(TrainingChoice)} == set(written)
+    of = {"lora", "quantized", "osft", "frozen", "images", "autocast", "loss_head", "compiled", "float8"}
+    assert set(TrainingOptions.model_fields) == of
+    for option in " ".join([*written.values(), "--compile --float8"]).split():
+        assert all(option in HAS[command] for command in ASKING), option
 
 
 LORA: Final = "--lora-rank 8 --lora-targets q_proj,v_proj --lora-dropout 0.25 --lora-dtype float32"

@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from protwin.runtime.commands.learning_rates import LearningRates
-from protwin.runtime.commands.run_options import Schedule
+from protwin.runtime.commands.learning_rates import LearningRates, Schedule
 
 
 @pytest.mark.parametrize("num_steps", [1, 7, 20])

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
-from protwin.runtime.commands.run_data import DataChoice
+from protwin.runtime.commands.run_data import RunSource
 from protwin.shared.basics.errors import WorkloadError
 from tests.shared.small_models import chain
 
-CHOICE = DataChoice((Path("missing.jsonl"),), None, None, Path("missing"), None, None, 0)
+CHOICE = RunSource(data=[Path("missing.jsonl")], tokenizer=Path("missing"), weights=None, seed=0)
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
