@@ -10,7 +10,6 @@ import torch
 from peers_subject import LEARNING_RATE, MODEL_NAME, WEIGHT_DECAY, make_batches, make_model
 
 from protwin.calibration.fitting.calibrate import calibrate
-from protwin.calibration.fitting.measurement_plans import largest_block_bytes
 from protwin.calibration.fitting.subject import Subject
 from protwin.runtime.devices.cpu_device import CpuDevice
 from protwin.runtime.devices.probe import probe_hardware
@@ -19,7 +18,7 @@ from protwin.runtime.training.carry_out import carry_out
 from protwin.runtime.training.training import Training
 from protwin.shared.basics.units import format_bytes
 from protwin.shared.compile.compile import compile_schedule
-from protwin.shared.layout.layout import layout_of
+from protwin.shared.layout.layout import largest_block_bytes, layout_of
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak

@@ -10,14 +10,13 @@ import torch.distributed as dist
 from peers_ours import MAKE_OPTIMIZER, Ours, guaranteed_bytes
 from peers_subject import MODEL_NAME, make_batches, make_model
 
-from protwin.calibration.fitting.measurement_plans import largest_block_bytes
 from protwin.runtime.devices.cpu_device import CpuDevice
 from protwin.runtime.devices.machine import name_of_ranks
 from protwin.runtime.ranks.rank_probe import probe_ranks
 from protwin.runtime.tracing.tracing import trace
 from protwin.runtime.training.carry_out import carry_out
 from protwin.shared.basics.units import format_bytes
-from protwin.shared.layout.layout import layout_of
+from protwin.shared.layout.layout import largest_block_bytes, layout_of
 from protwin.shared.schema.hardware import Hardware
 from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.workload import Workload

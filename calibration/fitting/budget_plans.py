@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ...shared.compile.compile import compile_schedule
-from ...shared.layout.layout import Layout, layout_of
+from ...shared.layout.layout import Layout, largest_block_bytes, layout_of
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.plan import Plan
 from ...shared.schema.schedule import Schedule, TaskKind
 from ...shared.schema.workload import Workload
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
-from .measurement_plans import largest_block_bytes
 
 _EACH_BY_ITSELF: Final = 1
 """Bytes of a chunk, below those of any parameter."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from ...shared.layout.layout import Layout, aligned, layout_of, why_not_on_device
+from ...shared.layout.layout import Layout, largest_block_bytes, layout_of, why_not_on_device
 from ...shared.layout.travelling_inputs import input_bytes
 from ...shared.methods.known import method_named
 from ...shared.schema.plan import ParallelMode, Plan, ProjectionPlace
@@ -83,15 +83,6 @@ def _num_with_modes(workload: Workload) -> int:
 
 def _buffers(fewest: int, more: int) -> int:
     return fewest + more if fewest else 0
-
-
-def largest_block_bytes(workload: Workload) -> int:
-    """Bytes of the largest block's parameters as a chunk would hold them; at least 1."""
-    sizes = [0] * workload.num_blocks
-    for parameter in workload.parameters:
-        if parameter.block is not None:
-            sizes[parameter.block] += aligned(parameter.size_bytes)
-    return max(*sizes, 1)
 
 
 class _Knobs(NamedTuple):

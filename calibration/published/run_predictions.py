@@ -6,7 +6,6 @@ or sharded; of offloaded runs none is, and the next one is gathered while one ru
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Final
@@ -17,7 +16,7 @@ from ...shared.basics.documents import FrozenModel
 from ...shared.basics.interval import Interval
 from ...shared.catalogue.machines import machine, override_hardware
 from ...shared.catalogue.parts import network_part
-from ...shared.layout.layout import Layout, layout_of
+from ...shared.layout.layout import Layout, largest_block_elements, layout_of
 from ...shared.methods.runtime_profile import Runtime, RuntimeProfile
 from ...shared.phases.tiling import LossHead
 from ...shared.schema.hardware import Hardware
@@ -221,10 +220,7 @@ def _num_places(run: MeasuredRun, workload: Workload, layout: Layout) -> int:
         return len(layout.chunks)
     if run.runtime not in _WITH_LIVE_PARAMETERS:
         return 2 * fewest
-    numbers: Counter[int | None] = Counter()
-    for parameter in workload.parameters:
-        numbers[parameter.block] += parameter.num_elements
-    return max(fewest, MAX_LIVE_PARAMETERS // max(numbers[block] for block in range(workload.num_blocks)))
+    return max(fewest, MAX_LIVE_PARAMETERS // largest_block_elements(workload))
 
 
 def plan_of(run: MeasuredRun, workload: Workload) -> Plan:

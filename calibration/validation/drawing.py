@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any, Final
 
 from ...shared.compile.compile import compile_schedule
-from ...shared.layout.layout import Layout, layout_of, why_not_on_device
+from ...shared.layout.layout import Layout, largest_block_bytes, layout_of, why_not_on_device
 from ...shared.methods.known import method_named
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.plan import (
@@ -28,7 +28,7 @@ from ...shared.schema.plan import (
 )
 from ...shared.schema.workload import Workload
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
-from ..fitting.measurement_plans import RANK_MODES, largest_block_bytes
+from ..fitting.measurement_plans import RANK_MODES
 
 _CHUNKS: Final = (0.0, 0.3, 0.5, 1.0, 1.0, 2.0)
 """Sizes of chunks, in those of the largest block; 0: a chunk for every parameter."""

@@ -159,7 +159,7 @@ def _observe(
     if forced is not None:
         forced.place = observer.place
     beside = Beside(ledger, observer.place)
-    outputs = OutputSizes(pairs.blocks)
+    outputs = OutputSizes(pairs, pairs.blocks)
     pairs.listener = observer
     try:
         for number in count(1):

@@ -12,8 +12,8 @@ from ..data.packed_batches import packing_of_batch
 from ..model.compiled import refuse_compiled_call
 
 _ONCE = (
-    "Every block must run once per forward, in order. If the model skips blocks by chance (LayerDrop), set that chance "
-    "to 0; if one of its modules runs several times or stands in the list twice, name blocks that run once each "
+    "Every forward must run the blocks that the trace saw, in that order. If the model skips blocks by chance "
+    "(LayerDrop), set that chance to 0; if it runs them as often as a batch asks for, name the modules around them "
     "(trace(..., blocks=...)). A batch without the images or sounds that the traced one had runs fewer blocks: trace "
     "the model with a batch of that kind, and train on such batches by a plan of their own."
 )

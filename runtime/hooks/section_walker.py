@@ -29,7 +29,7 @@ from ...shared.phases.activation_modes import KeptResults
 from ...shared.schema.plan import ActivationMode, Plan
 from ...shared.schema.schedule import OuterSection, Section, TaskKind
 from ...shared.schema.workload import BlockId, Workload
-from ..model.blocks import NamedBlock
+from ..model.blocks import NamedBlock, places_of
 from ..model.nested_tensors import containers_as_they_are, tensors_in
 from .offloaded_inputs import HandedOn, OffloadedInput, as_given
 from .recomputation import BlockState, Recomputation
@@ -131,14 +131,11 @@ class SectionWalker:
         self._is_active = False
         self._forward = 0
         """The number of the latest forward: hooks of an earlier one's graph tell nothing any more."""
-        for index, block in enumerate(blocks):
-            enter, leave = self._enter_block(BlockId(index)), self._leave_block(BlockId(index))
-            self._handles.append(block.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-            self._handles.append(block.module.register_forward_hook(leave))
-            if self._modes[index].is_recomputed:
-                self._checkpoint(block.module, BlockId(index))
-            elif swapping is not None and index in swapping:
-                self._swap(block.module, swapping[index])
+        for module, places in places_of(blocks):
+            enter, leave = self._enter_block(places), self._leave_block(places)
+            self._handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(leave))
+            self._wrap(module, places, swapping or {})
         self._program = self._backward_program()
         self._place_of = {announced: place for place, announced in enumerate(self._program)}
 
@@ -177,18 +174,20 @@ class SectionWalker:
         self._has_backward = [False] * len(self._names)
         self._listener.begin(TaskKind.FORWARD, OuterSection.PROLOGUE)
 
-    def _enter_block(self, block: BlockId) -> Callable[..., None]:
+    def _enter_block(self, places: Sequence[int]) -> Callable[..., None]:
+        name = self._names[places[0]]
+
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not self._is_active:
                 if torch.is_grad_enabled():
                     raise ScheduleError(
-                        f"block {self._names[block]} runs outside a forward of the whole model, where the schedule "
-                        f"expects nothing. Call the model that was traced, and let nothing else checkpoint its blocks."
+                        f"block {name} runs outside a forward of the whole model, where the schedule expects nothing. "
+                        f"Call the model that was traced, and let nothing else checkpoint its blocks."
                     )
                 return
-            if block != self._next_block:
-                expected = self._names[self._next_block] if self._next_block < len(self._names) else "no further block"
-                raise other_block(self._names[block], expected)
+            block = BlockId(self._next_block)
+            if block not in places:
+                raise other_block(name, self._names[block] if block < len(self._names) else "no further block")
             self._next_block += 1
             self._listener.begin(TaskKind.FORWARD, block)
             if (handed_on := self._handed_on.get(block + 1)) is not None:
@@ -198,10 +197,11 @@ class SectionWalker:
 
         return enter
 
-    def _leave_block(self, block: BlockId) -> Callable[..., None]:
+    def _leave_block(self, places: Sequence[int]) -> Callable[..., None]:
         def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if not self._is_active:
                 return
+            block = self._latest(places)
             if next(tensors_in(output), None) is None:
                 raise ScheduleError(
                     f"block {self._names[block]} returns {type(output).__name__}, in which no tensor was found: its "
@@ -214,6 +214,10 @@ class SectionWalker:
                 self._listener.begin(TaskKind.FORWARD, OuterSection.EPILOGUE)
 
         return leave
+
+    def _latest(self, places: Sequence[int]) -> BlockId:
+        """The one of ``places`` that runs, or has run last."""
+        return BlockId(max((place for place in places if place < self._next_block), default=places[0]))
 
     def _leave_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not self._is_active:
@@ -279,9 +283,26 @@ class SectionWalker:
 
     # -- recomputation -----------------------------------------------------------------------------------------------
 
-    def _checkpoint(self, module: nn.Module, block: BlockId) -> None:
+    def _wrap(self, module: nn.Module, places: Sequence[int], swapping: Mapping[int, RunsForward]) -> None:
+        """Let the forward of a module be what the mode of the block that runs asks for."""
         original = module.forward
+        runs: dict[int, Callable[..., Any]] = {}
+        for place in places:
+            if self._modes[place].is_recomputed:
+                runs[place] = self._checkpointed(module, original, BlockId(place))
+            elif place in swapping:
+                runs[place] = _swapped(swapping[place], original)
+        if not runs:
+            return
         self._wrapped.append((module, original))
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            run = runs.get(self._latest(places), original) if torch.is_grad_enabled() else original
+            return run(*args, **kwargs)
+
+        module.forward = forward
+
+    def _checkpointed(self, module: nn.Module, original: Callable[..., Any], block: BlockId) -> Callable[..., Any]:
         modules = list(module.modules())
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -292,8 +313,6 @@ class SectionWalker:
             return state.noting(), again
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return original(*args, **kwargs)
             if (offloaded := self._inputs.get(block)) is not None:
                 return self._keep_no_input(offloaded, block, original, contexts, (args, kwargs))
             named = tensor_only_by_name(args, kwargs)
@@ -312,7 +331,7 @@ class SectionWalker:
 
             return checkpoint(run, named, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
-        module.forward = forward
+        return forward
 
     def _keep_no_input(
         self,
@@ -340,16 +359,12 @@ class SectionWalker:
 
         return checkpoint(run, empty, use_reentrant=False, context_fn=contexts)
 
-    def _swap(self, module: nn.Module, block: RunsForward) -> None:
-        original = module.forward
-        self._wrapped.append((module, original))
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return original(*args, **kwargs)
-            return block.run(original, args, kwargs)
+def _swapped(block: RunsForward, original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return block.run(original, args, kwargs)
 
-        module.forward = forward
+    return forward
 
 
 def tensor_only_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

@@ -23,6 +23,17 @@ class NamedBlock:
     module: nn.Module
 
 
+def places_of(blocks: Sequence[NamedBlock]) -> list[tuple[nn.Module, list[int]]]:
+    """Every module among ``blocks`` with the places where it stands.
+
+    [Note: Runs of blocks] in ``hooks/block_runs.py``
+    """
+    found: dict[int, tuple[nn.Module, list[int]]] = {}
+    for index, block in enumerate(blocks):
+        found.setdefault(id(block.module), (block.module, []))[1].append(index)
+    return list(found.values())
+
+
 def find_blocks(model: nn.Module, names: str | Sequence[str] | None = None) -> tuple[NamedBlock, ...]:
     """The model's blocks in the order of its module tree.
 

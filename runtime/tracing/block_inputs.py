@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,8 @@ from ...shared.layout.travelling_inputs import handed_bytes
 from ...shared.observed.observed_inputs import ObservedInput, PhaseKey
 from ...shared.schema.schedule import TaskKind
 from ..devices.ledger import MemoryLedger
+from ..hooks.block_runs import BlockRuns
+from ..model.blocks import NamedBlock
 from ..model.nested_tensors import tensors_in, unwrapped
 
 
@@ -41,7 +43,7 @@ class GivenTensors:
     def __init__(
         self,
         model: nn.Module,
-        modules: Sequence[nn.Module],
+        blocks: Sequence[NamedBlock],
         ledger: MemoryLedger,
         lasting: Sequence[torch.Tensor],
         place: Callable[[], PhaseKey | None],
@@ -54,13 +56,8 @@ class GivenTensors:
         self._alive: dict[int, tuple[GivenTensor, weakref.ref[Any]]] = {}
         self._within: int | None = None
         """The block whose forward runs."""
-        self._handles = [
-            module.register_forward_pre_hook(self._see(block), with_kwargs=True) for block, module in enumerate(modules)
-        ]
-        self._handles += [
-            module.register_forward_hook(self._see_returned(block)) for block, module in enumerate(modules)
-        ]
-        self._handles.append(model.register_forward_hook(self._see_end))
+        self._runs = BlockRuns(model, blocks, on_enter=self._see, on_leave=self._see_returned)
+        self._end = model.register_forward_hook(self._see_end)
 
     def restart(self) -> None:
         """Forget what was seen: the next iteration counts."""
@@ -80,36 +77,30 @@ class GivenTensors:
 
     def remove(self) -> None:
         """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
+        self._runs.remove()
+        self._end.remove()
         self._alive.clear()
 
-    def _see(self, block: int) -> Callable[..., None]:
+    def _see(self, block: int, arguments: Any) -> None:
         # Recomputation calls the forward of a block and not the block, so it does not come by here.
-        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._within = block
-            for tensor in tensors_in((args, kwargs)):
-                storage = tensor.untyped_storage()
-                size_bytes = self._ledger.counted_bytes(storage)
-                if storage._cdata not in self._lasting and size_bytes:
-                    given = self._given(storage, size_bytes)
-                    if block not in given.blocks:
-                        given.blocks.append(block)
+        self._within = block
+        for given in self._counted(arguments):
+            if block not in given.blocks:
+                given.blocks.append(block)
 
-        return see
+    def _see_returned(self, block: int, arguments: Any, output: Any) -> None:
+        self._within = None
+        for given in self._counted(output):
+            if given.made_by is None and not given.blocks:
+                given.made_by = block
 
-    def _see_returned(self, block: int) -> Callable[..., None]:
-        def see(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self._within = None
-            for tensor in tensors_in(output):
-                storage = tensor.untyped_storage()
-                size_bytes = self._ledger.counted_bytes(storage)
-                if storage._cdata not in self._lasting and size_bytes:
-                    given = self._given(storage, size_bytes)
-                    if given.made_by is None and not given.blocks:
-                        given.made_by = block
-
-        return see
+    def _counted(self, value: Any) -> Iterator[GivenTensor]:
+        """The storages in ``value`` that the ledger counts and that do not outlive everything."""
+        for tensor in tensors_in(value):
+            storage = tensor.untyped_storage()
+            size_bytes = self._ledger.counted_bytes(storage)
+            if storage._cdata not in self._lasting and size_bytes:
+                yield self._given(storage, size_bytes)
 
     def _see_end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         for tensor in tensors_in(output):

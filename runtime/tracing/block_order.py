@@ -7,7 +7,6 @@ of the tree are refused, one iteration on fake tensors tells.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from ..fakes.known_values import with_values_if_wanted
 from ..fakes.models import fake_batch, fake_model
 from ..fakes.running import running_fakes
 from ..model.batches import Batch, Loss, loss_of
-from ..model.blocks import NamedBlock, find_blocks
+from ..model.blocks import NamedBlock, find_blocks, places_of
 from ..model.nested_tensors import tensors_in
 
 
@@ -27,14 +26,13 @@ def blocks_as_run(model: nn.Module, batch: Batch, loss: Loss | None, blocks: Seq
     """Names of the blocks that the loss depends on, in the order in which they run.
 
     A list none of whose blocks runs is no part of them: the batch has no images, say, for the blocks that see them.
-    None if this is the order of ``blocks``, and where no order is right: if some do not run once each, or gradients end
-    between them.
+    One that runs several times stands there as often ([Note: Runs of blocks] in ``hooks/block_runs.py``).  None if this
+    is the order of ``blocks``, and where no order is right: if some do not run, or gradients end between them.
     """
     names = [block.name for block in blocks]
     ran, reached = with_values_if_wanted(batch, lambda with_values: _run(model, batch, loss, names, with_values))
-    times = Counter(ran)
     lists_run = {name.rpartition(".")[0] for name in ran}
-    if any(times[name] != 1 for name in names if name.rpartition(".")[0] in lists_run):
+    if any(name not in ran for name in names if name.rpartition(".")[0] in lists_run):
         return None
     order = [name for name in ran if name in reached]
     return order if order and order != names and not _has_gap(ran, reached) else None
@@ -76,8 +74,9 @@ def _run(
 
         return left
 
-    for block in find_blocks(twin, list(names)):
-        block.module.register_forward_hook(leave(block.name))
+    blocks = find_blocks(twin, list(names))
+    for module, places in places_of(blocks):
+        module.register_forward_hook(leave(blocks[places[0]].name))
     with running_fakes(mode, with_values=with_values):
         value = loss_of(twin, fake_batch(batch, mode, with_values=with_values), loss)
         torch.autograd.backward(value)

@@ -22,6 +22,7 @@ from ...shared.schema.plan import ActivationMode
 from ...shared.schema.schedule import OuterSection, Section, TaskKind
 from ...shared.schema.workload import BlockId
 from ..devices.ledger import MemoryLedger
+from ..hooks.block_runs import BlockRuns
 from ..hooks.row_reads import RowReads
 from ..hooks.section_walker import SectionWalker
 from ..hooks.square_tensors import SquareTensors
@@ -267,8 +268,8 @@ def observe_sections(
     tallies = {index: SwappableTally(model, block.module) for index, block in enumerate(blocks) if is_kept}
     modes = [ActivationMode.SWAP if index in tallies else mode for index in range(len(blocks))]
     walker = SectionWalker(model, blocks, modes, observer, tallies)
-    outputs = OutputSizes(blocks)
-    given = GivenTensors(model, [block.module for block in blocks], ledger, lasting, observer.place)
+    outputs = OutputSizes(model, blocks)
+    given = GivenTensors(model, blocks, ledger, lasting, observer.place)
     observer.given = given
     # Of the iteration before: a loop's variable for its loss holds it until the next loss takes its place.
     graph: list[Any] = []
@@ -456,23 +457,16 @@ def most_kept_bytes(seen: Collection[SeenIterations], stands_for: Sequence[int])
 class OutputSizes:
     """Bytes of the tensors that each block hands on, storages it was given itself left out."""
 
-    def __init__(self, blocks: Sequence[NamedBlock]) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[NamedBlock]) -> None:
         self.sizes = [0] * len(blocks)
         """By block; of its latest forward."""
-        self._handles = [
-            block.module.register_forward_hook(self._measure(index), with_kwargs=True)
-            for index, block in enumerate(blocks)
-        ]
+        self._runs = BlockRuns(model, blocks, on_leave=self._measure)
 
-    def _measure(self, index: int) -> Callable[..., None]:
-        def measure(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            given = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs))}
-            made = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_in(output)}
-            self.sizes[index] = sum(size for key, size in made.items() if key not in given)
-
-        return measure
+    def _measure(self, index: int, arguments: Any, output: Any) -> None:
+        given = {t.untyped_storage()._cdata for t in tensors_in(arguments)}
+        made = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_in(output)}
+        self.sizes[index] = sum(size for key, size in made.items() if key not in given)
 
     def remove(self) -> None:
         """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
+        self._runs.remove()

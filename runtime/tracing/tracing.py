@@ -77,20 +77,20 @@ def trace(
 
     A model with real weights is run and timed (``repeats`` iterations in each activation mode; 0 for none).  Its
     gradients, buffers, settings and the random states are then bit for bit what they were; parameters and Python
-    attributes that its own forward writes are not put back.  A model on the meta device is traced with fake tensors: no
-    memory, no times.  ``loss`` gives the scalar loss from (output, batch) where the model does not; ``blocks`` names
-    the blocks where they are not found; ``device_kind`` is what a model on the meta device is to train on, where that
-    decides which kernels run and what autocast casts (``fakes/``); ``mlp_tiles``: numbers of tiles of tokens that MLPs
-    of blocks may run in, each traced once more; ``mlp_modules``: patterns of their
-    paths (``"*.mlp"``) where they are not found (``find_mlps``); ``loss_tiles``: numbers of tiles that head and loss
-    may run in, each traced once more; ``loss_head``: ``"eager"``, or ``"fused"``, where the gradient of whole logits
-    takes their place; ``sequence_ranks``: numbers of ranks that may share each sequence, each traced once more, tiles
-    too, as one of these ranks runs, with what others would send it made up.  ``packing``, of a model on the meta
-    device: the samples of each row, which its attention kernel is told; without it they are read off the batch.
-    ``compiled`` (``"blocks"``, ``"model"``) and ``float8`` (``"tensorwise"``, ``"rowwise"``, ``"delayed"``), of a model
-    on the meta device: what others' programs compile and multiply so, for predictions alone.  Raises WorkloadError if
-    the model cannot be traced, or the batch mixes packed samples, PlanError if its loss cannot be computed by tiles, or
-    ranks cannot share its sequences.
+    attributes that its own forward writes are not put back.  A model on the meta device is traced with fake
+    tensors: no memory, no times.  ``loss`` gives the scalar loss from (output, batch) where the model does not;
+    ``blocks`` names the blocks where they are not found, a module that runs several times as often; ``device_kind``
+    is what a model on the meta device is to train on, where that decides which kernels run and what autocast casts
+    (``fakes/``); ``mlp_tiles``: numbers of tiles of tokens that MLPs of blocks may run in, each traced once more;
+    ``mlp_modules``: patterns of their paths (``"*.mlp"``) where they are not found (``find_mlps``); ``loss_tiles``:
+    numbers of tiles that head and loss may run in, each traced once more; ``loss_head``: ``"eager"``, or
+    ``"fused"``, where the gradient of whole logits takes their place; ``sequence_ranks``: numbers of ranks that may
+    share each sequence, each traced once more, tiles too, as one of these ranks runs, with what others would send
+    it made up.  ``packing``, of a model on the meta device: the samples of each row, which its attention kernel is
+    told; without it they are read off the batch.  ``compiled`` (``"blocks"``, ``"model"``) and ``float8``
+    (``"tensorwise"``, ``"rowwise"``, ``"delayed"``), of a model on the meta device: what others' programs compile
+    and multiply so, for predictions alone.  Raises WorkloadError if the model cannot be traced, or the batch mixes
+    packed samples, PlanError if its loss cannot be computed by tiles, or ranks cannot share its sequences.
     """
     check_traceable(model, batch, loss)
     _, num_tokens = count_samples_and_tokens(batch)
@@ -124,13 +124,13 @@ def trace(
     try:
         return traced(blocks)
     except ScheduleError as refused:
-        if blocks is not None:
-            raise
+        named = find_blocks(model, blocks)
         try:
-            order = blocks_as_run(model, batch, loss, find_blocks(model))
+            order = blocks_as_run(model, batch, loss, named)
         except (RuntimeError, BatchRefusedError):
             raise refused from None  # it cannot be copied, with tensors that the iteration left, or asks for values
-        if order is None:
+        # Blocks that are named run as they are named, or more often.
+        if order is None or (blocks is not None and len(order) <= len(named)):
             raise
     return traced(order)
 

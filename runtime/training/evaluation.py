@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ...shared.basics.errors import ScheduleError
 from ..chunks.chunk import ChunkState, DeviceChunk
 from ..chunks.row_lookups import LookedUpRows
 from ..chunks.sharded_chunk import ShardedChunk
 from ..devices.device import TrainingDevice
+from ..hooks.block_runs import BlockRuns
 from ..hooks.refusals import refuse_transforms
 from ..model.blocks import NamedBlock
 from ..model.nested_tensors import tensors_in
@@ -77,15 +79,12 @@ class Evaluation:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Within the block the models run forward.  Every chunk is away before and after it, and no lane runs."""
-        handles = []
+        handles: list[RemovableHandle | BlockRuns] = []
         for model in self._models:
             enter = self._entering_model(model)
             handles.append(model.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
             handles.append(model.module.register_forward_hook(self._leave_model, always_call=True))
-            for section, block in model.blocks:
-                handles.append(block.module.register_forward_pre_hook(self._entering(section), prepend=True))
-            for _, block in model.blocks[-1:]:
-                handles.append(block.module.register_forward_hook(self._entering(model.epilogue)))
+            handles.append(self._following_blocks(model))
         for module, held in self._holders():
             handles.append(module.register_forward_pre_hook(self._bringing(held), prepend=True))
         self._rows.is_evaluating = True
@@ -112,6 +111,21 @@ class Evaluation:
 
         return enter
 
+    def _following_blocks(self, model: EvaluatedModel) -> BlockRuns:
+        needed = [self._needed(section) for section, _ in model.blocks]
+        last = len(needed) - 1
+
+        def leave(place: int, given: Any, output: Any) -> None:
+            if place == last:
+                self._enter(self._needed(model.epilogue))
+
+        return BlockRuns(
+            model.module,
+            [block for _, block in model.blocks],
+            on_enter=lambda place, given: self._enter(needed[place]),
+            on_leave=leave,
+        )
+
     def _begin_forward(self, given: Any) -> None:
         ledger = self._device.ledger
         if ledger is not None and self._claim_before_bytes is None:
@@ -136,14 +150,6 @@ class Evaluation:
     def _needed(self, section: int) -> list[DeviceChunk]:
         """The chunks that the forward of a section needs, by its number."""
         return [chunk for chunk in self._chunks if section in chunk.chunk.forward]
-
-    def _entering(self, section: int) -> Any:
-        needed = self._needed(section)
-
-        def enter(*_: Any) -> None:
-            self._enter(needed)
-
-        return enter
 
     def _enter(self, needed: Sequence[DeviceChunk]) -> None:
         """Let every chunk but ``needed`` go, and bring these."""

@@ -31,7 +31,7 @@ from ..schema.plan import (
 )
 from ..schema.schedule import ChunkId
 from ..schema.workload import Parameter, Subspace, Workload
-from .uses import NumberedUses, numbered_uses
+from .uses import NumberedUses, numbered_uses, parameters_of_blocks
 
 ALIGNMENT_BYTES: Final = 256
 """Every parameter begins at a multiple of this within its chunk, as the device's allocator would place it.
@@ -274,6 +274,16 @@ def build_layout(
                 packing.place(index, sizes[index])
     packing.seal()
     return Layout(chunk_bytes=chunk_bytes, chunks=tuple(packing.chunks), num_blocks=num_blocks, method=method)
+
+
+def largest_block_bytes(workload: Workload) -> int:
+    """Bytes of the largest block's parameters as a chunk holds them; at least 1."""
+    return max(1, *(sum(aligned(p.size_bytes) for p in of) for of in parameters_of_blocks(workload)))
+
+
+def largest_block_elements(workload: Workload) -> int:
+    """Scalars of the largest block's parameters; at least 1."""
+    return max(1, *(sum(p.num_elements for p in of) for of in parameters_of_blocks(workload)))
 
 
 def check_layout(layout: Layout, plan: Plan, workload: Workload) -> None:

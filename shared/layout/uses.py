@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..schema.workload import BlockId, OuterSection, Parameter, Section
+from ..schema.workload import BlockId, OuterSection, Parameter, Section, Workload
 
 
 def section_number(section: Section, num_blocks: int) -> int:
@@ -66,6 +66,23 @@ def numbered_uses(parameter: Parameter, num_blocks: int) -> NumberedUses:
     at_the_turn = {last} & (forward | backward)
     gradient = section_number(_section(parameter.uses.gradient), num_blocks)
     return NumberedUses(tuple(sorted(forward | at_the_turn)), tuple(sorted(backward | at_the_turn)), gradient)
+
+
+def parameters_of_blocks(workload: Workload) -> list[list[Parameter]]:
+    """What each block alone uses, and what lies in its module, which may run several times as a block each time.
+
+    What something outside the blocks uses as well is left out.
+    """
+    found: list[list[Parameter]] = [[] for _ in workload.blocks]
+    for parameter in workload.parameters:
+        if parameter.block is not None:
+            found[parameter.block].append(parameter)
+        elif parameter.uses is not None and not any(isinstance(user, OuterSection) for user in parameter.uses.forward):
+            names = (parameter.name, *parameter.aliases)
+            for of, block in zip(found, workload.blocks, strict=True):
+                if any(name.startswith(f"{block.name}.") for name in names):
+                    of.append(parameter)
+    return found
 
 
 def _section(section: int | OuterSection) -> Section:

@@ -25,7 +25,7 @@ from ...shared.basics.errors import PlanError
 from ...shared.basics.units import format_bytes
 from ...shared.catalogue.models import hidden_size, load_model_configuration
 from ...shared.foreign.asked_run import Checkpointing, Place, Split, Tool
-from ...shared.layout.layout import Layout, aligned, layout_of
+from ...shared.layout.layout import Layout, largest_block_bytes, largest_block_elements, layout_of
 from ...shared.methods.runtime_profile import Runtime, RuntimeProfile
 from ...shared.schema.optimizer import HostGradients
 from ...shared.schema.plan import ParallelMode, Plan
@@ -65,7 +65,7 @@ def configured_plan(settled: Settled, workload: Workload, tool: Tool) -> Configu
     differences: list[str] = []
     settled = _filled_in(settled, notes, differences)
     run = settled.run
-    layout = layout_of(workload, _largest_block_bytes(workload))
+    layout = layout_of(workload, largest_block_bytes(workload))
     knobs = _residency(settled, workload, layout, differences)
     moves = run.parameters_on is not Place.DEVICE or run.optimizer_on is not Place.DEVICE
     limit = run.max_gradient_norm or None
@@ -137,14 +137,6 @@ def _runtime(settled: Settled) -> RuntimeProfile:
         bucket_scalars=run.bucket_scalars,
         has_two_buckets=run.has_two_buckets,
     )
-
-
-def _largest_block_bytes(workload: Workload) -> int:
-    sizes = [0] * workload.num_blocks
-    for parameter in workload.parameters:
-        if parameter.block is not None:
-            sizes[parameter.block] += aligned(parameter.size_bytes)
-    return max(sizes)
 
 
 def _has_narrow(workload: Workload) -> bool:
@@ -219,11 +211,7 @@ def _window(settled: Settled, workload: Workload, layout: Layout) -> dict[str, i
     run, num_chunks, fewest = settled.run, len(layout.chunks), layout.min_buffers(0)
     if run.live_parameters is None or run.prefetched_parameters is None:
         return {"n_buffer": min(2 * fewest, num_chunks), "prefetch_depth": 1}
-    numbers = [0] * workload.num_blocks
-    for parameter in workload.parameters:
-        if parameter.block is not None:
-            numbers[parameter.block] += parameter.num_elements
-    largest = max(1, *numbers)
+    largest = largest_block_elements(workload)
     return {
         "n_buffer": min(max(fewest, run.live_parameters // largest), num_chunks),
         "prefetch_depth": min(max(1, -(-run.prefetched_parameters // largest)), workload.num_blocks),

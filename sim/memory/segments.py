@@ -18,6 +18,7 @@ top.
 
 from __future__ import annotations
 
+from ...shared.layout.uses import parameters_of_blocks
 from ...shared.methods.runtime_profile import Runtime, RuntimeProfile
 from ...shared.schema.plan import Plan
 from ...shared.schema.workload import Workload
@@ -45,11 +46,10 @@ def _part_bytes(plan: Plan, workload: Workload) -> int:
 
 
 def _gathering_bytes(plan: Plan, workload: Workload) -> int:
-    groups: dict[int | None, int] = {}
-    for parameter in workload.parameters:
-        groups[parameter.block] = groups.get(parameter.block, 0) + parameter.size_bytes
-    outside = groups.pop(None, 0)
-    blocks = [groups.get(block, 0) for block in range(workload.num_blocks)]
+    of_blocks = parameters_of_blocks(workload)
+    inside = {parameter.name for of in of_blocks for parameter in of}
+    outside = sum(parameter.size_bytes for parameter in workload.parameters if parameter.name not in inside)
+    blocks = [sum(parameter.size_bytes for parameter in of) for of in of_blocks]
     gathered = max((first + second for first, second in zip([outside, *blocks], blocks, strict=False)), default=outside)
     num_shards = plan.shard_ranks or plan.num_ranks
     # The parts of one group are cast while it is gathered.

@@ -21,7 +21,7 @@ import numpy as np
 from ...shared.answers.search_result import Baseline, Lack
 from ...shared.basics.errors import PlanError
 from ...shared.layout.kinds import kind_of
-from ...shared.layout.layout import aligned, layout_of
+from ...shared.layout.layout import largest_block_bytes, largest_block_elements, layout_of
 from ...shared.methods.runtime_profile import Runtime, RuntimeProfile
 from ...shared.order.happens_before import HappensBefore
 from ...shared.schema.plan import ParallelMode, Plan, TrainingMethod, why_not_parallel
@@ -128,20 +128,14 @@ def system_name(system: System, *, is_checkpointed: bool) -> str:
 def system_plan(system: System, problem: SearchProblem, like: Plan, *, is_checkpointed: bool) -> Plan:
     """The plan of ``system`` for the micro-batches of ``problem`` and the ranks of ``like``."""
     workload = problem.workload
-    block_bytes = [0] * workload.num_blocks
-    num_parameters = [0] * workload.num_blocks
-    for parameter in workload.parameters:
-        if parameter.block is not None:
-            block_bytes[parameter.block] += aligned(parameter.size_bytes)
-            num_parameters[parameter.block] += parameter.num_elements
-    layout = layout_of(workload, max(block_bytes))
+    layout = layout_of(workload, largest_block_bytes(workload))
     moves = system.is_offloaded or system.is_sharded
     n_buffer, prefetch_depth = 0, 1
     if moves:
         fewest, num_chunks = layout.min_buffers(0), len(layout.chunks)
         n_buffer = min(2 * fewest, num_chunks)
         if system.has_windows:
-            largest = max(1, *num_parameters)
+            largest = largest_block_elements(workload)
             n_buffer = min(max(fewest, MAX_LIVE_PARAMETERS // largest), num_chunks)
             prefetch_depth = min(max(1, -(-PREFETCH_PARAMETERS // largest)), workload.num_blocks)
     return Plan(

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from ...shared.basics.errors import PlanError
-from ...shared.layout.layout import ALIGNMENT_BYTES, Layout, aligned, layout_of, why_not_on_device
+from ...shared.layout.layout import ALIGNMENT_BYTES, Layout, largest_block_bytes, layout_of, why_not_on_device
 from ...shared.layout.looked_up import looking_up, why_not_looked_up
 from ...shared.layout.residencies import ChunkResidency
 from ...shared.layout.travelling_inputs import input_bytes
@@ -246,11 +246,7 @@ def _no_modes(num_blocks: int, space: SearchSpace) -> PlanError:
 
 def chunk_sizes(workload: Workload) -> list[int]:
     """Sensible values of ``chunk_bytes``: fractions and multiples of the largest block, ascending."""
-    block_bytes = [0] * workload.num_blocks
-    for parameter in workload.parameters:
-        if parameter.block is not None:
-            block_bytes[parameter.block] += aligned(parameter.size_bytes)
-    largest = max(block_bytes)
+    largest = largest_block_bytes(workload)
     unit = 2**20 if largest >= _WHOLE_MIB_FROM_BYTES else ALIGNMENT_BYTES
     return sorted({max(1, math.ceil(largest * fraction / unit)) * unit for fraction in _BLOCK_FRACTIONS})
 

@@ -94,6 +94,18 @@ class HandWritten(nn.Module):
         return self.exit(self.stack(self.entry(points)))
 
 
+class RunTwice(HandWritten):
+    """Its first blocks run a second time before the last one runs: each of them is two blocks of the schedule."""
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        """(batch, 5) to (batch, 3)."""
+        *first, last = self.stack
+        hidden = self.entry(points)
+        for layer in [*first, *first, last]:
+            hidden = layer(hidden)
+        return self.exit(hidden)
+
+
 def hand_written(**changes: Any) -> HandWritten:
     """A ``HandWritten`` with fixed weights."""
     torch.manual_seed(SEED)
@@ -297,6 +309,11 @@ def _narrow_blocks() -> nn.Module:
     return model
 
 
+def _run_twice() -> nn.Module:
+    torch.manual_seed(SEED)
+    return RunTwice(num_layers=3)
+
+
 def _frozen_tail() -> nn.Module:
     return frozen(hand_written(), "stack.2", "stack.3.up", "exit")
 
@@ -315,6 +332,7 @@ def cases(steps: int = STEPS) -> dict[str, Case]:
         "llama in bfloat16": Case(lambda: llama().to(torch.bfloat16), tokens, groups=three_groups),
         "hand-written, partly narrow": Case(_narrow_blocks, points, has_loss=False),
         "hand-written, unused parameters": Case(hand_written, points, has_loss=False),
+        "hand-written, blocks run twice": Case(_run_twice, points, has_loss=False),
         "hand-written, frozen tail": Case(_frozen_tail, points, has_loss=False),
         "hand-written, batch statistics": Case(
             lambda: hand_written(has_statistics=True), points, has_loss=False, groups=three_groups

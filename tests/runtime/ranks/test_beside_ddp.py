@@ -27,6 +27,7 @@ NAMES = (
     "llama in bfloat16",
     "hand-written, partly narrow",
     "hand-written, unused parameters",
+    "hand-written, blocks run twice",
     "gated",
 )
 PROJECTED = ("gated, factorised", "llama in bfloat16, factorised")

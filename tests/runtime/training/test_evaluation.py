@@ -74,7 +74,12 @@ def check(case: Case, plan: Plan) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["gpt2 with dropout, tied", "hand-written, batch statistics", "llama in bfloat16", "hand-written, frozen tail"],
+    [
+        "gpt2 with dropout, tied",
+        "hand-written, batch statistics",
+        "llama in bfloat16",
+        "hand-written, blocks run twice",
+    ],
 )
 def test_random_plans_evaluate_and_train_as_the_plain_loop(name: str) -> None:
     case = cases()[name]

@@ -13,7 +13,7 @@ from torch import nn
 
 from protwin.runtime import carry_out, trace
 from protwin.runtime.model.blocks import find_blocks
-from protwin.shared.basics.errors import ScheduleError, WorkloadError
+from protwin.shared.basics.errors import WorkloadError
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.plan import Plan
@@ -262,22 +262,3 @@ def given(output: torch.Tensor, batch: object) -> torch.Tensor:
 def test_blocks_named_wrongly(blocks: str | list[str], message: str) -> None:
     with pytest.raises(WorkloadError, match=message):
         find_blocks(llama(), blocks)
-
-
-class Shared(nn.Module):
-    """The same layer, three times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = nn.ModuleList([hand_written().stack[0]])
-        self.exit = nn.Linear(24, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(3):
-            x = self.rows[0](x)
-        return self.exit(x).sum()
-
-
-def test_a_block_that_runs_more_than_once_is_refused() -> None:
-    with pytest.raises(ScheduleError, match=r"rows\.0.*run once per forward"):
-        trace(Shared(), torch.ones(2, 24))

@@ -86,7 +86,13 @@ def all_persistent(case: Case, n_checkpoint: int, micro_batches: int = 1) -> Pla
     )
 
 
-NAMES = ("llama", "gpt2 with dropout, tied", "llama in bfloat16", "hand-written, frozen tail")
+NAMES = (
+    "llama",
+    "gpt2 with dropout, tied",
+    "llama in bfloat16",
+    "hand-written, frozen tail",
+    "hand-written, blocks run twice",
+)
 
 
 @pytest.mark.slow
