@@ -12,10 +12,10 @@ from ..data.packed_batches import packing_of_batch
 from ..model.compiled import refuse_compiled_call
 
 _ONCE = (
-    "Every forward must run the blocks that the trace saw, in that order. If the model skips blocks by chance "
-    "(LayerDrop), set that chance to 0; if it runs them as often as a batch asks for, name the modules around them "
-    "(trace(..., blocks=...)). A batch without the images or sounds that the traced one had runs fewer blocks: trace "
-    "the model with a batch of that kind, and train on such batches by a plan of their own."
+    "Every forward must run the same blocks in the same order, as they were traced or are named. If the model skips "
+    "blocks by chance (LayerDrop), set that chance to 0; if it runs them as often as a batch asks for, name modules "
+    "around them (trace(..., blocks=...)). A batch without the images or sounds that the traced one had runs fewer "
+    "blocks: trace the model with a batch of that kind, and train on such batches by a plan of their own."
 )
 
 
