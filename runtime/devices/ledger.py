@@ -307,6 +307,9 @@ class MemoryLedger:
                     f"cannot be placed. If it is the gradient of an embedding, make that with sparse=False: values and "
                     f"results are the same."
                 )
+            if tensor._is_zerotensor():
+                # It states a size and has no memory.
+                continue
             storage = tensor.untyped_storage()
             known = self._watched.get(storage._cdata)
             if known is not None:

@@ -59,7 +59,7 @@ class SavedStorage:
 class SavedTensor:
     """What autograd holds in place of a tensor."""
 
-    __slots__ = ("dtype", "of", "offset", "shape", "stride", "version")
+    __slots__ = ("dtype", "is_conjugate", "is_negative", "of", "offset", "shape", "stride", "version")
 
     def __init__(self, of: SavedStorage, tensor: torch.Tensor) -> None:
         self.of = of
@@ -67,6 +67,9 @@ class SavedTensor:
         self.shape = tensor.shape
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
+        # Lazy views: their storage has the values that conj() and the minus have yet to be applied to.
+        self.is_conjugate = tensor.is_conj()
+        self.is_negative = tensor.is_neg()
         self.version = tensor._version
         of.versions.add(self.version)
 
@@ -83,7 +86,10 @@ class SavedTensor:
                 "one of the variables needed for gradient computation has been modified by an inplace operation"
             )
         made = torch.empty(0, dtype=self.dtype, device=holder.device)
-        return made.set_(holder.untyped_storage(), self.offset, self.shape, self.stride)
+        made.set_(holder.untyped_storage(), self.offset, self.shape, self.stride)
+        if self.is_conjugate:
+            made = made.conj()
+        return torch._neg_view(made) if self.is_negative else made
 
 
 class _OwnStorages:

@@ -63,5 +63,10 @@ def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a storage of its own, which could be copied: sparse ones and wrappers have none."""
-    return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+    """Whether a tensor has a storage of its own, which could be copied.
+
+    Sparse ones and wrappers have none, nor have the zeros that forward-mode AD has for what depends on nothing: theirs
+    states a size and has no memory.
+    """
+    has_memory = tensor.layout is torch.strided and not tensor._is_zerotensor()
+    return has_memory and not is_traceable_wrapper_subclass(tensor)

@@ -15,13 +15,16 @@ _VALUES: Final = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 """Attributes that give values."""
 _FACTS: Final = frozenset(
     {
+        "_is_zerotensor",
         "data_ptr",
         "dim",
         "element_size",
         "get_device",
         "is_complex",
+        "is_conj",
         "is_contiguous",
         "is_floating_point",
+        "is_neg",
         "is_signed",
         "ndimension",
         "nelement",
