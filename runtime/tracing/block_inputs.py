@@ -32,6 +32,9 @@ class GivenTensor:
     """Whether anything but its block and those that were given it has read it in forward, or the model returned it."""
     gone: PhaseKey | None = None
     """Where it went; None for what outlives the iteration."""
+    let_go: PhaseKey | None = None
+    """Where the model let go of the last tensor of it that a block returned; None if it never did.  Autograd may hold
+    the storage beyond that."""
 
 
 class GivenTensors:
@@ -54,6 +57,8 @@ class GivenTensors:
         self._lasting = {tensor.untyped_storage()._cdata for tensor in lasting}
         self._place = place
         self._alive: dict[int, tuple[GivenTensor, weakref.ref[Any]]] = {}
+        self._returned: dict[int, weakref.ref[torch.Tensor]] = {}
+        """By identity, the tensors that blocks have returned."""
         self._within: int | None = None
         """The block whose forward runs."""
         self._runs = BlockRuns(model, blocks, on_enter=self._see, on_leave=self._see_returned)
@@ -63,6 +68,7 @@ class GivenTensors:
         """Forget what was seen: the next iteration counts."""
         self.found = []
         self._alive.clear()
+        self._returned.clear()
         self._within = None
 
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -80,27 +86,41 @@ class GivenTensors:
         self._runs.remove()
         self._end.remove()
         self._alive.clear()
+        self._returned.clear()
 
     def _see(self, block: int, arguments: Any) -> None:
         # Recomputation calls the forward of a block and not the block, so it does not come by here.
         self._within = block
-        for given in self._counted(arguments):
+        for _, given in self._counted(arguments):
             if block not in given.blocks:
                 given.blocks.append(block)
 
     def _see_returned(self, block: int, arguments: Any, output: Any) -> None:
         self._within = None
-        for given in self._counted(output):
+        for tensor, given in self._counted(output):
             if given.made_by is None and not given.blocks:
                 given.made_by = block
+            self._follow(tensor, given)
 
-    def _counted(self, value: Any) -> Iterator[GivenTensor]:
-        """The storages in ``value`` that the ledger counts and that do not outlive everything."""
+    def _follow(self, tensor: torch.Tensor, given: GivenTensor) -> None:
+        """Note where the model lets go of a tensor; of several of one storage, the last one that it lets go of counts.
+
+        In mode KEEP autograd holds others in place of what blocks save (``SwappableTally``).
+        """
+        key = id(tensor)
+        self._returned[key] = weakref.ref(tensor, lambda _: self._let_go(key, given))
+
+    def _let_go(self, key: int, given: GivenTensor) -> None:
+        del self._returned[key]
+        given.let_go = self._place()
+
+    def _counted(self, value: Any) -> Iterator[tuple[torch.Tensor, GivenTensor]]:
+        """The tensors in ``value`` whose storages the ledger counts and that do not outlive everything."""
         for tensor in tensors_in(value):
             storage = tensor.untyped_storage()
             size_bytes = self._ledger.counted_bytes(storage)
             if storage._cdata not in self._lasting and size_bytes:
-                yield self._given(storage, size_bytes)
+                yield tensor, self._given(storage, size_bytes)
 
     def _see_end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         for tensor in tensors_in(output):
@@ -124,18 +144,21 @@ class GivenTensors:
 
 
 def staying_inputs(
-    seen: Sequence[Sequence[GivenTensor]],
+    kept: Sequence[GivenTensor],
+    checkpointed: Sequence[GivenTensor],
     output_bytes: Sequence[int],
     shared: Sequence[ObservedInput],
     stands_for: Sequence[int],
 ) -> tuple[int, ...]:
-    """The observed blocks that the block before hands less than sizes of outputs tell, in any of the ways ``seen``.
+    """The observed blocks that the block before hands less than sizes of outputs tell, in either way of tracing.
 
-    What it hands to this one alone travels, unless somebody else may hold it: the model between blocks, or the block
-    before for its own backward, as for that of tanh.
+    What it hands to this one alone travels, unless somebody else may hold it: the model between blocks or beyond this
+    one, in a list or as the input of a stage of several blocks, or the block before for its own backward, as for that
+    of tanh.
     ``output_bytes``: of every observed block.
     """
-    handed = [min(sizes) for sizes in zip(*(_handed(found, len(output_bytes)) for found in seen), strict=True)]
+    seen = _handed([given for given in kept if _is_let_go(given)], output_bytes), _handed(checkpointed, output_bytes)
+    handed = [min(sizes) for sizes in zip(*seen, strict=True)]
     told = handed_bytes(
         [output_bytes[seen] for seen in stands_for],
         [one for given in shared for one in given.shared_inputs(stands_for)],
@@ -143,9 +166,9 @@ def staying_inputs(
     return tuple(sorted({seen for block, seen in enumerate(stands_for) if told[block] > handed[seen]}))
 
 
-def _handed(found: Sequence[GivenTensor], num_blocks: int) -> list[int]:
+def _handed(found: Sequence[GivenTensor], output_bytes: Sequence[int]) -> list[int]:
     """By block, what the block before hands to it and nobody else holds."""
-    handed = [0] * num_blocks
+    handed = [0] * len(output_bytes)
     for given in found:
         if given.made_by is not None and given.blocks == [given.made_by + 1] and not _is_held_besides(given):
             handed[given.made_by + 1] += given.size_bytes
@@ -158,6 +181,11 @@ def _is_held_besides(given: GivenTensor) -> bool:
         return True
     kind, section = given.gone
     return kind is not TaskKind.FORWARD and section != given.blocks[0]
+
+
+def _is_let_go(given: GivenTensor) -> bool:
+    """Whether the model lets go of what one block is given when that block returns, if blocks keep what they save."""
+    return bool(given.blocks) and given.let_go == (TaskKind.FORWARD, given.blocks[0])
 
 
 def shared_inputs(

@@ -68,7 +68,7 @@ def traced_shape(model: nn.Module, batch: Batch, seen: Seen, stands_for: Sequenc
         resident_bytes=_resident_bytes(model, batch) + most_kept_bytes(seen.values(), stands_for),
         observed=_casts_until_backward(seen),
         shared_inputs=shared,
-        staying_inputs=staying_inputs((kept.given, again.given), again.output_bytes, shared, stands_for),
+        staying_inputs=staying_inputs(kept.given, again.given, again.output_bytes, shared, stands_for),
     )
 
 
