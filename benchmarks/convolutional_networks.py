@@ -218,21 +218,23 @@ def images_per_s(run: Measured, workload: Workload, device: Device) -> float:
 def main() -> None:
     """Print the table."""
     asked = sys.argv[1:] or list(_NETWORKS)
-    errors = []
+    errors: dict[str, list[float]] = {}
     print("| network | board | precision | channels | images/s, measured | predicted | error of time |")
     print("| --- | --- | --- | --- | ---: | ---: | ---: |")
     for run in MEASURED:
         if run.network not in asked:
             continue
         predicted = images_per_s(run, traced(run), device_part(run.device))
-        errors.append(run.images_per_s / predicted - 1)
+        error = run.images_per_s / predicted - 1
+        errors.setdefault(run.device, []).append(error)
         precision = "mixed" if run.mixed else "TF32" if run.device.startswith("a100") else "float32"
         channels = "last" if run.is_last else "first"
         print(
             f"| {run.network} | {run.device} | {precision} | {channels} | {run.images_per_s:,.0f} | {predicted:,.0f} "
-            f"| {errors[-1]:+.0%} |"
+            f"| {error:+.0%} |"
         )
-    print(f"\nmean {fmean(errors):+.1%}, mean size {fmean(map(abs, errors)):.1%}")
+    for device, found in errors.items():
+        print(f"\n{device}: mean {fmean(found):+.1%}, mean size {fmean(map(abs, found)):.1%}")
 
 
 if __name__ == "__main__":
