@@ -31,6 +31,7 @@ from ...shared.schema.plan import ActivationMode
 from ...shared.schema.workload import Compiled, Float8, Workload
 from ..data.packed_batches import packing_of_batch, samples_apart
 from ..devices.device import device_description
+from ..fakes.reference_kernels import references_named
 from ..hooks.row_reads import agreed
 from ..model.batches import Batch, BatchRefusedError, Loss, count_samples_and_tokens
 from ..model.blocks import NamedBlock, find_blocks
@@ -118,8 +119,11 @@ def trace(
                 found = with_tilings(found, in_tiles, names_of(named, mlps))
             return with_loss_tilings(found, {n: asked.traced(names, next(report), loss_tiles=n) for n in loss_counts})
 
-        alone = traced_among(1).model_copy(update={"packed_products": products_of(model)})
-        return with_sharings(alone, {number: traced_among(number) for number in shared_counts})
+        with references_named(model, is_run=is_run) as left_out:
+            alone = traced_among(1)
+            found = with_sharings(alone, {number: traced_among(number) for number in shared_counts})
+        update = {"packed_products": products_of(model), "kernels_left_out": tuple(sorted(left_out))}
+        return found.model_copy(update=update)
 
     try:
         return traced(blocks)

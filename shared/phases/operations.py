@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated, Final, Protocol
 
@@ -125,6 +126,18 @@ def lowering_words(compiled: Compiled | None, float8: Float8 | None, products: I
     words += [] if float8 is None else [f"linear maps of blocks in float8, scaled {float8}"]
     words += [] if products is None else [products.words]
     return ", ".join(words) or None
+
+
+def left_out_words(packages: Sequence[str], model_name: str) -> str | None:
+    """What ``Workload.kernels_left_out`` means for a prediction; None where there are none."""
+    if not packages:
+        return None
+    return (
+        f"{model_name} is predicted by the operations of its reference in PyTorch, which it runs where "
+        f"{' and '.join(packages)} {'is' if len(packages) == 1 else 'are'} not installed. With "
+        f"{'its' if len(packages) == 1 else 'their'} kernels training takes less time and memory, how much less is not "
+        f"known."
+    )
 
 
 def lowering_notes(

@@ -142,6 +142,9 @@ class Workload(Document):
     """How linear maps of blocks multiply in float8, likewise."""
     packed_products: PackedProducts | None = None
     """Whose products with packed weights they are where they are not those of protwin's runtime, likewise."""
+    kernels_left_out: tuple[Name, ...] = ()
+    """Packages whose kernels the model calls where they are installed, and whose reference in PyTorch was traced.  A
+    file has the field where there are any."""
     row_lookups: RowLookups | None = None
     """Embeddings whose rows the prologue may look up on the host; None where there are none, or nobody knows."""
     resident_bytes: Bytes = 0
@@ -237,7 +240,7 @@ class Workload(Document):
         fields: dict[str, Any] = handler(self)
         if self.loss_head is LossHead.EAGER:
             fields.pop("loss_head", None)
-        for name in ("tilings", "subspaces", "sequence_sharings", "loss_tilings", "staying_inputs"):
+        for name in ("tilings", "subspaces", "sequence_sharings", "loss_tilings", "staying_inputs", "kernels_left_out"):
             if not getattr(self, name):
                 fields.pop(name, None)
         for name in ("distillation", "packing", "quadratic", "compiled", "float8", "packed_products", "rotary_tokens"):

@@ -39,7 +39,6 @@ from ...shared.cli.options import (
 )
 from ...shared.cli.output import save
 from ...shared.cli.report_options import AnswerChoice
-from ...shared.phases.tiling import LossHead
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.optimizer import HostGradients, Optimizer
@@ -50,7 +49,7 @@ from .machine_choice import check_budget, price_files
 from .model_choice import NamedModel, PredictedTraining, student_of
 from .options import MOST_SAMPLES, Margin, MaxGradientNorm, margin_frac_of
 from .space_options import ProductKnobs
-from .warnings import warn_of_loss
+from .warnings import warn_of_kernels, warn_of_loss
 
 if TYPE_CHECKING:
     from ...shared.report.page import Report
@@ -186,8 +185,9 @@ def advise_command(
         check_shares(global_batch, number)
     cache = None if answer.no_cache else cache_folder()
     num_parts = check_request(request, cache, named.method if training.subspaces.unfreeze_rank_ratio is None else None)
-    if training.loss is LossHead.NARROW:
-        warn_of_loss(request.smallest_workload(cache))
+    smallest = request.smallest_workload(cache)
+    warn_of_loss(smallest)
+    warn_of_kernels(smallest)
     boxes = list(machines.values())
     asked = machines_with(boxes, numbers) if numbers else whole_machines(boxes, num_parts)
     if hardware:

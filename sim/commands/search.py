@@ -57,7 +57,7 @@ from .space_options import (
     StepChoice,
     groups_that_share,
 )
-from .warnings import warn_of_attention, warn_of_dtype, warn_of_loss, warn_of_memory
+from .warnings import warn_of_attention, warn_of_dtype, warn_of_kernels, warn_of_loss, warn_of_memory
 
 if TYPE_CHECKING:
     from ...shared.report.page import Report
@@ -180,12 +180,12 @@ def search_command(
         found = with_remedies(found, request, choice.untraced)
     result, document = found.result, found.result if global_batch is None else found
     warn_of_dtype(result.prediction, machine)
-    warn_of_attention(_workload_of(request, found, choice))
-    warn_of_loss(_workload_of(request, found, choice))
+    chosen = _workload_of(request, found, choice)
+    for warn_of in (warn_of_attention, warn_of_kernels, warn_of_loss):
+        warn_of(chosen)
     warn_of_memory(result.prediction, rank_host_bytes(machine, result.plan.num_ranks))
-    made_for = _workload_of(request, found, choice).words
-    save(result.noted_plan.model_copy(update={"made_for": made_for}), answer.output)
-    answer.tell(document, lambda: _tables(document), lambda: _report(document, _workload_of(request, found, choice)))
+    save(result.noted_plan.model_copy(update={"made_for": chosen.words}), answer.output)
+    answer.tell(document, lambda: _tables(document), lambda: _report(document, chosen))
     if is_interrupted:
         certified = result.certificate.is_certified
         holding = "the plan, which is certified," if certified else "the best plan so far, which is not certified,"

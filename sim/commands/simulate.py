@@ -48,7 +48,7 @@ from .machine_choice import MachineChoice, RanksOfPlan, check_budget, unused_dev
 from .model_choice import NamedModel, PredictedTraining
 from .options import RuntimeChoice
 from .pipelines import Asked, refuse, simulate_stages
-from .warnings import warn_of_attention, warn_of_dtype, warn_of_loss, warn_of_memory
+from .warnings import warn_of_attention, warn_of_dtype, warn_of_kernels, warn_of_loss, warn_of_memory
 
 if TYPE_CHECKING:
     from ...shared.report.page import Report
@@ -142,6 +142,7 @@ def simulate_command(
     record = record.model_copy(update={"remedies": told})
     _warn(record, machine, budget_bytes)
     warn_of_attention(workload)
+    warn_of_kernels(workload)
     warn_of_loss(workload)
     if carried_out.foreach and machine.device.kind is DeviceKind.CPU:
         warn(

@@ -38,7 +38,7 @@ from .space_options import (
     StepChoice,
     groups_that_share,
 )
-from .warnings import warn_of_loss
+from .warnings import warn_of_kernels, warn_of_loss
 
 if TYPE_CHECKING:
     from ...shared.report.page import Report
@@ -140,7 +140,9 @@ def sweep_command(
                 step=steps.step(num_ranks),
             ),
         )
-        warn_of_loss(asked.request.smallest_workload())
+        smallest = asked.request.smallest_workload()
+        warn_of_loss(smallest)
+        warn_of_kernels(smallest)
         points, is_complete = sweep_points(
             asked,
             [(batch_size, length) for length, batch_size in product(sequence_lengths, batch_sizes)],

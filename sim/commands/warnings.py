@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...shared.cli.options import MethodName as MethodName
 from ...shared.cli.options import warn
+from ...shared.phases.operations import left_out_words
 from ...shared.phases.quadratic import attention_words
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.record import Record
@@ -35,6 +36,12 @@ def warn_of_attention(workload: Workload) -> None:
     """Warn of attention that takes memory with the square of the sequence."""
     words = attention_words(workload.quadratic, workload.model_name, workload.num_tokens // workload.num_samples)
     if words is not None:
+        warn(words)
+
+
+def warn_of_kernels(workload: Workload) -> None:
+    """Warn of kernels whose reference implementation was traced in their place."""
+    if (words := left_out_words(workload.kernels_left_out, workload.model_name)) is not None:
         warn(words)
 
 
