@@ -24,8 +24,9 @@ _HEAD: Final = """# Commands
 `protwin COMMAND --help` prints the same on a terminal; `python -m protwin` is `protwin`. Sizes take units (`10GiB`,
 `512MiB`), rates too (`25GB/s`). With `--json` a command prints one document for programs, whose fields are on the page
 [Files](json.md). The exit code is 0 on success, 2 for a mistake of the user (one message on standard error, and no file
-is left half-written), and 130 after Ctrl-C. A search that Ctrl-C ends writes the best plan so far to `--output`, with a
-`note` that nothing is proven about it; `advise` writes the ranking so far.
+is left half-written), 130 after Ctrl-C, and 1 without a message where nobody reads its output any more (`| head`). A
+search that Ctrl-C ends writes the best plan so far to `--output`, with a `note` that nothing is proven about it;
+`advise` writes the ranking so far.
 
 `--output -` is standard output, which then shows no tables. A folder that is missing is an error, which names the
 command that makes it. Names may be written as people write them (`meta-llama/Meta-Llama-3-8B`, `"RTX 3090"`, `8xH100`,

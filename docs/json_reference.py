@@ -109,7 +109,7 @@ _HEAD: Final = """# Files
 
 Every command that prints tables prints one JSON document instead with `--json`, on standard output alone; progress,
 warnings and errors go to standard error. The exit code is 0 on success, 2 for a mistake of the user (one message on
-standard error, no document), 130 after Ctrl-C.
+standard error, no document), 130 after Ctrl-C, 1 where nobody reads standard output any more.
 
 - **Documents** are objects that begin with `kind` and `schema_version`. A release reads the versions that it names
   below and refuses others with the reason. A field that is renamed, removed or given another meaning raises the

@@ -51,6 +51,8 @@ class Document(FrozenModel):
 
     KIND: ClassVar[str]
     SCHEMA_VERSION: ClassVar[int] = 1
+    FORMS: ClassVar[str] = ""
+    """How people write its figures, told beside a text that is no such figure."""
 
     def to_json(self) -> str:
         """The document as JSON text; equal documents give equal bytes."""
@@ -92,7 +94,14 @@ class Document(FrozenModel):
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
-            raise FileError(f"{origin} is damaged or inconsistent: {describe(error, cls)}") from error
+            forms = f" {cls.FORMS}" if cls.FORMS and _is_misread(error) else ""
+            raise FileError(f"{origin} is damaged or inconsistent: {describe(error, cls)}{forms}") from error
+
+
+def _is_misread(error: ValidationError) -> bool:
+    """Whether a text stands where a number, or a quantity in another form, is expected."""
+    kinds = {"float_parsing", "int_parsing", "value_error"}
+    return any(isinstance(item.get("input"), str) and item["type"] in kinds for item in error.errors())
 
 
 def _named(kind: str) -> str:

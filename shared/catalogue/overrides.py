@@ -75,8 +75,6 @@ _MEASURED: Final[Mapping[str, tuple[tuple[str, object], ...]]] = {
 }
 """Measurements that replace a figure (see the note), with the value that stands for none."""
 
-_FORMS: Final = "Write sizes as 24GiB, bandwidths as 25GB/s, FLOP/s as 71e12, seconds as 5e-6."
-
 
 def override_fields() -> tuple[str, ...]:
     """Every name that ``override_hardware`` takes."""
@@ -130,7 +128,7 @@ def override_hardware(hardware: Hardware, overrides: Mapping[str, str]) -> Hardw
     try:
         changed = Hardware.model_validate(content)
     except ValidationError as error:
-        raise HardwareError(f"{origin} is impossible: {describe(error)} {_FORMS}") from error
+        raise HardwareError(f"{origin} is impossible: {describe(error)} {Hardware.FORMS}") from error
     check_plausible(changed, origin=origin)
     return changed
 

@@ -407,6 +407,7 @@ class Hardware(_Part, Document):
 
     KIND: ClassVar[str] = "hardware"
     TABLES: ClassVar[str] = "tables.machines:hardware_details"
+    FORMS: ClassVar[str] = "Write sizes as 24GiB, bandwidths as 25GB/s, FLOP/s as 71e12, seconds as 5e-6."
 
     name: Name
     device: Device

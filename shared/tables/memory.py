@@ -150,6 +150,11 @@ def host_warning(record: Record, memory_bytes: int) -> str | None:
     host = record.host_memory
     if host is None or host.total_bytes <= memory_bytes:
         return None
+    if host.process_bytes > memory_bytes:
+        return (
+            f"Python and libraries take {format_bytes(host.process_bytes)} of host memory with any plan, but the host "
+            f"has {format_bytes(memory_bytes)}. Use --set host.memory_bytes=SIZE."
+        )
     training_bytes = host.process_bytes + host.training_bytes
     if training_bytes <= memory_bytes:
         return (

@@ -104,3 +104,8 @@ def test_a_host_that_is_too_small() -> None:
     assert message is not None
     assert "needs 21 GiB of host memory while its chunks are filled" in message
     assert "10 GiB from then on, but the host has 10 GiB" in message
+    # Without room for Python itself, no knob of a plan helps.
+    message = host_warning(record, GIB - 1)
+    assert message is not None
+    assert "Python and libraries take 1 GiB of host memory with any plan" in message
+    assert "n_persist" not in message
