@@ -32,6 +32,7 @@ from ..devices.ledger import MemoryLedger
 from ..fakes.known_values import with_values_if_wanted
 from ..fakes.models import fake_batch, fake_model, keep_alike
 from ..fakes.running import running_fakes
+from ..fakes.values_wanted import wanted_values_named
 from ..model.batches import Batch, batch_shapes, batch_tensors, call_model, count_samples_and_tokens
 from ..model.compiled import compiled_part
 from ..model.identity import model_hash, software_versions
@@ -228,7 +229,8 @@ def _observe_fake(pairs: Pairs, batch: Batch, blocks: str | Sequence[str] | None
         ):
             return _observe(twin, given, passes=1, held=held, stands_for=stands_for)
 
-    return with_values_if_wanted(batch, observe)
+    with wanted_values_named(twin, batch):
+        return with_values_if_wanted(batch, observe)
 
 
 def _time(pairs: Pairs, batch: Batch, repeats: int) -> dict[PhaseKey, float]:

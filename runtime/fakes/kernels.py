@@ -1,4 +1,4 @@
-"""Kernels that fake tensors lack: dropout, attention and norms as a GPU runs them, grouped products, and CTC.
+"""Kernels that fake tensors lack: dropout, attention and norms as a GPU runs them, grouped products, CTC, checks.
 
 [Note: Dropout]
 On the CPU dropout falls apart: noise is drawn, divided and multiplied by, and autograd keeps it, in the type of what is
@@ -54,6 +54,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..devices.time_limit import check_time_before
+from .known_values import known
 from .recurrent import CUDNN, answered, recurrent_kernels
 
 _ATTENTION: Final = "scaled_dot_product_attention"
@@ -245,6 +246,10 @@ class FakeGroupedProducts(TorchDispatchMode):
             return _transcript_loss(*args[:4])
         if func in _TRANSCRIPT_GRADIENTS and isinstance(args[0], FakeTensor):
             return torch.empty_like(args[1])
+        if func is torch.ops.aten._is_all_true.default and isinstance(args[0], FakeTensor):
+            with unset_fake_temporarily():
+                passed = torch.ones((), dtype=torch.bool)
+            return known(passed, args[0].fake_mode)
         if func in CUDNN and isinstance(args[0], FakeTensor):
             return answered(func, args)
         if func in _RMS_NORMS and isinstance(args[0], FakeTensor):

@@ -31,6 +31,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...shared.phases.packing import Packing
 from ..data.packed_batches import FIND_PACKED
@@ -51,8 +52,14 @@ _LONGEST_PERIOD: Final = 8
 
 def fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """A copy of a model on the meta device whose parameters, buffers and kept tensors are fake ones on the CPU."""
-    twin = copy.deepcopy(model)
+    # What an iteration left in attributes may hang on a graph, and torch copies no such tensor.
+    left = {id(tensor): tensor.detach() for tensor in kept_tensors(model.modules()) if not tensor.is_leaf}
+    twin = copy.deepcopy(model, left)
     made: dict[int, Any] = {}
+    for module in twin.modules():
+        if isinstance(module, _BatchNorm) and module.momentum is None:
+            # The mean of all batches: read off their count, which no fake tensor has, for nothing but a factor.
+            module.momentum = 1.0
     with mode:
         # By hand, since nn.Module's own way of replacing tensors would untie tied parameters.
         for module in twin.modules():

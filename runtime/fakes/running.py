@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
+import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...shared.basics.errors import WorkloadError
@@ -30,9 +31,30 @@ def running_fakes(
         kernels_of_cuda() if is_cuda else nullcontext(),
         autocast_as_on_cuda() if is_cuda else nullcontext(),
         plain_batches(packing),
+        _unchanged_stay(),
         _strays_named(),
     ):
         yield
+
+
+@contextmanager
+def _unchanged_stay() -> Iterator[None]:
+    """``Module.to`` in a forward leaves a parameter that it does not change as it is.
+
+    It does so with real ones; fake ones it would swap for their like, which torch refuses once somebody has used them.
+    """
+    swap = torch.utils.swap_tensors
+
+    def swap_changed(old: torch.Tensor, new: torch.Tensor) -> None:
+        is_changed = old.untyped_storage()._cdata != new.untyped_storage()._cdata or old.dtype is not new.dtype
+        if is_changed:
+            swap(old, new)  # type: ignore[no-untyped-call]
+
+    torch.utils.swap_tensors = swap_changed
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = swap
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 The module tree tells where blocks are and not when they run: models of text and image list the text first and begin
 with the image, and take features of an inner layer, whose later ones then learn nothing.  So where blocks in the order
-of the tree are refused, one iteration on fake tensors tells.
+of the tree are refused, one iteration on fake tensors tells, and one of the model itself where it needs values.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..fakes.known_values import with_values_if_wanted
 from ..fakes.models import fake_batch, fake_model
 from ..fakes.running import running_fakes
-from ..model.batches import Batch, Loss, loss_of
+from ..model.batches import Batch, BatchRefusedError, Loss, loss_of
 from ..model.blocks import NamedBlock, find_blocks, places_of
 from ..model.nested_tensors import tensors_in
+from ..model.snapshot import left_as_found
 
 
 def blocks_as_run(model: nn.Module, batch: Batch, loss: Loss | None, blocks: Sequence[NamedBlock]) -> list[str] | None:
@@ -30,7 +31,15 @@ def blocks_as_run(model: nn.Module, batch: Batch, loss: Loss | None, blocks: Seq
     is the order of ``blocks``, and where no order is right: if some do not run, or gradients end between them.
     """
     names = [block.name for block in blocks]
-    ran, reached = with_values_if_wanted(batch, lambda with_values: _run(model, batch, loss, names, with_values))
+    try:
+        ran, reached = with_values_if_wanted(
+            batch, lambda with_values: _run_fake(model, batch, loss, names, with_values)
+        )
+    except (RuntimeError, BatchRefusedError):
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise
+        with left_as_found(model):
+            ran, reached = _run(model, batch, loss, names)
     lists_run = {name.rpartition(".")[0] for name in ran}
     if any(name not in ran for name in names if name.rpartition(".")[0] in lists_run):
         return None
@@ -54,12 +63,17 @@ def _has_gap(ran: Sequence[str], reached: set[str]) -> bool:
     return False
 
 
-def _run(
+def _run_fake(
     model: nn.Module, batch: Batch, loss: Loss | None, names: Sequence[str], with_values: bool
 ) -> tuple[list[str], set[str]]:
-    """The blocks as they ran in one iteration, and those whose output backward came by, or never can."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     twin = fake_model(model, mode)
+    with running_fakes(mode, with_values=with_values):
+        return _run(twin, fake_batch(batch, mode, with_values=with_values), loss, names)
+
+
+def _run(model: nn.Module, batch: Batch, loss: Loss | None, names: Sequence[str]) -> tuple[list[str], set[str]]:
+    """The blocks as they ran in one iteration, and those whose output backward came by, or never can."""
     ran: list[str] = []
     reached: set[str] = set()
 
@@ -74,10 +88,11 @@ def _run(
 
         return left
 
-    blocks = find_blocks(twin, list(names))
-    for module, places in places_of(blocks):
-        module.register_forward_hook(leave(blocks[places[0]].name))
-    with running_fakes(mode, with_values=with_values):
-        value = loss_of(twin, fake_batch(batch, mode, with_values=with_values), loss)
-        torch.autograd.backward(value)
+    blocks = find_blocks(model, list(names))
+    handles = [module.register_forward_hook(leave(blocks[places[0]].name)) for module, places in places_of(blocks)]
+    try:
+        torch.autograd.backward(loss_of(model, batch, loss))
+    finally:
+        for handle in handles:
+            handle.remove()
     return ran, reached

@@ -21,7 +21,7 @@ from ...shared.schema.training_options import FULL_TRAINING, TrainingOptions
 from ...shared.schema.workload import DType, Workload
 from ..data.packed_batches import with_positions
 from ..devices.time_limit import TimeChecks, time_limit
-from ..fakes.known_values import looks_at_values
+from ..fakes.values_wanted import ValuesWantedError
 from ..model.adapters import add_lora, freeze
 from ..model.batches import BatchRefusedError
 from ..model.configurations import build_model, first_line, quiet, training_dtype
@@ -208,36 +208,17 @@ def one_message(model: nn.Module, name: str) -> Iterator[None]:
     """Turn errors of a model's own code, which its trace runs, into WorkloadError; our own stay what they are."""
     try:
         yield
-    except BatchRefusedError as error:
-        if looks_at_values(error):
-            raise BatchRefusedError(f"{type(model).__name__} of {name} {_values_wanted(model)}") from error
-        raise
+    except ValuesWantedError as error:
+        raise ValuesWantedError(f"{type(model).__name__} of {name}", error.reason) from error
     except ProtwinError:
         raise
     except Exception as error:
         if _is_raised_here(error):
             raise
-        if looks_at_values(error):
-            raise ModelFailedError(f"{type(model).__name__} of {name} {_values_wanted(model)}") from error
         raise ModelFailedError(
             f"{type(model).__name__} of {name} cannot be traced without its weights: {first_line(error)}. Trace it "
             f"with weights and a batch of its own in Python: protwin.runtime.trace(model, batch)."
         ) from error
-
-
-def _values_wanted(model: nn.Module) -> str:
-    """What to do about a model that decides by values that only a run with weights has."""
-    config = getattr(model, "config", None)
-    chances = {
-        name: value
-        for name, value in (config.to_dict() if config is not None else {}).items()
-        if name.endswith(("layerdrop", "layer_drop", "mask_time_prob", "mask_feature_prob")) and value
-    }
-    wants = "decides what to compute by values that only a run with weights has, so no trace without them holds"
-    if chances:
-        stated = ", ".join(f"{name} {value:g}" for name, value in chances.items())
-        return f"{wants}. Of its settings that draw by chance, set to 0: {stated}."
-    return f"{wants}. Trace it with weights and a batch of its own in Python: protwin.runtime.trace(model, batch)."
 
 
 def _is_raised_here(error: Exception) -> bool:

@@ -20,6 +20,7 @@ from ..data.packed_batches import is_told_ends
 from ..fakes.known_values import with_values_if_wanted
 from ..fakes.models import fake_batch, fake_model, keep_representatives
 from ..fakes.running import running_fakes
+from ..fakes.values_wanted import wanted_values_named
 from ..hooks.row_reads import agreed
 from ..model.batches import Batch, Loss
 from ..model.blocks import find_blocks
@@ -104,11 +105,12 @@ class FakeSubject:
         """What one iteration on a batch of this shape does.
 
         A model that looks at what the batch holds is run again with the values of its integers; attention that is told
-        where samples end needs them anyway.
+        where samples end needs them anyway.  Raises WorkloadError if it looks at others.
         """
-        if is_told_ends(self._model, batch):
-            return self._at(batch, loss, on_progress, with_values=True)
-        return with_values_if_wanted(batch, lambda with_values: self._at(batch, loss, on_progress, with_values))
+        with wanted_values_named(self._twin, batch):
+            if is_told_ends(self._model, batch):
+                return self._at(batch, loss, on_progress, with_values=True)
+            return with_values_if_wanted(batch, lambda with_values: self._at(batch, loss, on_progress, with_values))
 
     def _at(
         self, batch: Batch, loss: Loss | None, on_progress: Callable[[int, int], None] | None, with_values: bool
