@@ -88,7 +88,7 @@ def probe_hardware(
     chosen = device or (CudaDevice() if torch.cuda.is_available() else CpuDevice())
     if leaves_a_core and isinstance(chosen, CpuDevice):
         leave_a_core_for_lanes()
-    num_parts = 7 + 2 * len(_COPY_SIZES)
+    num_parts = 8 + 2 * len(_COPY_SIZES)
     done = count(1)
 
     def advance() -> None:
@@ -111,11 +111,11 @@ def probe_hardware(
 
 
 def _device(chosen: TrainingDevice, share_s: float, advance: Callable[[], None]) -> Device:
-    """The device's arithmetic and memory: five measurements of ``share_s`` each."""
+    """The device's arithmetic and memory: six measurements of ``share_s`` each."""
     is_cpu = isinstance(chosen, CpuDevice)
     target = chosen.torch_device
     peaks: dict[DType, float] = {}
-    for dtype in (DType.FLOAT32, DType.BFLOAT16):
+    for dtype in (DType.FLOAT64, DType.FLOAT32, DType.BFLOAT16):
         peaks[dtype] = _matmul_flop_per_s(target, getattr(torch, dtype), share_s)
         advance()
     vector = _vector_flop_per_s(target, share_s)
@@ -216,7 +216,11 @@ def _event_timer(work: Callable[[], object], target: torch.device) -> Callable[[
 
 
 def _matmul_flop_per_s(target: torch.device, dtype: torch.dtype, budget_s: float) -> float:
-    size = _affordable_matrix(dtype, budget_s) if target.type == "cpu" else 8 * _MATRIX
+    if target.type == "cpu":
+        size = _affordable_matrix(dtype, budget_s)
+    else:
+        # Consumer boards take seconds for a large product of float64.
+        size = (2 if dtype is torch.float64 else 8) * _MATRIX
     return 2.0 * size**3 / seconds_on(_product(size, target, dtype), target, budget_s)
 
 

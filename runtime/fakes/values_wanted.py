@@ -1,4 +1,4 @@
-"""What is said of a model that asks fake tensors for values which nobody knows: which of its modules asks, what to do."""
+"""What is said of a model that asks fake tensors for values: which of its modules asks, and what to do about it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _reason(model: nn.Module, batch: Batch, error: BaseException) -> str:
         f"decides {asking}what to compute by values that only a run with weights has, so no trace without them holds"
     )
     config = getattr(model, "config", None)
-    settings = config.to_dict().items() if hasattr(config, "to_dict") else ()
+    settings = config.to_dict().items() if config is not None and hasattr(config, "to_dict") else ()
     chances = ", ".join(f"{name} {value:g}" for name, value in settings if name.endswith(_CHANCES) and value)
     if chances:
         return f"{wants}. Of its settings that draw by chance, set to 0: {chances}."

@@ -118,6 +118,15 @@ def test_a_product_that_would_take_too_long_is_made_smaller(
     assert probe._affordable_matrix(torch.bfloat16, budget_s) == side
 
 
+def test_products_are_measured_in_every_type_that_a_cpu_trains_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that is made up, with rates of its own, and 1 ms for all that is no product."""
+    rates = {torch.float64: 1e10, torch.float32: 2e10, torch.bfloat16: 5e9}
+    monkeypatch.setattr(probe, "_product", lambda size, _, dtype: 2 * size**3 / rates[dtype])
+    monkeypatch.setattr(probe, "_host_timer", lambda work: lambda: work if isinstance(work, float) else 1e-3)
+    peaks = probe._device(CpuDevice(), 0.01, lambda: None).peak_flop_per_s
+    assert peaks == pytest.approx({str(dtype).removeprefix("torch."): rate for dtype, rate in rates.items()})
+
+
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), "1", None])
 def test_a_probe_takes_some_seconds_and_not_for_ever(seconds: Any) -> None:
     with pytest.raises(ProtwinError, match="seconds is"):
