@@ -31,6 +31,7 @@ from ...shared.cli.options import (
 )
 from ...shared.cli.output import give
 from ...shared.cli.training_choice import TrainingChoice
+from ...shared.phases.operations import left_out_words
 from ...shared.phases.packing import parse_packed_lengths
 from ...shared.phases.quadratic import attention_words
 from ...shared.phases.sequence_sharing import MOST_SEQUENCE_RANKS
@@ -197,7 +198,8 @@ def trace_command(
 
     workload = chosen.note_in(workload, described.config)
     words = attention_words(workload.quadratic, workload.model_name, workload.num_tokens // workload.num_samples)
-    for said in (words, narrow_words(workload)):
+    left_out = left_out_words(workload.kernels_left_out, workload.model_name)
+    for said in (words, left_out, narrow_words(workload)):
         if said is not None:
             warn(said)
     give(workload, output, as_json=as_json, tables=lambda: workload_tables(workload))
