@@ -30,7 +30,16 @@ class AccountedPeak:
 
 def eager_peak(schedule: Schedule, iterations: int = WATCHED) -> AccountedPeak:
     """The device's peak over the first iterations, by the schedule's buffers and the curves of its compute tasks."""
-    return _Replay(schedule).run(iterations)
+    stretches = eager_stretches(schedule, iterations)
+    return AccountedPeak(max(low for low, _ in stretches), max(high for _, high in stretches))
+
+
+def eager_stretches(schedule: Schedule, iterations: int = WATCHED) -> list[tuple[int, int]]:
+    """Of every compute task and what follows it until the next one begins: ``AccountedPeak``'s figures, in order.
+
+    What lanes do before the first task belongs to none.
+    """
+    return list(_Replay(schedule).run(iterations))
 
 
 class _Replay:
@@ -41,17 +50,20 @@ class _Replay:
         self._heads = dict.fromkeys(LANES, (0, 0))
         """Iteration and place of the task that every lane does next."""
 
-    def run(self, iterations: int) -> AccountedPeak:
-        low = high = 0
+    def run(self, iterations: int) -> Iterator[tuple[int, int]]:
+        """The highest levels of every stretch."""
+        low = 0
         for iteration in range(iterations):
             for task_id in self._schedule.lanes[Lane.COMPUTE]:
-                high = max(high, self._level_bytes + self._settle(iteration))
+                high = self._level_bytes + self._settle(iteration)
+                if low:
+                    yield low, max(low, high)
                 task = self._schedule.tasks[task_id]
                 assert self._is_ready(task, iteration), f"{task.name} waits for what no lane does"
                 transient = task.phase.peak_bytes if task.phase is not None else 0
-                low = max(low, self._level_bytes + transient)
+                low = self._level_bytes + transient
                 self._finish(task, iteration)
-        return AccountedPeak(low, max(low, high))
+        yield low, low
 
     def _settle(self, iteration: int) -> int:
         """Every lane goes on until it has to wait for a compute task; gives the bytes that were allocated."""
