@@ -29,7 +29,7 @@ from ...shared.schema.schedule import Content, Schedule, TaskKind
 from ...shared.schema.workload import SMALLEST_SWAPPED_BYTES
 from ..devices.device import TrainingDevice
 from ..devices.ledger import LingeringStorage, MemoryLedger
-from ..model.blocks import NamedBlock
+from ..model.blocks import NamedBlock, run_again
 from ..model.kept_tensors import kept_tensors
 from ..model.nested_tensors import has_storage, tensors_in
 from .weight_casts import WeightCasts
@@ -137,11 +137,11 @@ class _OwnStorages:
 class SwappableTally:
     """Counts what could travel; everything stays where it is.  For tracing, which must not change what it measures."""
 
-    def __init__(self, model: nn.Module, block: nn.Module) -> None:
+    def __init__(self, model: nn.Module, block: nn.Module, *, runs_again: bool = False) -> None:
         self.sizes_bytes: list[int] = []
         """Of the storages that the latest forward made, saved and neither handed on nor kept; tiny ones included."""
         self._own = _OwnStorages(model, block)
-        self._casts = WeightCasts(model, block)
+        self._casts = WeightCasts(model, block, runs_again=runs_again)
         self._found: dict[int, weakref.ref[Any]] = {}
         """By address, which a storage that is gone leaves to later ones."""
 
@@ -170,9 +170,9 @@ class SwappableTally:
 class SavedActivations:
     """Collects what one block saves while its forward runs."""
 
-    def __init__(self, model: nn.Module, block: nn.Module) -> None:
+    def __init__(self, model: nn.Module, block: nn.Module, *, runs_again: bool = False) -> None:
         self._own = _OwnStorages(model, block)
-        self._casts = WeightCasts(model, block)
+        self._casts = WeightCasts(model, block, runs_again=runs_again)
         self._saved: dict[int, weakref.ref[SavedStorage]] = {}
         """By address, which a storage that is gone leaves to later ones.  Autograd alone holds them."""
         self._found: list[SavedStorage] = []
@@ -371,9 +371,16 @@ class SwappedActivations(SwappedBlock):
     """A block in mode SWAP: its saved activations, and their home on the host."""
 
     def __init__(
-        self, model: nn.Module, block: nn.Module, number: int, size_bytes: int, device: TrainingDevice
+        self,
+        model: nn.Module,
+        block: nn.Module,
+        number: int,
+        size_bytes: int,
+        device: TrainingDevice,
+        *,
+        runs_again: bool = False,
     ) -> None:
-        self._activations = SavedActivations(model, block)
+        self._activations = SavedActivations(model, block, runs_again=runs_again)
         super().__init__(self._activations, number, size_bytes, device)
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -390,8 +397,9 @@ def swapped_blocks(
     device: TrainingDevice,
 ) -> dict[int, SwappedActivations]:
     """The blocks whose saved activations travel, with room on the host for them."""
+    again = run_again(blocks)
     return {
-        number: SwappedActivations(model, blocks[number].module, number, size_bytes, device)
+        number: SwappedActivations(model, blocks[number].module, number, size_bytes, device, runs_again=number in again)
         for number, size_bytes in rooms_on_host(schedule).items()
         if modes[number] is ActivationMode.SWAP
     }

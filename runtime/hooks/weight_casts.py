@@ -9,7 +9,7 @@ is used after every block, would be cast anew.
 But a cast that is saved for backward is most of what a block of wide weights saves, and it cannot leave the device
 while autocast holds it.  The casts of weights that nothing outside the block has are not needed until backward: their
 bytes travel, and the tensor that autocast holds gets none instead.  Casts of all other weights stay on the device until
-backward, as they do in a block that keeps everything.
+backward, as they do in a block that keeps everything; those of a module that runs several times are such.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch import nn
 
 
 class WeightCasts:
-    """The casts that one block makes of its weights, while it runs."""
+    """The casts that one block makes of its weights, while it runs; ``runs_again``: its module is others too."""
 
-    def __init__(self, model: nn.Module, block: nn.Module) -> None:
+    def __init__(self, model: nn.Module, block: nn.Module, *, runs_again: bool) -> None:
         elsewhere = {id(p) for module in _reached_past(model, block) for p in module.parameters(recurse=False)}
-        self._own = {id(p) for p in block.parameters()} - elsewhere
+        self._own = set() if runs_again else {id(p) for p in block.parameters()} - elsewhere
         """Parameters that the block alone has."""
         self._found: dict[int, torch.Tensor] = {}
         self._narrow: dict[str, torch.dtype] = {}

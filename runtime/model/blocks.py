@@ -34,6 +34,11 @@ def places_of(blocks: Sequence[NamedBlock]) -> list[tuple[nn.Module, list[int]]]
     return list(found.values())
 
 
+def run_again(blocks: Sequence[NamedBlock]) -> set[int]:
+    """The places whose module stands at others too."""
+    return {place for _, places in places_of(blocks) if len(places) > 1 for place in places}
+
+
 def find_blocks(model: nn.Module, names: str | Sequence[str] | None = None) -> tuple[NamedBlock, ...]:
     """The model's blocks in the order of its module tree.
 

@@ -28,7 +28,7 @@ from ..hooks.section_walker import SectionWalker
 from ..hooks.square_tensors import SquareTensors
 from ..hooks.swapping import SwappableTally
 from ..model.batches import Batch, Loss, batch_tensors, loss_of
-from ..model.blocks import NamedBlock
+from ..model.blocks import NamedBlock, run_again
 from ..model.kept_tensors import kept_tensors
 from ..model.nested_tensors import storage_bytes, tensors_in, unwrapped
 from ..model.parameters import SeenUses, asks_for_facts
@@ -265,7 +265,7 @@ def observe_sections(
     if forced is not None:
         forced.place = observer.place
     is_kept = mode is ActivationMode.KEEP
-    tallies = {index: SwappableTally(model, block.module) for index, block in enumerate(blocks) if is_kept}
+    tallies = _tallies(model, blocks) if is_kept else {}
     modes = [ActivationMode.SWAP if index in tallies else mode for index in range(len(blocks))]
     walker = SectionWalker(model, blocks, modes, observer, tallies)
     outputs = OutputSizes(model, blocks)
@@ -310,6 +310,11 @@ def observe_sections(
     return SeenIterations(
         observer.sections, found, kept_bytes, outlived_bytes, observer.uses, observer.lookups, observer.values
     )
+
+
+def _tallies(model: nn.Module, blocks: Sequence[NamedBlock]) -> dict[int, SwappableTally]:
+    again = run_again(blocks)
+    return {index: SwappableTally(model, block.module, runs_again=index in again) for index, block in enumerate(blocks)}
 
 
 class _Buffers:

@@ -172,3 +172,28 @@ class Looping(nn.Module):
 def test_a_block_that_runs_more_often_every_time_is_refused() -> None:
     with pytest.raises(ScheduleError, match=r"rows\.0.*as often as a batch asks for"):
         trace(Looping(), torch.ones(2, 24), repeats=0)
+
+
+class ProgrammedInNarrow(Programmed):
+    """The same within autocast, which casts each weight once for all of its runs."""
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        """(batch, 5) to (batch, 3)."""
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(points).float()
+
+
+@pytest.mark.filterwarnings("ignore:forwards run without torch.autocast")  # it is within them
+@pytest.mark.parametrize("mix", ["mixed", "swapped"])
+def test_casts_that_autocast_keeps_serve_every_run(mix: str) -> None:
+    def build() -> Programmed:
+        torch.manual_seed(SEED)
+        return ProgrammedInNarrow((0, 1, 0, 1, 1))
+
+    case = Case(build, point_batches(), has_loss=False)
+    plan = plan_of(case, mix, "offloaded")
+    outcome, expected = trained(case, plan), case.plain_with(plan.micro_batches, plan.max_gradient_norm)
+    assert outcome.losses == expected.losses
+    assert outcome.different == []
+    accounted = eager_peak(compile_schedule(plan, case.workload))
+    assert error_frac(measured_peak_bytes(case, plan), accounted) < BAR
