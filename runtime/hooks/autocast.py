@@ -17,10 +17,14 @@ _CASTS: Final = frozenset({DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16})
 
 
 def following_autocast(model: nn.Module, workload: Workload, device_type: str) -> list[Any]:
-    """Handles of the hooks that end its casts with each forward, and warn once of another one than the trace's."""
+    """Handles of the hooks that end its casts with each forward, and warn once of another one than the trace's.
+
+    A model may enter autocast within its own forward, so that what its first block runs under counts.
+    """
     # As if autocast ended with the forward: what it still keeps is no part of what the plan accounts for.
     leave = model.register_forward_hook(lambda *_: torch.clear_autocast_cache())
-    return [leave, model.register_forward_pre_hook(_looking_once(workload, device_type))]
+    first = dict(model.named_modules()).get(workload.blocks[0].name, model)
+    return [leave, first.register_forward_pre_hook(_looking_once(workload, device_type))]
 
 
 def _looking_once(workload: Workload, device_type: str) -> Callable[..., None]:

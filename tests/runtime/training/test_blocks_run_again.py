@@ -183,7 +183,6 @@ class ProgrammedInNarrow(Programmed):
             return super().forward(points).float()
 
 
-@pytest.mark.filterwarnings("ignore:forwards run without torch.autocast")  # it is within them
 @pytest.mark.parametrize("mix", ["mixed", "swapped"])
 def test_casts_that_autocast_keeps_serve_every_run(mix: str) -> None:
     def build() -> Programmed:
