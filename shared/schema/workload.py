@@ -70,7 +70,7 @@ SMALLEST_SWAPPED_BYTES: Final = 512
 
 
 class Block(FrozenModel):
-    """One transformer layer, in execution order."""
+    """One run of a transformer layer, in execution order."""
 
     name: str
     """Dotted module path."""
