@@ -58,7 +58,16 @@ def test_segments_that_do_not_fit_are_told(protwin_here: Protwin, arguments: lis
     assert "but can have 20 MiB" in result.stderr
 
 
-def test_a_host_that_is_too_small_is_told(protwin_here: Protwin, arguments: list[str | Path]) -> None:
-    result = protwin_here("simulate", *arguments, "--set", "host.memory_bytes=1GiB")
+@pytest.mark.parametrize(
+    ("memory", "words"),
+    [
+        ("1GiB", "of host memory with any plan, but the host has 1 GiB"),
+        ("2049MiB", "of host memory in all, but the host"),
+    ],
+)
+def test_a_host_that_is_too_small_is_told(
+    protwin_here: Protwin, arguments: list[str | Path], memory: str, words: str
+) -> None:
+    result = protwin_here("simulate", *arguments, "--set", f"host.memory_bytes={memory}")
     assert result.returncode == 0, result.stderr
-    assert "of host memory in all, but the host has 1 GiB" in result.stderr
+    assert words in result.stderr

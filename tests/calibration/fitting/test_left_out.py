@@ -89,7 +89,9 @@ def test_a_fit_says_it() -> None:
     chosen = list(spanning_plans(model).values())[:5]
     records = [simulate(one, model, MACHINE, true_calibration()) for one in chosen]
     quiet = [Pair(model, one.model_copy(update={"origin": Origin.MEASURED})) for one in records]
-    slowed = quiet[0].measured.model_copy(update={"iteration_s": 1.5 * quiet[0].measured.iteration_s})
+    first = quiet[0].measured
+    phases = ("iteration_s", "forward_s", "backward_s", "optimizer_s")
+    slowed = first.model_copy(update={name: 1.5 * getattr(first, name) for name in phases})
     scattering = [Pair(model, slowed), *quiet[1:]]
     errors = [fitted(pairs, SLOW).iteration_error_frac for pairs in (quiet, scattering)]
     assert errors[0] is not None
