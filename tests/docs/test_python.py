@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import protwin
 from protwin.runtime.integrations.axolotl_section import PLUGIN
 from tests.docs.documents import DOCUMENTS, IN_ORDER, ROOT, blocks_of
 
@@ -104,7 +105,13 @@ def unimported(program: str) -> set[str]:
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     dotted = [_dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     used = {".".join(one[:2]) for one in dotted if one is not None and one[0] == "protwin"}
-    return used - imported
+    # What the name itself gives needs no package: ``import protwin`` and ``protwin.train``.
+    own = (
+        {f"protwin.{name}" for name in protwin.__all__}
+        if any(name.startswith("protwin") for name in imported)
+        else set()
+    )
+    return used - imported - own
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT's own, of transformers
@@ -128,3 +135,5 @@ def test_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_unimported_packages_are_seen() -> None:
     assert unimported("import protwin.sim\nprotwin.sim.simulate(protwin.runtime.trace(x))") == {"protwin.runtime"}
+    assert unimported("import protwin\nprotwin.train(m, d)\nprotwin.sim.search(w, h)") == {"protwin.sim"}
+    assert unimported("protwin.train(m, d)") == {"protwin.train"}
