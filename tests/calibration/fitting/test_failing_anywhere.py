@@ -35,8 +35,11 @@ GIVING_BACK = (
 """Whose work it is that is tested: an error in the middle of giving back is one that nobody can make good."""
 
 
-_ENDS = frozenset({"__enter__", "__exit__", "__del__", "close", "let_end", "move_out", "remove", "stop"})
-"""``with`` undoes nothing where what it has been given fails to be entered."""
+_ENDS = frozenset(
+    ("__enter__", "__exit__", "__del__", "close", "let_end", "move_out", "remove", "stop", "_forget", "_free_lingering")
+)
+"""``with`` undoes nothing where what it has been given fails to be entered.  The last two are what the ledger hears of
+a storage that goes: nobody above could catch an error."""
 
 
 class _Stop(Exception):
