@@ -15,8 +15,10 @@ from protwin.runtime.hooks.section_walker import SectionWalker
 from protwin.runtime.model.blocks import find_blocks
 from protwin.shared.basics.errors import ProtwinError, ScheduleError
 from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.layout.layout import largest_block_bytes, largest_block_elements
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import BlockId
+from protwin.sim.space.enumerate import chunk_sizes
 from tests.runtime.accounts import BAR, error_frac, measured_peak_bytes, plan_of
 from tests.runtime.eager_lanes import eager_peak
 from tests.runtime.equality import offloaded_chunks, random_plans, trained
@@ -84,6 +86,14 @@ def test_most_plans_tried_move_chunks_that_several_runs_share() -> None:
         for plan in random_plans(case.workload, 3, seed=sum(case.build().program), has_disk=False)
     ]
     assert sum(moved) > len(moved) // 2
+
+
+def test_blocks_of_one_module_are_as_large_as_blocks_of_their_own() -> None:
+    """Chunks, and what other systems gather, go by the largest block."""
+    again, once = (case_of(program).workload for program in ((0, 1, 0, 1), (0, 1)))
+    assert largest_block_bytes(again) == largest_block_bytes(once)
+    assert largest_block_elements(again) == largest_block_elements(once)
+    assert chunk_sizes(again) == chunk_sizes(once)
 
 
 def test_an_evaluation_between_two_steps() -> None:
