@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -41,6 +42,11 @@ def trained(plan: Plan, replan: Any, device: CpuDevice) -> tuple[list[Plan], Any
     return found, model, losses
 
 
+def as_if_quiet(replanner: Replanner) -> Callable[[Record], Plan | None]:
+    """Asks of records of a busy machine too, which are refused otherwise."""
+    return lambda record: replanner(record.model_copy(update={"iteration_noise_frac": 0.0}))
+
+
 def request(**changes: Any) -> SearchRequest:
     return SearchRequest(**{"workload": CASE.workload, "hardware": HERE} | changes)
 
@@ -49,7 +55,7 @@ def test_training_changes_to_a_plan_that_does_without_a_slow_link() -> None:
     told: list[str] = []
     replanner = Replanner(request(), told.append)
     before = offloaded(CASE.workload)
-    plans, model, losses = trained(before, replanner, CpuDevice(host_to_device_bytes_per_s=_SLOW_LINK))
+    plans, model, losses = trained(before, as_if_quiet(replanner), CpuDevice(host_to_device_bytes_per_s=_SLOW_LINK))
     assert plans[:LEAST_STEPS] == [before] * LEAST_STEPS
     assert plans[LEAST_STEPS] == plans[-1]
     assert plans[-1].n_persist > before.n_persist
@@ -65,11 +71,27 @@ def test_what_no_plan_beats_stays() -> None:
     told: list[str] = []
     here = kept(CASE.workload)
     space = SearchSpace(chunk_bytes=here.chunk_bytes, n_persist=here.n_persist, n_checkpoint=0, n_swap=0)
-    plans, _, losses = trained(here, Replanner(request(space=space), told.append), CpuDevice())
+    plans, _, losses = trained(here, as_if_quiet(Replanner(request(space=space), told.append)), CpuDevice())
     assert plans == [kept(CASE.workload)] * _STEPS
     assert losses == CASE.plain.losses
-    # Or the machine was too busy to say anything.
-    assert all("it stays" in line for line in told)
+    assert len(told) == 1
+    assert "no plan is faster" in told[0]
+    assert "it stays" in told[0]
+
+
+def test_a_record_of_a_busy_machine_says_nothing() -> None:
+    told: list[str] = []
+    replanner = Replanner(request(), told.append)
+
+    def busy(record: Record) -> Plan | None:
+        return replanner(record.model_copy(update={"iteration_noise_frac": 0.7}))
+
+    busy.tell = told.append  # type: ignore[attr-defined]
+    plans, _, losses = trained(offloaded(CASE.workload), busy, CpuDevice(host_to_device_bytes_per_s=_SLOW_LINK))
+    assert plans == [offloaded(CASE.workload)] * _STEPS
+    assert losses == CASE.plain.losses
+    assert len(told) == 1
+    assert "the plan stays as it is: iterations of the record lie 70% apart" in told[0]
 
 
 def test_what_stands_against_it_is_told_and_training_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
