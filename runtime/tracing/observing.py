@@ -85,6 +85,8 @@ class SectionObserver:
         self._key: PhaseKey | None = None
         """Of ``_current``."""
         self._next: PhaseKey | None = None
+        self._announced_bytes = 0
+        """Level when ``_next`` was."""
         self._with_gradient: set[int] = set()
         self._heard: list[int | None] = []
         """Of loops over tiles, since the last operation."""
@@ -116,6 +118,7 @@ class SectionObserver:
         """What was announced before has ended."""
         self._settle()
         self._next = kind, section
+        self._announced_bytes = self._ledger.watched_bytes
 
     def end_backward(self) -> None:
         """The iteration's last section has ended."""
@@ -148,6 +151,7 @@ class SectionObserver:
             self._end()
             self._key = key
             self._current = self.sections[key] = Observation(self._ledger.watched_bytes)
+            self._current.lingering_bytes = self._announced_bytes - self._current.start_bytes
             self._current.gradient_bytes = -self._gradient_bytes()
             self._current.square_bytes = -self._squares.total_bytes
 

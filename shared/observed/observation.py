@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Final
 
@@ -108,6 +108,8 @@ class Observation:
     """Gradients that became final in this section so far, of parameters that had none when it began."""
     gradient_bytes: int = 0
     """Of parameters that had none when it began."""
+    lingering_bytes: int = 0
+    """Above the start when it was announced: what frames held that had not returned yet."""
     square_bytes: int = 0
     """Of what it leaves behind, less what it found: tensors of the sequence's length squared."""
     square_peak_bytes: int = 0
@@ -134,6 +136,21 @@ class Observation:
     def swappable_bytes(self) -> int:
         """Of what a block's forward saves, the bytes that mode SWAP moves."""
         return sum(size for size in self.saved_bytes if size >= SMALLEST_SWAPPED_BYTES)
+
+    def lingering(self, size_bytes: int) -> Observation:
+        """With so much there when it is announced, which goes with its first operation.
+
+        Chunks are gathered meanwhile.  Only what exceeds all levels counts: they are highest levels, in order.
+        """
+        more_bytes = size_bytes - max(self.levels, default=size_bytes)
+        if more_bytes <= 0:
+            return self
+        first, adding = self.levels[0], self.adding_levels[0]
+        return replace(
+            self,
+            levels=[size_bytes, *self.levels[1:]],
+            adding_levels=[adding + size_bytes - first, *self.adding_levels[1:]],
+        )
 
     def counted(self) -> tuple[Operation, ...]:
         """Each distinct operation with its number of calls, in order of first occurrence."""
