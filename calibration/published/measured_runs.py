@@ -17,7 +17,7 @@ from ...shared.phases.tiling import LossHead
 from ...shared.schema.hardware import AttentionKernel, MemorySize
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.plan import ParallelMode
-from ...shared.schema.workload import Compiled, DType, Float8
+from ...shared.schema.workload import Compiled, DType, Float8, Float8Gather
 
 
 class Source(FrozenModel):
@@ -154,6 +154,8 @@ class MeasuredRun(FrozenModel):
     """What torch.compile had compiled; None: nothing."""
     float8: Float8 | None = None
     """How linear maps of blocks multiplied in float8; None: they did not."""
+    float8_gather: Float8Gather | None = None
+    """Who scaled their weights where these were gathered in float8; None: they were not, or nobody says."""
     loops_over_tensors: bool = False
     """Whether AdamW was a loop over tensors."""
     temporary_lists: NonNegativeInt = 0
@@ -205,6 +207,7 @@ class MeasuredRun(FrozenModel):
         adapters += f" on {self.quantized.words}" if self.quantized is not None else ""
         adapters += ", embedding and head whole" if self.trained_whole else ""
         computed = f", {self.float8} float8" if self.float8 is not None else ""
+        computed += ", gathered so" if self.float8_gather is not None else ""
         computed += ", compiled" if self.compiled is not None else ""
         return f"{self.model}{adapters}, {sequences} x {self.sequence_length}{computed}"
 

@@ -158,6 +158,7 @@ def workload_of(run: MeasuredRun) -> Workload:
             loss_head=None if run.loss in (LossHead.EAGER, LossHead.CHUNKED) else run.loss,
             compiled=run.compiled,
             float8=run.float8,
+            float8_gather=run.float8_gather,
         ),
         loss_tiles=() if run.loss_tiles == 1 else (run.loss_tiles,),
     )

@@ -89,6 +89,7 @@ def workload_of_configuration(
                         packing=packing,
                         compiled=options.compiled,
                         float8=options.float8,
+                        float8_gather=options.float8_gather,
                         on_progress=on_progress,
                     )
             except (BatchRefusedError, ModelFailedError) as error:

@@ -28,7 +28,7 @@ from ...shared.phases.packing import Packing
 from ...shared.phases.tiling import LossHead, checked_loss_head
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import ActivationMode
-from ...shared.schema.workload import Compiled, Float8, Workload
+from ...shared.schema.workload import Compiled, Float8, Float8Gather, Workload
 from ..data.packed_batches import packing_of_batch, samples_apart
 from ..devices.device import device_description
 from ..fakes.reference_kernels import references_named
@@ -72,6 +72,7 @@ def trace(
     packing: Packing | None = None,
     compiled: Compiled | str | None = None,
     float8: Float8 | str | None = None,
+    float8_gather: Float8Gather | str | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Workload:
     """Trace one training iteration of ``model`` on ``batch``.
@@ -90,7 +91,8 @@ def trace(
     it made up.  ``packing``, of a model on the meta device: the samples of each row, which its attention kernel is
     told; without it they are read off the batch.  ``compiled`` (``"blocks"``, ``"model"``) and ``float8``
     (``"tensorwise"``, ``"rowwise"``, ``"delayed"``), of a model on the meta device: what others' programs compile
-    and multiply so, for predictions alone.  Raises WorkloadError if the model cannot be traced, or the batch mixes
+    and multiply so, and ``float8_gather`` (``"precomputed"``, ``"dynamic"``) that FSDP2 gathers weights of such
+    products in float8, for predictions alone.  Raises WorkloadError if the model cannot be traced, or the batch mixes
     packed samples, PlanError if its loss cannot be computed by tiles, or ranks cannot share its sequences.
     """
     check_traceable(model, batch, loss)
@@ -102,7 +104,7 @@ def trace(
     check_loss_head(model, made, loss)
     check_shared(model, batch, loss, shared_counts)
     is_run = not any(parameter.is_meta for parameter in model.parameters())
-    lowering = Lowering.asked(compiled, float8, is_run=is_run, is_shared=bool(shared_counts))
+    lowering = Lowering.asked(compiled, float8, float8_gather, is_run=is_run, is_shared=bool(shared_counts))
     reports = parts_of(on_progress, (1 + len(mlp_counts) + len(loss_counts)) * (1 + len(shared_counts)))
     packing_of_batch(model, batch)
 

@@ -15,7 +15,7 @@ def lowering(change: Change | None, options: TrainingOptions) -> Change | None:
     """
     if not options.is_lowered:
         return change
-    asked = Lowering(options.compiled, options.float8)
+    asked = Lowering(options.compiled, options.float8, options.float8_gather)
 
     def made(shape: TracedShape, piece: FamilyPiece, values: tuple[int, ...]) -> TracedShape:
         return lowered(shape if change is None else change(shape, piece, values), asked)

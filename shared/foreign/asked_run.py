@@ -12,7 +12,7 @@ from ..phases.tiling import LossHead
 from ..schema.hardware import AttentionKernel
 from ..schema.optimizer import Optimizer
 from ..schema.training_options import LoraOptions, QuantizationOptions
-from ..schema.workload import Compiled, DType, Float8
+from ..schema.workload import Compiled, DType, Float8, Float8Gather
 
 
 class Tool(StrEnum):
@@ -127,6 +127,8 @@ class AskedRun(FrozenModel):
     """What torch.compile compiles; None: nothing."""
     float8: Float8 | None = None
     """How linear maps of blocks multiply in float8; None: they do not."""
+    float8_gather: Float8Gather | None = None
+    """Who scales their weights where FSDP2 gathers these in float8; None: they are gathered as they are."""
     lora: LoraOptions | None = None
     quantized: QuantizationOptions | None = None
     """How frozen weights are packed."""

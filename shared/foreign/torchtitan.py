@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from ..methods.runtime_profile import Runtime
 from ..phases.tiling import LossHead
-from ..schema.workload import Compiled, DType, Float8
+from ..schema.workload import Compiled, DType, Float8, Float8Gather
 from .asked_run import Checkpointing, Place, Precision, Reading, Split
 from .keys import Walk, one_of, said
 from .optimizers import optimizer_of
@@ -45,6 +45,8 @@ _MODES: Final = {
 _FLOAT8: Final = ("float8", "quantize.linear.float8")
 """What converters of linear maps to torchao's are called."""
 _RECIPE_KEYS: Final = ("float8.recipe_name", "quantize.linear.float8.recipe_name")
+_GATHERS: Final = "enable_fsdp_float8_all_gather"
+_AHEAD: Final = "precompute_float8_dynamic_scale_for_fsdp"
 _RECIPES: Final = {"tensorwise": Float8.TENSORWISE, "rowwise": Float8.ROWWISE}
 
 
@@ -72,7 +74,7 @@ def read_torchtitan(content: Mapping[str, Any]) -> Reading:
     if walk.flag("liger_kernel.enable_fused_linear_cross_entropy"):
         found["loss_head"] = LossHead.CHUNKED
         walk.means("liger_kernel.enable_fused_linear_cross_entropy", "logits are made in tiles, and never exist whole")
-    return walk.reading(said(found | _lowering(walk)))
+    return walk.reading(said(found | _lowering(walk, is_sharded=is_sharded)))
 
 
 def _model(walk: Walk) -> str:
@@ -188,7 +190,7 @@ def _reduced(walk: Walk, *, is_sharded: bool) -> DType | None:
     return DType.BFLOAT16 if is_narrow else DType.FLOAT32
 
 
-def _lowering(walk: Walk) -> dict[str, Any]:
+def _lowering(walk: Walk, *, is_sharded: bool) -> dict[str, Any]:
     """What is compiled, and what multiplies in float8; torchao's casts are fused by compilation alone."""
     found: dict[str, Any] = {}
     for key in ("training.compile", "compile.enable"):
@@ -210,4 +212,24 @@ def _lowering(walk: Walk) -> dict[str, Any]:
     walk.means(key, f"linear maps of blocks multiply in float8, scaled {scaling}")
     if walk.has(recipe_key):
         walk.means(recipe_key, f"scaled {scaling}")
-    return found | {"float8": scaling}
+    return found | {"float8": scaling} | _narrow_gathers(walk, scaling, is_sharded=is_sharded)
+
+
+def _narrow_gathers(walk: Walk, scaling: Float8, *, is_sharded: bool) -> dict[str, Any]:
+    """Whether weights are gathered in float8, which only FSDP does, and of one scale each."""
+    section = next((name for name in _FLOAT8 if walk.has(f"{name}.{_GATHERS}")), _FLOAT8[0])
+    key, ahead = f"{section}.{_GATHERS}", f"{section}.{_AHEAD}"
+    if not walk.flag(key):
+        return {}
+    if scaling is not Float8.TENSORWISE:
+        walk.contradict(
+            f"{walk.prefix}{key} is true, but products are scaled {scaling}: torchao refuses it. Leave it out."
+        )
+        return {}
+    if not is_sharded:
+        walk.means(key, "no weight is in parts, so that none is gathered")
+        return {}
+    walk.means(key, "weights of float8 products are gathered in float8")
+    is_ahead = bool(walk.flag(ahead))
+    walk.means(ahead, "their scales are found of all at once, behind each step")
+    return {"float8_gather": Float8Gather.PRECOMPUTED if is_ahead else Float8Gather.DYNAMIC}

@@ -40,6 +40,11 @@ _READ: Final = [
     "float8.enable_float8_linear",
     "float8.recipe_name",
     "quantize.linear.float8.recipe_name",
+    *(
+        f"{section}.{name}"
+        for section in ("float8", "quantize.linear.float8")
+        for name in ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp")
+    ),
 ]
 _FLOAT8: Final = "products in float8 take less time than the answer's"
 _LEFT_OUT: Final = {

@@ -9,6 +9,8 @@ and the last ones are padded.  So every rank steps equally many scalars, a colle
 the chunk's buffer in the order of the ranks, and a chunk of fewer cache lines than ranks has shards of one.
 Parameters begin at multiples of 256 bytes: with 2 and 4 ranks there is nothing to pad.
 
+Of a weight that is gathered in another element type the parts keep their own, and what moves has as many elements.
+
 Lines are whole because of the optimizer: torch's fused AdamW steps as many scalars at once as a vector register holds,
 at most a cache line's, and the rest of a tensor one by one, which rounds otherwise.  A stretch of a parameter that ends
 with a shard has no such rest: its scalars get the bits that they get as a part of the whole parameter.
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 from typing import Final
 
@@ -124,14 +127,19 @@ def num_tensors(chunk: Chunk, parameters: Sequence[Parameter]) -> int:
 
 def regions(chunk: Chunk, parameters: Sequence[Parameter]) -> list[Region]:
     """The regions of a chunk, in order."""
-    found: list[Region] = []
-    for placed in chunk.parameters:
-        parameter = parameters[placed.index]
-        size_bytes = aligned(parameter.size_bytes)
-        if found and (found[-1].dtype, found[-1].trainable) == (parameter.dtype, parameter.trainable):
-            size_bytes += found.pop().size_bytes
-        found.append(Region(parameter.dtype, parameter.trainable, size_bytes))
-    return found
+    members = (parameters[placed.index] for placed in chunk.parameters)
+    runs = groupby(members, key=lambda parameter: (parameter.dtype, parameter.trainable))
+    return [Region(*alike, sum(aligned(parameter.size_bytes) for parameter in run)) for alike, run in runs]
+
+
+def _gathered_bytes(chunk: Chunk, parameters: Sequence[Parameter], num_shards: int) -> int:
+    """What one of so many shards adds to a gather; its own bytes, unless weights are gathered in another type."""
+    members = (parameters[placed.index] for placed in chunk.parameters)
+    runs = groupby(members, key=lambda p: (p.dtype, p.trainable, p.gathered_item_bytes))
+    return sum(
+        Region(dtype, trainable, sum(aligned(p.size_bytes) for p in run)).shard_elements(num_shards) * item_bytes
+        for (dtype, trainable, item_bytes), run in runs
+    )
 
 
 def stepped_parts(chunk: Chunk, parameters: Sequence[Parameter], num_shards: int) -> Sequence[Stepped]:
@@ -180,7 +188,7 @@ def rank_part(
     summed_bytes = _summed_bytes(trained, widens=widens)
     return RankPart(
         parameter_bytes=parameter_bytes,
-        gathered_bytes=num_shards * parameter_bytes,
+        gathered_bytes=num_shards * _gathered_bytes(chunk, parameters, num_shards),
         gradient_bytes=gradient_bytes,
         arrival_bytes=gradient_bytes,
         summed_bytes=summed_bytes,

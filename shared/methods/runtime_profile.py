@@ -10,8 +10,10 @@ from ..basics.errors import PlanError
 from ..compile.residency import GatheredBehind, Residency
 from ..compile.updates import Updates
 from ..layout.keeping import AS_PLANNED, OVER_LISTS, Buckets, BucketStay, Keeping
+from ..layout.layout import layout_of
+from ..layout.residencies import ChunkResidency, residencies
 from ..schema.plan import ParallelMode, Plan, TrainingMethod
-from ..schema.workload import DType
+from ..schema.workload import DType, Workload
 from .method import Method
 from .other_policies import (
     GatheredAtOnce,
@@ -208,6 +210,26 @@ class RuntimeProfile:
                 f"{self.runtime} steps on the host behind all gradients, as under a limit of their norm, but the plan "
                 f"has no max_gradient_norm. Set it, to 1e9 where nothing is to be limited."
             )
+
+    def check_gathers(self, plan: Plan, workload: Workload) -> None:
+        """Raise PlanError if ``workload`` gathers weights in float8, and neither ``plan`` nor the runtime does."""
+        if workload.float8_gather is None:
+            return
+        if self.runtime is not Runtime.FSDP2:
+            raise PlanError(
+                f"weights are to be gathered in float8 (float8_gather {workload.float8_gather}), which torchao does for "
+                f"FSDP2 alone, but the plan is carried out by {self.runtime}. Ask about {Runtime.FSDP2} (--as), or "
+                f"leave --float8-gather out."
+            )
+        layout = layout_of(workload, plan.chunk_bytes)
+        for chunk, residency in zip(layout.chunks, residencies(plan, layout), strict=True):
+            is_narrow = any(workload.parameters[placed.index].gathered_dtype is not None for placed in chunk.parameters)
+            if is_narrow and residency is not ChunkResidency.SHARDED:
+                raise PlanError(
+                    f"chunk {chunk.id} has weights that are to be gathered in float8, but is {residency.name.lower()}: "
+                    f"it is not known what casts those but parts on devices. Set n_shard to {len(layout.chunks)} and "
+                    f"n_persist to 0, or leave --float8-gather out."
+                )
 
     def _why_no_lists(self, plan: Plan) -> str | None:
         """Why no step of ``plan`` goes over lists of tensors; None if one may."""

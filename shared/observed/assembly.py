@@ -18,6 +18,7 @@ from ..schema.workload import (
     Compiled,
     DType,
     Float8,
+    Float8Gather,
     OperationClass,
     Parameter,
     Phase,
@@ -26,6 +27,7 @@ from ..schema.workload import (
     Subspace,
     Workload,
 )
+from .float8 import gathered_narrow
 from .observation import Observation
 from .observed_inputs import ObservedInput, PhaseKey, unshared
 from .row_lookups import Observed, looking_up, lookups_of, tables_of
@@ -83,6 +85,8 @@ class TracedShape:
     """What of it torch.compile has compiled."""
     float8: Float8 | None = None
     """How products of linear maps are computed in float8."""
+    float8_gather: Float8Gather | None = None
+    """Who scales their weights where these are gathered in float8."""
 
 
 def assemble(
@@ -90,7 +94,8 @@ def assemble(
 ) -> Workload:
     """The workload of a model at a shape; ``seconds`` are medians measured on ``measured_on``.
 
-    Raises pydantic's ValidationError if a figure exceeds what a workload holds.
+    Raises pydantic's ValidationError if a figure exceeds what a workload holds, WorkloadError if weights are to be
+    gathered in float8 and it is not known which.
     """
     num_observed = 1 + max(model.stands_for)
     observed = unshared(shape.observed, shape.shared_inputs)
@@ -115,7 +120,7 @@ def assemble(
         num_samples=shape.num_samples,
         num_tokens=shape.num_tokens,
         compute_dtype=model.compute_dtype,
-        parameters=model.parameters,
+        parameters=model.parameters if shape.float8_gather is None else _gathered(model, shape),
         subspaces=model.subspaces,
         blocks=tuple(Block(name=n, profile=p) for n, p in zip(model.block_names, profile_of, strict=True)),
         row_lookups=None if is_shared else _row_lookups(model, num_observed, observed, seconds or {}),
@@ -125,12 +130,20 @@ def assemble(
         loss_head=shape.loss_head,
         compiled=shape.compiled,
         float8=shape.float8,
+        float8_gather=shape.float8_gather,
         traced_with=model.traced_with,
         measured_on=measured_on,
         software=model.software,
         sequence_sharings=(SequenceSharing(**one_of_ranks),) if is_shared else (),
         **does,
     )
+
+
+def _gathered(model: TracedModel, shape: TracedShape) -> tuple[Parameter, ...]:
+    """The parameters, with the type that weights of products in float8 are gathered in."""
+    keep = shape.observed[ActivationMode.KEEP]
+    forwards = {seen: keep[TaskKind.FORWARD, BlockId(seen)].calls for seen in set(model.stands_for)}
+    return gathered_narrow(model.parameters, model.stands_for, forwards)
 
 
 def _quadratic(

@@ -16,9 +16,18 @@ tensor     tensorwise                        rowwise                          de
 input      read w; read w, write 1 + 1       read w, write 1 + w; w, 1        read w, write 1 + 1
 weight     read w; read w, write 1; w, 1     w, 1; read w, write w; w, 1      read w, write 1 + 1
 gradient   read w; read w, write 1 + 1       read w, write 1 + w; w, 1        read w, write 1 + 1
+result     -                                 backward: read w, write w        -
 =========  ================================  ===============================  =====================
 
 The first read of tensorwise finds the largest element, for which a whole tensor has to be there before it is cast.
+Products of backward accumulate exactly (``use_fast_accum`` is off), for which the kernel of rows was so slow that
+torchao multiplies without scales and scales the result (``addmm_float8_unwrapped`` in torchao's ``float8_ops.py``): at
+least one kernel more for each product (github.com/pytorch/ao/issues/2184).
+
+A weight that ranks gather in float8 (``Parameter.gathered_dtype``) comes cast: forward reads it as it is, and backward,
+which wants it in the other layout, turns it, reading and writing 1 (``preprocess_addmm`` there).  The turned one goes
+with the product.
+
 Where nothing is saved, the second layout of an input is not made.  Maps that follow one another read one cast input
 where the graph is compiled.  What is saved stays in the wide type, as for an input that is cast again; a compiled graph
 may save the narrow one instead, which nobody has counted here.
@@ -26,16 +35,21 @@ may save the narrow one instead, which nobody has counted here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from ..basics.errors import WorkloadError
+from ..phases.parameters import Parameter
 from ..schema.workload import DType, Float8, OperationClass
 from .observation import Observation, OperatorCall
 
 LARGEST: Final = "float8_largest"
 """The search of the largest element."""
 CAST: Final = "float8_cast"
+RESCALE: Final = "float8_rescale"
+"""Scales of rows and columns, of a product that was computed without them."""
 MULTIPLE: Final = 16
 """Of which all sizes of a product have to be multiples (``torch._scaled_mm``; torchao's ``module_filter_fn``)."""
 _PRODUCTS: Final = frozenset({"mm", "addmm"})
@@ -44,18 +58,21 @@ _WIDE: Final = frozenset({DType.BFLOAT16, DType.FLOAT16})
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """A kernel over one tensor: how often it reads and writes an element of the wide type, and writes one of a byte."""
+    """A kernel over one tensor: how often it reads and writes an element of the wide type, and one of a byte."""
 
     reads: int = 0
     writes: int = 0
     casts: int = 0
+    narrow_reads: int = 0
+    name: str = CAST
 
 
-_LARGEST = _Pass(reads=1)
+_LARGEST = _Pass(reads=1, name=LARGEST)
 _CAST = _Pass(reads=1, casts=1)
 _CAST_TWICE = _Pass(reads=1, casts=2)
 _TURN = _Pass(reads=1, writes=1)
 _CAST_AND_TURN = _Pass(reads=1, writes=1, casts=1)
+_TURN_NARROW = _Pass(narrow_reads=1, casts=1)
 _INPUT: Final = {
     Float8.TENSORWISE: (_LARGEST, _CAST_TWICE),
     Float8.ROWWISE: (_CAST_AND_TURN, _CAST),
@@ -78,6 +95,8 @@ _WEIGHT_AGAIN: Final[dict[Float8, tuple[_Pass, ...]]] = {
     Float8.DELAYED: (),
 }
 """In backward."""
+_RESULT: Final[dict[Float8, tuple[_Pass, ...]]] = {Float8.ROWWISE: (_Pass(reads=1, writes=1, name=RESCALE),)}
+"""Of products of backward."""
 
 
 def is_eligible(call: OperatorCall) -> bool:
@@ -91,8 +110,45 @@ def is_eligible(call: OperatorCall) -> bool:
     )
 
 
-def forward_in_float8(seen: Observation, scaling: Float8, *, is_saved: bool, is_compiled: bool) -> Observation:
-    """A forward, or a recomputation, with eligible products in float8; ``is_saved``: for a backward."""
+def gathered_narrow(
+    parameters: Sequence[Parameter], stands_for: Sequence[int], forwards: Mapping[int, Iterable[OperatorCall]]
+) -> tuple[Parameter, ...]:
+    """``parameters``, of which weights of products in float8 are gathered so.
+
+    ``stands_for``: for every block, the observed one that does the same; ``forwards``: the calls of these.  Raises
+    WorkloadError if it is not known which weights a block's products read.
+    """
+    used = {
+        block: Counter(frozenset(call.shape[2:]) for call in calls if call.dtype is DType.FLOAT8_E4M3FN)
+        for block, calls in forwards.items()
+    }
+    found = list(parameters)
+    left = [Counter(used[seen]) for seen in stands_for]
+    for index, parameter in enumerate(parameters):
+        if parameter.block is None or parameter.dtype not in _WIDE or len(parameter.shape) != 2:
+            continue
+        sizes = frozenset(parameter.shape)
+        if sizes in used[stands_for[parameter.block]]:
+            left[parameter.block][sizes] -= 1
+            found[index] = parameter.model_copy(update={"gathered_dtype": DType.FLOAT8_E4M3FN})
+    for block, counts in enumerate(left):
+        if any(counts.values()):
+            raise WorkloadError(
+                f"weights of block {block} are to be gathered in float8, but its products in float8 and its weights of "
+                f"16 bits of the same sizes are not equally many, so that it is not known which are gathered so. "
+                f"Leave --float8-gather out."
+            )
+    return tuple(found)
+
+
+def forward_in_float8(
+    seen: Observation, scaling: Float8, *, is_saved: bool, is_compiled: bool, is_gathered: bool = False
+) -> Observation:
+    """A forward, or a recomputation, with eligible products in float8.
+
+    ``is_saved``: for a backward; ``is_gathered``: weights are gathered so.
+    """
+    weights = () if is_gathered else _WEIGHT[scaling]
     inputs = (_INPUT if is_saved else _INPUT_ALONE)[scaling]
     made: list[tuple[int, OperatorCall]] = []
     before: OperatorCall | None = None
@@ -102,21 +158,26 @@ def forward_in_float8(seen: Observation, scaling: Float8, *, is_saved: bool, is_
             is_same = is_compiled and before is not None and (before.shape[1], before.shape[3]) == (rows, width)
             if not is_same:
                 made += _passes(index, inputs, rows * width, call.dtype)
-            made += _passes(index, _WEIGHT[scaling], width * columns, call.dtype)
+            made += _passes(index, weights, width * columns, call.dtype)
         made.append((index, _narrow(call)))
         before = call if is_eligible(call) else None
     return _with(seen, made)
 
 
-def backward_in_float8(seen: Observation, scaling: Float8, num_tokens: int) -> Observation:
-    """A backward with eligible products in float8."""
+def backward_in_float8(
+    seen: Observation, scaling: Float8, num_tokens: int, *, is_gathered: bool = False
+) -> Observation:
+    """A backward with eligible products in float8; ``is_gathered``: weights are gathered so."""
+    weights = (_TURN_NARROW,) if is_gathered else _WEIGHT_AGAIN[scaling]
     made: list[tuple[int, OperatorCall]] = []
     for index, call in enumerate(seen.calls):
         if is_eligible(call) and call.shape[3] != num_tokens:  # of the input; its weight's has the same gradient
             _, rows, columns, width = call.shape
             made += _passes(index, _INPUT[scaling], rows * width, call.dtype)
-            made += _passes(index, _WEIGHT_AGAIN[scaling], width * columns, call.dtype)
+            made += _passes(index, weights, width * columns, call.dtype)
         made.append((index, _narrow(call)))
+        if is_eligible(call):
+            made += _passes(index, _RESULT.get(scaling, ()), call.shape[1] * call.shape[2], call.dtype)
     return _with(seen, made)
 
 
@@ -136,11 +197,11 @@ def _passes(index: int, passes: Sequence[_Pass], num_elements: int, dtype: DType
         (
             index,
             OperatorCall(
-                name=CAST if one.casts or one.writes else LARGEST,
+                name=one.name,
                 operation_class=OperationClass.ELEMENTWISE if one.casts or one.writes else OperationClass.REDUCTION,
                 dtype=dtype,
                 flops=num_elements,
-                reads=((0, one.reads * wide),),
+                reads=((0, one.reads * wide + one.narrow_reads * num_elements),),
                 writes_bytes=(*[wide] * one.writes, *[num_elements] * one.casts),
             ),
         )

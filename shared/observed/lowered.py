@@ -10,7 +10,7 @@ from ..basics.errors import WorkloadError
 from ..phases.operations import lowering_words
 from ..schema.plan import ActivationMode
 from ..schema.schedule import OuterSection, Section, TaskKind
-from ..schema.workload import Compiled, Float8
+from ..schema.workload import Compiled, Float8, Float8Gather
 from .assembly import TracedShape
 from .compiled import fused_alone, fused_pair
 from .float8 import MULTIPLE, backward_in_float8, forward_in_float8, is_eligible
@@ -27,28 +27,41 @@ class Lowering:
 
     compiled: Compiled | None = None
     float8: Float8 | None = None
+    float8_gather: Float8Gather | None = None
 
     @classmethod
     def asked(
-        cls, compiled: Compiled | str | None, float8: Float8 | str | None, *, is_run: bool, is_shared: bool
+        cls,
+        compiled: Compiled | str | None,
+        float8: Float8 | str | None,
+        float8_gather: Float8Gather | str | None,
+        *,
+        is_run: bool,
+        is_shared: bool,
     ) -> Self:
         """What a trace is asked for.
 
         Raises WorkloadError if there is none such, if it traces what it runs, or if ranks share its sequences.
         """
         try:
-            found = cls(None if compiled is None else Compiled(compiled), None if float8 is None else Float8(float8))
+            found = cls(
+                None if compiled is None else Compiled(compiled),
+                None if float8 is None else Float8(float8),
+                None if float8_gather is None else Float8Gather(float8_gather),
+            )
         except ValueError:
             raise WorkloadError(
-                f"compiled is {compiled!r} and float8 {float8!r}; compiled is one of {', '.join(Compiled)}, float8 one "
-                f"of {', '.join(Float8)}, or None."
+                f"compiled is {compiled!r}, float8 {float8!r} and float8_gather {float8_gather!r}; compiled is one of "
+                f"{', '.join(Compiled)}, float8 one of {', '.join(Float8)}, float8_gather one of "
+                f"{', '.join(Float8Gather)}, or None."
             ) from None
         found.check()
         if found.is_any and (is_run or is_shared):
             reason = "the model has weights, and runs as it is" if is_run else "ranks share its sequences"
+            words = lowering_words(found.compiled, found.float8, gather=found.float8_gather)
             raise WorkloadError(
-                f"{lowering_words(found.compiled, found.float8)}: so it is to be traced, but {reason}. Leave compiled "
-                f"and float8 out, or trace it on the meta device, with whole sequences."
+                f"{words}: so it is to be traced, but {reason}. Leave compiled and float8 out, or trace it on the meta "
+                f"device, with whole sequences."
             )
         return found
 
@@ -58,7 +71,13 @@ class Lowering:
         return self.compiled is not None or self.float8 is not None
 
     def check(self) -> None:
-        """Raise WorkloadError if scaling is asked for that only compiled code has fused."""
+        """Raise WorkloadError if scaling is asked for that only compiled code has fused, or gathers that nobody has."""
+        if self.float8_gather is not None and self.float8 is not Float8.TENSORWISE:
+            how = "nothing multiplies in float8" if self.float8 is None else f"products are scaled {self.float8}"
+            raise WorkloadError(
+                f"weights are to be gathered in float8 (--float8-gather {self.float8_gather}), but {how}: torchao "
+                f"gathers those alone that one scale goes with (--float8 tensorwise). Leave --float8-gather out."
+            )
         if self.float8 in (Float8.TENSORWISE, Float8.ROWWISE) and self.compiled is None:
             raise WorkloadError(
                 f"float8 {self.float8} is asked for, but nothing is compiled: torchao's scaling and casts are tens of "
@@ -81,7 +100,13 @@ def lowered(shape: TracedShape, lowering: Lowering) -> TracedShape:
         return shape
     _check(shape, lowering)
     observed = {mode: _lowered_mode(shape, mode, lowering) for mode in shape.observed}
-    return replace(shape, observed=observed, compiled=lowering.compiled, float8=lowering.float8)
+    return replace(
+        shape,
+        observed=observed,
+        compiled=lowering.compiled,
+        float8=lowering.float8,
+        float8_gather=lowering.float8_gather,
+    )
 
 
 def _check(shape: TracedShape, lowering: Lowering) -> None:
@@ -115,7 +140,7 @@ def _lowered_mode(shape: TracedShape, mode: ActivationMode, lowering: Lowering) 
         head = found[TaskKind.FORWARD, OuterSection.EPILOGUE], found[TaskKind.BACKWARD, OuterSection.EPILOGUE]
         if not any(seen.repeated for seen in head):
             passed_bytes = found[TaskKind.FORWARD, blocks[-1]].output_bytes
-            plain = replace(lowering, float8=None)
+            plain = replace(lowering, float8=None, float8_gather=None)
             _lower_section(found, OuterSection.EPILOGUE, shape.num_tokens, passed_bytes, plain)
     return found
 
@@ -138,8 +163,8 @@ def _lower_section(
         for key in {first, saving, last}:
             found[key] = replace(found[key], num_graphs=int(of_its_own and not (key == again == saving)))
     if lowering.float8 is not None:
-        is_compiled = lowering.compiled is not None
-        found[saving] = forward_in_float8(found[saving], lowering.float8, is_saved=True, is_compiled=is_compiled)
+        how = {"is_compiled": lowering.compiled is not None, "is_gathered": lowering.float8_gather is not None}
+        found[saving] = forward_in_float8(found[saving], lowering.float8, is_saved=True, **how)
         if saving is again:
-            found[first] = forward_in_float8(found[first], lowering.float8, is_saved=False, is_compiled=is_compiled)
-        found[last] = backward_in_float8(found[last], lowering.float8, num_tokens)
+            found[first] = forward_in_float8(found[first], lowering.float8, is_saved=False, **how)
+        found[last] = backward_in_float8(found[last], lowering.float8, num_tokens, is_gathered=how["is_gathered"])

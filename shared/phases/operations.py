@@ -100,6 +100,15 @@ class Float8(StrEnum):
     """By the largest elements of steps before (Transformer Engine)."""
 
 
+class Float8Gather(StrEnum):
+    """Who finds the scale of a weight that FSDP2 gathers in float8 (torchao's ``enable_fsdp_float8_all_gather``)."""
+
+    PRECOMPUTED = "precomputed"
+    """The step, of all weights at once (``precompute_float8_dynamic_scale_for_fsdp``)."""
+    DYNAMIC = "dynamic"
+    """Every gather, of its weights one by one."""
+
+
 class Compiled(StrEnum):
     """What torch.compile has compiled."""
 
@@ -117,13 +126,20 @@ class InWords(Protocol):
         """The words."""
 
 
-def lowering_words(compiled: Compiled | None, float8: Float8 | None, products: InWords | None = None) -> str | None:
+def lowering_words(
+    compiled: Compiled | None,
+    float8: Float8 | None,
+    products: InWords | None = None,
+    *,
+    gather: Float8Gather | None = None,
+) -> str | None:
     """What is computed otherwise than this package's runtime does, in words; None where nothing is.
 
     ``products``: those with packed weights.
     """
     words = [] if compiled is None else [f"{compiled} compiled by torch.compile"]
     words += [] if float8 is None else [f"linear maps of blocks in float8, scaled {float8}"]
+    words += [] if gather is None else [f"their weights gathered in float8 with {gather} scales"]
     words += [] if products is None else [products.words]
     return ", ".join(words) or None
 
@@ -141,10 +157,14 @@ def left_out_words(packages: Sequence[str], model_name: str) -> str | None:
 
 
 def lowering_notes(
-    compiled: Compiled | None, float8: Float8 | None, products: InWords | None = None
+    compiled: Compiled | None,
+    float8: Float8 | None,
+    products: InWords | None = None,
+    *,
+    gather: Float8Gather | None = None,
 ) -> tuple[str, ...]:
     """The same as a record or an answer has it, with what becomes of such plans here; none where nothing is."""
-    words = lowering_words(compiled, float8, products)
+    words = lowering_words(compiled, float8, products, gather=gather)
     return () if words is None else (f"{words} (no plan of which is carried out here)",)
 
 

@@ -70,6 +70,8 @@ class Parameter(FrozenModel):
     num_scalars: NonNegativeInt | None = None
     """Scalars of the model that the elements stand for: of a packed weight those that it unpacks to, of what unpacks
     one none.  None: one for each element."""
+    gathered_dtype: DType | None = None
+    """Element type that ranks which share it gather it in; None: its own."""
 
     @model_validator(mode="after")
     def _is_frozen_if_packed(self) -> Self:
@@ -86,6 +88,11 @@ class Parameter(FrozenModel):
     def scalars(self) -> int:
         """Scalars of the model that it stands for."""
         return self.num_elements if self.num_scalars is None else self.num_scalars
+
+    @property
+    def gathered_item_bytes(self) -> int:
+        """Bytes of one gathered element."""
+        return (self.gathered_dtype or self.dtype).item_bytes
 
     @cached_property
     def size_bytes(self) -> int:

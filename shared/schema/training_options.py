@@ -17,7 +17,7 @@ from pydantic import (
 from ..basics.documents import FrozenModel
 from ..phases.quantization import PackedProducts, Quantization
 from ..phases.tiling import LossHead
-from .workload import Compiled, DType, Float8
+from .workload import Compiled, DType, Float8, Float8Gather
 
 ADAPTER_DTYPES: Final = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 """Element types that low-rank maps may have."""
@@ -122,6 +122,8 @@ class TrainingOptions(FrozenModel):
     """What of it torch.compile compiles, in predictions; None: nothing."""
     float8: Float8 | None = None
     """How linear maps of blocks multiply in float8, in predictions; None: in the others' element type."""
+    float8_gather: Float8Gather | None = None
+    """Who scales their weights where FSDP2 gathers these in float8; None: they are gathered as they are."""
 
     @model_validator(mode="after")
     def _leaves_chunks_to_the_plan(self) -> Self:
@@ -133,7 +135,7 @@ class TrainingOptions(FrozenModel):
     def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Kept traces are found by it, also those of before there were these."""
         fields: dict[str, Any] = handler(self)
-        for later in ("osft", "images", "quantized", "loss_head", "compiled", "float8"):
+        for later in ("osft", "images", "quantized", "loss_head", "compiled", "float8", "float8_gather"):
             if fields.get(later) is None:
                 fields.pop(later, None)
         return fields
@@ -144,12 +146,13 @@ class TrainingOptions(FrozenModel):
 
         However the loss is made, and whatever is compiled: of the model all is trained with any.
         """
-        return self.model_copy(update={"loss_head": None, "compiled": None, "float8": None}) == FULL_TRAINING
+        as_computed = dict.fromkeys(("loss_head", "compiled", "float8", "float8_gather"))
+        return self.model_copy(update=as_computed) == FULL_TRAINING
 
     @property
     def is_lowered(self) -> bool:
         """Whether something is computed otherwise than this package's runtime does."""
-        return self.compiled is not None or self.float8 is not None
+        return (self.compiled, self.float8, self.float8_gather) != (None, None, None)
 
     @property
     def packed_products(self) -> PackedProducts | None:

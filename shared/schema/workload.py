@@ -33,6 +33,7 @@ from ..phases.operations import Compiled as Compiled
 from ..phases.operations import DType as DType
 from ..phases.operations import DTypeOrigin as DTypeOrigin
 from ..phases.operations import Float8 as Float8
+from ..phases.operations import Float8Gather as Float8Gather
 from ..phases.operations import Operation as Operation
 from ..phases.operations import OperationClass as OperationClass
 from ..phases.operations import SignedBytes as SignedBytes
@@ -67,6 +68,18 @@ COMPOSED: Final = "composed"
 """``Workload.model_hash`` of a distillation that is composed of workloads of full training: no modules were seen."""
 SMALLEST_SWAPPED_BYTES: Final = 512
 """Storages below this stay on the device in mode SWAP."""
+
+
+_FILED_IF_SET: Final = (
+    "distillation",
+    "packing",
+    "quadratic",
+    "compiled",
+    "float8",
+    "float8_gather",
+    "packed_products",
+    "rotary_tokens",
+)
 
 
 class Block(FrozenModel):
@@ -140,6 +153,8 @@ class Workload(Document):
     """What of it torch.compile has compiled: no plan of it is carried out.  A file has the field where it is set."""
     float8: Float8 | None = None
     """How linear maps of blocks multiply in float8, likewise."""
+    float8_gather: Float8Gather | None = None
+    """Who scales their weights where FSDP2 gathers these in float8 (``Parameter.gathered_dtype``), likewise."""
     packed_products: PackedProducts | None = None
     """Whose products with packed weights they are where they are not those of protwin's runtime, likewise."""
     kernels_left_out: tuple[Name, ...] = ()
@@ -243,7 +258,7 @@ class Workload(Document):
         for name in ("tilings", "subspaces", "sequence_sharings", "loss_tilings", "staying_inputs", "kernels_left_out"):
             if not getattr(self, name):
                 fields.pop(name, None)
-        for name in ("distillation", "packing", "quadratic", "compiled", "float8", "packed_products", "rotary_tokens"):
+        for name in _FILED_IF_SET:
             if getattr(self, name) is None:
                 fields.pop(name, None)
         return fields

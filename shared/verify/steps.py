@@ -154,11 +154,8 @@ class Held:
     """What the optimizer steps: parameters, or the fullest shards of runs of them."""
     num_parts: int
     """Ranks that have such a part each, and together the chunk."""
-
-    @property
-    def gathered_bytes(self) -> int:
-        """The parameters of all parts together."""
-        return self.num_parts * self.parameter_bytes
+    gathered_bytes: int
+    """The parameters of all parts together, each in the type that it is gathered in."""
 
 
 def held(chunk: Chunk, parameters: Sequence[Parameter], plan: Plan) -> Held:
@@ -178,9 +175,10 @@ def held(chunk: Chunk, parameters: Sequence[Parameter], plan: Plan) -> Held:
             state_bytes(stepped, plan.optimizer),
             stepped,
             1,
+            chunk.size_bytes,
         )
     extents = _extents(chunk, parameters)
-    parameter_bytes = gradient_bytes = 0
+    parameter_bytes = gradient_bytes = gathered_bytes = 0
     stepped = []
     for (dtype, trainable), run in groupby(extents, key=lambda extent: (extent[0].dtype, extent[0].trainable)):
         fullest = _fullest(sum(size for _, size in run), ranks_of_group(plan)) // dtype.item_bytes
@@ -188,6 +186,11 @@ def held(chunk: Chunk, parameters: Sequence[Parameter], plan: Plan) -> Held:
         if trainable:
             gradient_bytes += fullest * dtype.item_bytes
             stepped.append((dtype, (fullest,)))
+    for (dtype, _, gathered), run in groupby(
+        extents, key=lambda extent: (extent[0].dtype, extent[0].trainable, extent[0].gathered_dtype)
+    ):
+        fullest = _fullest(sum(size for _, size in run), ranks_of_group(plan)) // dtype.item_bytes
+        gathered_bytes += fullest * (dtype if gathered is None else gathered).item_bytes
     kept_bytes = state_bytes(stepped, plan.optimizer)
     summed_bytes = sum(_summed_item_bytes(dtype, plan) * count for dtype, (count,) in stepped)
     return Held(
@@ -199,6 +202,7 @@ def held(chunk: Chunk, parameters: Sequence[Parameter], plan: Plan) -> Held:
         kept_bytes,
         stepped,
         ranks_of_group(plan),
+        ranks_of_group(plan) * gathered_bytes,
     )
 
 

@@ -134,8 +134,9 @@ def check_saved(saved: Workload, model: str, options: TrainingOptions, student: 
             f"--quantize, --unfreeze-rank-ratio, --osft-target, --freeze, --autocast and --student, or name the model "
             f"that it was traced from."
         )
-    if (options.compiled, options.float8) not in ((None, None), (saved.compiled, saved.float8)):
-        asked = lowering_words(options.compiled, options.float8)
+    lowering = (options.compiled, options.float8, options.float8_gather)
+    if lowering not in ((None, None, None), (saved.compiled, saved.float8, saved.float8_gather)):
+        asked = lowering_words(options.compiled, options.float8, gather=options.float8_gather)
         raise WorkloadError(
             f"{asked}: so it is asked for, but {model} is a workload, which was traced with its operations one by one. "
             f"Leave --compile and --float8 out, or name the model that it was traced from."

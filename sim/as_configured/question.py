@@ -11,13 +11,13 @@ from typing import Any, Final
 from ...shared.basics.errors import PlanError
 from ...shared.catalogue.models import known_model, load_model_configuration
 from ...shared.catalogue.same_model import same_model
-from ...shared.foreign.asked_run import AskedRun, Precision, Reading, Split
+from ...shared.foreign.asked_run import AskedRun, Place, Precision, Reading, Split
 from ...shared.foreign.keys import words_of
 from ...shared.phases.tiling import LossHead
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.training_options import LoraOptions, QuantizationOptions, TrainingOptions
-from ...shared.schema.workload import DType, Workload
+from ...shared.schema.workload import DType, Float8Gather, Workload
 from ...shared.workloads.dtypes import choose_dtype, computes_in
 from ...shared.workloads.source import (
     WorkloadRequest,
@@ -135,6 +135,7 @@ def settle(reading: Reading, said: Said, machine: Hardware | None, *, file: str)
             loss_head=LossHead.FUSED if run.loss_head is LossHead.FUSED else None,
             compiled=run.compiled,
             float8=run.float8,
+            float8_gather=_float8_gather(run, num_ranks, differences),
         ),
         loss_tiles=run.loss_tiles if run.loss_head is LossHead.CHUNKED else 1,
         mlp_tiles=run.mlp_tiles,
@@ -143,7 +144,7 @@ def settle(reading: Reading, said: Said, machine: Hardware | None, *, file: str)
 
 def as_here(settled: Settled) -> Settled:
     """The run with its operations one by one, and products that keep no input, as every plan here has them."""
-    changed: dict[str, Any] = {"compiled": None, "float8": None}
+    changed: dict[str, Any] = {"compiled": None, "float8": None, "float8_gather": None}
     if settled.options.quantized is not None:
         changed["quantized"] = settled.options.quantized.model_copy(update={"products": None})
     return replace(settled, options=settled.options.model_copy(update=changed))
@@ -247,6 +248,16 @@ def _merged(run: AskedRun, said: Said, notes: list[str]) -> AskedRun:
         halves = {DType.BFLOAT16: Precision.MIXED_BFLOAT16, DType.FLOAT16: Precision.MIXED_FLOAT16}
         changed["precision"] = halves.get(choose_dtype(None, said.dtype, None).dtype, Precision.FLOAT32)
     return run.model_copy(update=changed)
+
+
+def _float8_gather(run: AskedRun, num_ranks: int, differences: list[str]) -> Float8Gather | None:
+    """Who scales weights that are gathered in float8; None where nothing is gathered, or from hosts."""
+    if run.float8_gather is None or num_ranks == 1 or run.split in (None, Split.NOTHING):
+        return None
+    if run.parameters_on is Place.DEVICE and run.optimizer_on is Place.DEVICE:
+        return run.float8_gather
+    differences.append("weights are gathered as they are, not in float8: they come from the hosts.")
+    return None
 
 
 def _found_by_name(run: AskedRun, notes: list[str]) -> AskedRun:

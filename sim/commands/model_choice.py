@@ -18,7 +18,7 @@ from ...shared.cli.training_choice import LoraChoice, TrainingChoice
 from ...shared.schema.hardware import Device, Hardware
 from ...shared.schema.plan import TrainingMethod
 from ...shared.schema.training_options import QuantizationOptions, TrainingOptions
-from ...shared.schema.workload import Compiled, Float8, Workload
+from ...shared.schema.workload import Compiled, Float8, Float8Gather, Workload
 from ...shared.students.student import Student
 from ...shared.workloads.check import check_method
 from ...shared.workloads.source import (
@@ -79,6 +79,14 @@ class PredictedTraining(TrainingChoice):
             "plan.",
         ),
     ] = None
+    float8_gather: Annotated[
+        Float8Gather | None,
+        typer.Option(
+            "--float8-gather",
+            help="With --float8 tensorwise and --as fsdp2: weights are gathered in float8, with scales that the step "
+            "finds of all at once (precomputed) or every gather of its own (dynamic).",
+        ),
+    ] = None
     release: Annotated[
         str | None,
         typer.Option(
@@ -105,7 +113,8 @@ class PredictedTraining(TrainingChoice):
 
     def options(self, method: TrainingMethod | None) -> TrainingOptions:
         """How the model is trained, compiled and in float8."""
-        return super().options(method).model_copy(update={"compiled": self.compiled, "float8": self.float8})
+        computed = {"compiled": self.compiled, "float8": self.float8, "float8_gather": self.float8_gather}
+        return super().options(method).model_copy(update=computed)
 
     def tiles(
         self,

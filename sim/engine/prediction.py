@@ -136,7 +136,9 @@ def predicted_record(
             device_peak_bytes=device_curve.peak_bytes,
         ),
         price_usd_per_hour=machine.price_usd_per_hour,
-        emulated=lowering_notes(workload.compiled, workload.float8, workload.packed_products),
+        emulated=lowering_notes(
+            workload.compiled, workload.float8, workload.packed_products, gather=workload.float8_gather
+        ),
         model_flops=_times(
             plan.micro_batches * plan.num_ranks, model_flops(workload.shared_among(plan.sequence_ranks))
         ),

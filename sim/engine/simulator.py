@@ -105,6 +105,7 @@ def simulate_drawn(
 ) -> tuple[Record, PlanDraws]:
     """``simulate``, with the time under every draw, which intervals of several plans together are made of."""
     runtime.check(plan)
+    runtime.check_gathers(plan, workload)
     own = method_named(plan.method, method)
     method = runtime.method(own)
     if method is not own:

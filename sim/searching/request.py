@@ -427,6 +427,12 @@ def check_possible(request: SearchRequest, workload: Workload, step: StepSpec) -
     check_magnitude(workload)
     check_kernels(workload, request.hardware)
     check_lowering(workload, request.hardware)
+    if workload.float8_gather is not None:
+        raise PlanError(
+            "a search has plans for protwin's own runtime, and of others FSDP2 alone gathers weights in float8: nobody "
+            "knows what a plan with chunks elsewhere would gather so. Leave --float8-gather out, or ask about one plan "
+            "(protwin simulate --as fsdp2)."
+        )
     check_optimizer(step.optimizer, workload.parameters)
     check_host_gradients(step.host_gradients, workload.parameters)
     asked = Plan.model_construct(
