@@ -217,8 +217,8 @@ class RuntimeProfile:
             return
         if self.runtime is not Runtime.FSDP2:
             raise PlanError(
-                f"weights are to be gathered in float8 (float8_gather {workload.float8_gather}), which torchao does for "
-                f"FSDP2 alone, but the plan is carried out by {self.runtime}. Ask about {Runtime.FSDP2} (--as), or "
+                f"weights are to be gathered in float8 ({workload.float8_gather} scales), which torchao does for FSDP2 "
+                f"alone, but the plan is carried out by {self.runtime}. Ask about {Runtime.FSDP2} (--as), or "
                 f"leave --float8-gather out."
             )
         layout = layout_of(workload, plan.chunk_bytes)

@@ -165,13 +165,28 @@ def forward_in_float8(
 
 
 def backward_in_float8(
-    seen: Observation, scaling: Float8, num_tokens: int, *, is_gathered: bool = False
+    seen: Observation,
+    forward: Sequence[OperatorCall],
+    scaling: Float8,
+    num_tokens: int,
+    *,
+    is_gathered: bool = False,
 ) -> Observation:
-    """A backward with eligible products in float8; ``is_gathered``: weights are gathered so."""
+    """A backward with eligible products in float8.
+
+    ``forward``: the calls of the whole forward; ``is_gathered``: weights are gathered so.
+    """
     weights = (_TURN_NARROW,) if is_gathered else _WEIGHT_AGAIN[scaling]
+    # A map with as many outputs as tokens has two products of one shape: its input's gradient first, if it has both.
+    twice = Counter(call.shape[2:] for call in forward if is_eligible(call) and call.shape[2] == num_tokens)
     made: list[tuple[int, OperatorCall]] = []
     for index, call in enumerate(seen.calls):
-        if is_eligible(call) and call.shape[3] != num_tokens:  # of the input; its weight's has the same gradient
+        is_of_input = is_eligible(call) and call.shape[1] == num_tokens
+        if is_of_input and call.shape[3] == num_tokens:
+            sizes = (num_tokens, call.shape[2])
+            is_of_input = twice[sizes] > 0
+            twice[sizes] -= 1
+        if is_of_input:  # its weight's has the same gradient
             _, rows, columns, width = call.shape
             made += _passes(index, _INPUT[scaling], rows * width, call.dtype)
             made += _passes(index, weights, width * columns, call.dtype)

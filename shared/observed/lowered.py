@@ -152,6 +152,7 @@ def _lower_section(
     first, last = (TaskKind.FORWARD, place), (TaskKind.BACKWARD, place)
     again = (TaskKind.RECOMPUTE, place)
     saving = again if again in found else first
+    maps = found[first].calls
     if lowering.compiled is not None:
         found[saving], found[last] = fused_pair(
             found[saving], found[last], num_tokens, passed_bytes, whole=found[first].calls
@@ -167,4 +168,4 @@ def _lower_section(
         found[saving] = forward_in_float8(found[saving], lowering.float8, is_saved=True, **how)
         if saving is again:
             found[first] = forward_in_float8(found[first], lowering.float8, is_saved=False, **how)
-        found[last] = backward_in_float8(found[last], lowering.float8, num_tokens, is_gathered=how["is_gathered"])
+        found[last] = backward_in_float8(found[last], maps, lowering.float8, num_tokens, is_gathered=how["is_gathered"])

@@ -115,9 +115,10 @@ def test_every_part_of_training_has_an_option() -> None:
         "loss": "--loss",
     }
     assert {field.name for field in fields(TrainingChoice)} == set(written)
-    of = {"lora", "quantized", "osft", "frozen", "images", "autocast", "loss_head", "compiled", "float8"}
+    of = {"lora", "quantized", "osft", "frozen", "images", "autocast", "loss_head"}
+    of |= {"compiled", "float8", "float8_gather"}
     assert set(TrainingOptions.model_fields) == of
-    for option in " ".join([*written.values(), "--compile --float8"]).split():
+    for option in " ".join([*written.values(), "--compile --float8 --float8-gather"]).split():
         assert all(option in HAS[command] for command in ASKING), option
 
 
@@ -127,6 +128,7 @@ TRAININGS: Final = (
     f"{LORA} --quantize nf4 --double-quantize --quantization-blocksize 128 --dtype bfloat16 --loss fused",
     "--method osft --unfreeze-rank-ratio 0.5 --osft-target q_proj --image-size 28x56 --images 2",
     "--compile blocks --float8 rowwise --loss narrow",
+    "--compile blocks --float8 tensorwise --float8-gather dynamic",
 )
 
 

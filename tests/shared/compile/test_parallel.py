@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -22,6 +23,7 @@ from protwin.shared.tables.explain import explain
 from protwin.shared.verify.full_training import FULL_TRAINING
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.verify.rules import Stage
+from protwin.shared.verify.steps import held
 from protwin.shared.verify.verify import verify_schedule
 from tests.proof_size import examples, share, some_quick
 from tests.shared import faults
@@ -191,6 +193,32 @@ def test_shards_hold_every_element_once_and_little_more(case: PlannedWorkload, n
                 lines[place % num_ranks] += 1
             assert part.parameter_bytes == LINE_BYTES * max(lines)
             assert part.state_bytes == 2 * LINE_BYTES * max(lines) + 4
+
+
+@given(parallel_workloads(), st.sampled_from((2, 3, 7)), st.sets(st.integers(0, 40)))
+@settings(max_examples=examples(60, 12))
+def test_parts_gathered_in_another_type_have_as_many_elements(
+    case: PlannedWorkload, num_ranks: int, narrow: set[int]
+) -> None:
+    """Oracle: elements of lines that are dealt out; the verifier counts by itself."""
+    parameters = tuple(
+        p.model_copy(update={"gathered_dtype": DType.FLOAT8_E4M3FN}) if number in narrow else p
+        for number, p in enumerate(case.workload.parameters)
+    )
+    asked = case.plan.model_copy(update={"parallel": ParallelMode.SHARDED, "num_ranks": num_ranks, "shard_ranks": None})
+    for chunk in case.layout.chunks:
+        whole, part = (
+            rank_part(chunk, of, ParallelMode.SHARDED, num_ranks, Optimizer.ADAMW)
+            for of in (case.workload.parameters, parameters)
+        )
+        assert replace(part, gathered_bytes=whole.gathered_bytes) == whole
+        assert part.gathered_bytes == held(chunk, parameters, asked).gathered_bytes
+        own = sum(
+            parameters[placed.index].num_elements * parameters[placed.index].gathered_item_bytes
+            for placed in chunk.parameters
+        )
+        padding = (num_ranks + 4) * LINE_BYTES * len(chunk.parameters)
+        assert own <= part.gathered_bytes < own + padding
 
 
 def test_the_host_holds_a_share_and_the_device_the_whole() -> None:

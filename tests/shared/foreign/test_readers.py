@@ -14,7 +14,7 @@ import pytest
 import tomli_w
 
 from protwin.shared.basics.errors import FileError, PlanError
-from protwin.shared.foreign.asked_run import AskedRun, Checkpointing, Place, Precision, Split, Tool
+from protwin.shared.foreign.asked_run import AskedRun, Checkpointing, Place, Precision, Reading, Split, Tool
 from protwin.shared.foreign.axolotl import read_axolotl
 from protwin.shared.foreign.axolotl_keys import AXOLOTL_KEYS
 from protwin.shared.foreign.deepspeed import read_deepspeed
@@ -29,7 +29,7 @@ from protwin.shared.foreign.training_arguments_keys import TRAINING_ARGUMENTS_KE
 from protwin.shared.phases.tiling import LossHead
 from protwin.shared.schema.hardware import AttentionKernel
 from protwin.shared.schema.optimizer import Optimizer
-from protwin.shared.schema.workload import Compiled, Float8
+from protwin.shared.schema.workload import Compiled, Float8, Float8Gather
 from tests.proof_size import some_quick
 from tests.shared.foreign.recorded_keys import AXOLOTL, DEEPSPEED, TORCHTITAN
 from tests.shared.foreign.writers import (
@@ -325,6 +325,28 @@ def test_what_torchtitan_compiles_and_narrows_is_read() -> None:
     assert by_rows.float8 is Float8.ROWWISE
     older = read_torchtitan({"training": {"compile": True}, "float8": {"enable_float8_linear": True}}).run
     assert (older.compiled, older.float8) == (Compiled.BLOCKS, Float8.TENSORWISE)
+    assert older.float8_gather is None
+
+
+@pytest.mark.parametrize("section", ["float8", "quantize.linear.float8"])
+def test_gathers_of_torchtitan_in_float8_are_read(section: str) -> None:
+    both = {"compile": {"enable": True}, "model": {"converters": [section]}}
+
+    def read(more: dict[str, Any], **others: Any) -> Reading:
+        for name in reversed(section.split(".")):
+            more = {name: more}
+        return read_torchtitan(both | more | others)
+
+    asked = {"enable_fsdp_float8_all_gather": True}
+    ahead = asked | {"precompute_float8_dynamic_scale_for_fsdp": True}
+    assert read(ahead).run.float8_gather is Float8Gather.PRECOMPUTED
+    assert {f"{section}.{key}" for key in ahead} <= {note.key for note in read(ahead).understood}
+    assert read(asked).run.float8_gather is Float8Gather.DYNAMIC
+    assert read({"precompute_float8_dynamic_scale_for_fsdp": True}).run.float8_gather is None
+    replicas = {"data_parallel_shard_degree": 1, "data_parallel_replicate_degree": 8}
+    assert read(ahead, parallelism=replicas).run.float8_gather is None
+    with pytest.raises(PlanError, match=r"enable_fsdp_float8_all_gather is true, but products are scaled rowwise"):
+        read(asked | {"recipe_name": "rowwise"})
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,29 @@ def test_what_is_compiled_and_narrow_counts_in_the_run(on: str, more: dict[str, 
         assert "states no peak of float8" in words[0]
 
 
+@pytest.mark.parametrize(
+    ("split", "num_ranks", "place", "is_gathered"),
+    [
+        pytest.param(Split.PARAMETERS, 8, Place.DEVICE, True, id="zero 3"),
+        pytest.param(Split.GRADIENTS, 8, Place.DEVICE, True, id="zero 2"),
+        pytest.param(Split.PARAMETERS, 8, Place.HOST, False, id="from hosts"),
+        pytest.param(Split.PARAMETERS, 1, Place.DEVICE, False, id="one rank"),
+        pytest.param(Split.NOTHING, 8, Place.DEVICE, False, id="ddp"),
+    ],
+)
+def test_narrow_gathers_count_where_devices_gather(
+    split: Split, num_ranks: int, place: Place, *, is_gathered: bool
+) -> None:
+    on = "h100-80gb-x8"
+    asked = Asked(file="file.json", hardware_name=on, machine=machine(on), searches=False)
+    more = {"compiled": "blocks", "float8": "tensorwise", "float8_gather": "precomputed", "num_ranks": num_ranks}
+    where = {"split": split, "runtime": Runtime.FSDP2, "parameters_on": place, "optimizer_on": place}
+    run = AskedRun.model_validate(GOOD | more | where)
+    found = explain(Reading(tool=Tool.TORCHTITAN, run=run), Said(), asked, never)
+    assert ("gathered in float8" in " ".join(found.configured.emulated)) == is_gathered
+    assert any("not in float8" in one for one in found.differences) == (place is Place.HOST)
+
+
 def test_one_rank_keeps_offloads_or_has_its_host_step() -> None:
     kept = on_one(split=Split.PARAMETERS)
     assert kept.parallel is ParallelMode.SINGLE

@@ -9,7 +9,7 @@ import pytest
 
 from protwin.shared.basics.errors import WorkloadError
 from protwin.shared.catalogue.machines import machine
-from protwin.shared.observed.float8 import CAST, LARGEST
+from protwin.shared.observed.float8 import CAST, LARGEST, RESCALE
 from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.training_options import LoraOptions, TrainingOptions
 from protwin.shared.schema.workload import Compiled, DType, Float8, Operation, OperationClass, Phase, Workload
@@ -58,8 +58,29 @@ def test_casts_are_those_that_a_hand_counts(scaling: Float8) -> None:
     profile = llama(compiled, scaling).profiles[0]
     found = tuple(moved(phase, CAST, LARGEST) for phase in (profile.forward, profile.backward))
     assert found == counted_by_hand(scaling)
+    # Products of backward, of inputs and of weights, are read and written again where rows have scales.
+    results = TOKENS * sum(columns for _, columns in MAPS) + sum(rows * columns for rows, columns in MAPS)
+    assert moved(profile.backward, RESCALE) == (4 * results if scaling is Float8.ROWWISE else 0)
+    assert moved(profile.forward, RESCALE) == moved(profile.recompute, RESCALE) == 0
     assert moved(profile.checkpoint_forward, CAST, LARGEST) < found[0]
     assert moved(profile.recompute, CAST, LARGEST) <= found[0]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("scaling", Float8)
+def test_maps_with_as_many_outputs_as_tokens_are_cast_as_others(scaling: Float8, *, frozen: bool) -> None:
+    """Their two products of backward have one shape: llama's q, output and down map, at 4,096 tokens.
+
+    Bytes of casts grow with tokens evenly, whatever the width of the model is.
+    """
+    compiled = None if scaling is Float8.DELAYED else Compiled.BLOCKS
+    options = TrainingOptions(compiled=compiled, float8=scaling, lora=LoraOptions(rank=16) if frozen else None)
+    fewest, middle, wide = (
+        moved(found.profiles[0].backward, CAST, LARGEST)
+        for tokens in (WIDTH // 2, WIDTH * 3 // 4, WIDTH)
+        for found in [load_workload("llama-3.1-8b", batch_size=1, sequence_length=tokens, options=options)]
+    )
+    assert wide - middle == middle - fewest > 0
 
 
 @pytest.mark.parametrize("scaling", [None, *Float8])
@@ -135,8 +156,8 @@ def linear_s(sizes: tuple[int, int, int], scaling: Float8 | None) -> float:
     forward = seen(product(tokens, outputs, inputs))
     backward = seen(product(tokens, inputs, outputs), product(outputs, inputs, tokens))
     if scaling is not None:
+        backward = backward_in_float8(backward, forward.calls, scaling, tokens)
         forward = forward_in_float8(forward, scaling, is_saved=True, is_compiled=True)
-        backward = backward_in_float8(backward, scaling, tokens)
     return sum(operation_s(op, H100.device) for of in (forward, backward) for op in of.operations)
 
 
