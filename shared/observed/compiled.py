@@ -11,11 +11,15 @@ memory and are kernels of their own.  So each kernel reads what it needs once, a
 Forward and backward are one graph, which is cut where least is saved (``min_cut_rematerialization_partition`` in
 ``torch/_functorch/partitioners.py``): what products and attention read again, and of the rest whichever is less, the
 value itself or those that are kept and that it is computed from.  Of dropout one byte per element is saved.
+
+A product in float8 that torchao scales reads no value itself but a cast of it, which is element-wise.  So what such
+products alone read is not saved where backward computes it again from what is saved anyway: norms and activations ahead
+of linear maps.  Torch's compiler saves a third less of a Llama's block so (``tests/runtime/tracing/test_compiled.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -53,7 +57,8 @@ class Kernel:
 class Fused:
     """A forward and its backward as compiled: what is kept, what is saved, and the kernels of both."""
 
-    def __init__(self, flow: Flow) -> None:
+    def __init__(self, flow: Flow, casts: Callable[[OperatorCall], bool] | None = None) -> None:
+        """``casts``: whether a product reads casts of its operands; None: none does."""
         self._flow = flow
         made = flow.made[flow.num_forward - 1] if flow.num_forward else []
         self._output = made[0] if made else None
@@ -67,9 +72,12 @@ class Fused:
         self._keep_instead()
         self._sources.clear()
         self._resolve()
+        self._again = frozenset[Number]() if casts is None else self._computed_again(casts)
+        """What backward computes again to cast it."""
         self.saved = self._saved()
         """What forward makes and backward reads, of what it does not hand on."""
-        self.kernels = self._kernels(0, flow.num_forward), self._kernels(flow.num_forward, self._num_calls)
+        last = [*self._kernels(flow.num_forward, self._num_calls), *self._kernels_again()]
+        self.kernels = self._kernels(0, flow.num_forward), sorted(last, key=lambda kernel: kernel.place)
         """Of forward, and of backward."""
 
     def _counted_products(self) -> list[int]:
@@ -148,8 +156,42 @@ class Fused:
                 if sum(flow.values[s].size for s in more) > flow.values[value].size:
                     self._kept.add(value)
 
+    def _computed_again(self, casts: Callable[[OperatorCall], bool]) -> frozenset[Number]:
+        """Kept values of forward that only products which cast them read, of values that are there in backward."""
+        flow = self._flow
+        read = {source for _, value in self._backward_reads() for source in self._sources_of(value)}
+        found = {
+            value
+            for value in read
+            if value != self._output
+            and flow.is_fusible(value)
+            and all(casts(flow.calls[of]) for of in flow.values[value].readers if flow.stands_apart(of))
+            and flow.is_operand(value)
+        }
+        there = read - found
+        return frozenset(
+            value
+            for value in found
+            if all(s in there or self._is_small(s) or flow.values[s].maker is None for s in self._read_for(value))
+        )
+
+    def _kernels_again(self) -> Iterator[Kernel]:
+        """Of backward, ahead of the first product that casts what they compute."""
+        flow = self._flow
+        for value in sorted(self._again):
+            maker = flow.values[value].maker
+            assert maker is not None, "what no call makes is not computed again"
+            yield Kernel(
+                place=min(of for of in flow.values[value].readers if of >= flow.num_forward),
+                reads=tuple(sorted(self._read_for(value))),
+                writes=(value,),
+                reduces=False,
+                flops=flow.calls[maker].flops,
+            )
+
     def _saved(self) -> frozenset[Number]:
         found = frozenset(source for _, value in self._backward_reads() for source in self._sources_of(value))
+        found = found.union(*(self._read_for(value) for value in self._again)) - self._again
         made = {value for value in found if self._flow.values[value].maker is not None}
         return frozenset(made - {self._output})
 
@@ -206,17 +248,19 @@ def fused_pair(
     passed_bytes: int,
     *,
     whole: Sequence[OperatorCall] | None = None,
+    casts: Callable[[OperatorCall], bool] | None = None,
 ) -> tuple[Observation, Observation]:
     """A forward, or the recomputation of one, and its backward as compiled.
 
-    ``passed_bytes``: of a block's input; ``whole``: the calls of a forward whose recomputation ends early.  Memory
-    changes by what is saved less; what backward leaves stays.
+    ``passed_bytes``: of a block's input; ``whole``: the calls of a forward whose recomputation ends early; ``casts``:
+    whether a product reads casts of its operands, which are fused too.  Memory changes by what is saved less; what
+    backward leaves stays.
     """
     again = drawn_apart(forward.calls)
     num_forward = len(again)
     calls = again if whole is None else _to_its_end(again, drawn_apart(whole))
     flow = Flow(calls, drawn_apart(backward.calls), num_tokens, passed_bytes)
-    fused = Fused(flow)
+    fused = Fused(flow, casts)
     sizes = sorted(flow.values[value].size for value in fused.saved)
     saved_bytes = sum(forward.saved_bytes) if forward.saved_bytes else forward.net_bytes
     less_bytes = saved_bytes - sum(sizes)

@@ -29,8 +29,8 @@ which wants it in the other layout, turns it, reading and writing 1 (``preproces
 with the product.
 
 Where nothing is saved, the second layout of an input is not made.  Maps that follow one another read one cast input
-where the graph is compiled.  What is saved stays in the wide type, as for an input that is cast again; a compiled graph
-may save the narrow one instead, which nobody has counted here.
+where the graph is compiled.  A compiled graph casts what it computes again in backward ([Note: What compiled blocks
+save] in ``compiled.py``); what is saved of the rest stays in the wide type.
 """
 
 from __future__ import annotations

@@ -155,7 +155,12 @@ def _lower_section(
     maps = found[first].calls
     if lowering.compiled is not None:
         found[saving], found[last] = fused_pair(
-            found[saving], found[last], num_tokens, passed_bytes, whole=found[first].calls
+            found[saving],
+            found[last],
+            num_tokens,
+            passed_bytes,
+            whole=found[first].calls,
+            casts=is_eligible if lowering.float8 in (Float8.TENSORWISE, Float8.ROWWISE) else None,
         )
         if saving is again:
             found[first] = fused_alone(found[first], num_tokens, passed_bytes)
