@@ -116,7 +116,8 @@ def settle(reading: Reading, said: Said, machine: Hardware | None, *, file: str)
     lora = run.lora
     if lora is not None and lora.dropout and not _has_torch():
         lora = lora.model_copy(update={"dropout": 0.0})
-    float8_gather = _float8_gather(run, num_ranks, differences)
+    computed = {"compiled": run.compiled, "float8": run.float8}
+    computed |= {"float8_gather": _float8_gather(run, num_ranks, differences)}
     return Settled(
         run=run,
         model=run.model,
@@ -134,9 +135,7 @@ def settle(reading: Reading, said: Said, machine: Hardware | None, *, file: str)
             lora=lora,
             quantized=quantized,
             loss_head=LossHead.FUSED if run.loss_head is LossHead.FUSED else None,
-            compiled=run.compiled,
-            float8=run.float8,
-            float8_gather=float8_gather,
+            **computed,
         ),
         loss_tiles=run.loss_tiles if run.loss_head is LossHead.CHUNKED else 1,
         mlp_tiles=run.mlp_tiles,

@@ -15,6 +15,7 @@ What is copied out of the gather is what was gathered ([Note: Copies around coll
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -49,20 +50,41 @@ class Float8Gathers:
         scaled = 3 * stepped.item_bytes if self.scales is Float8Gather.DYNAMIC else 0
         return scaled + widened + 4 * _FLOAT32 + _FLOAT32 + _NARROW
 
-    def reduced_with(self, gather: Task, share_frac: float) -> tuple[int, Task]:
-        """How many all-reduces of the largest elements there are, and one of them; of this share of all weights."""
-        count = max(1, round(self.num_weights * share_frac))
-        is_alone = self.scales is Float8Gather.DYNAMIC
-        return (count if is_alone else 1), Task(
-            id=gather.id,
-            kind=TaskKind.ALL_REDUCE,
-            moved_bytes=_SCALE_BYTES * (1 if is_alone else count),
-            num_ranks=gather.num_ranks,
-            axis=gather.axis,
-        )
+    def added_s(
+        self, schedule: Schedule, stepped: DType, bytes_per_s: float, task_s: Callable[[Task], float]
+    ) -> Iterator[tuple[int, float]]:
+        """(index, seconds) of tasks that take longer: gathers, and the step where it finds the scales.
+
+        ``stepped``: the type of parts; ``task_s``: seconds of a collective.
+        """
+        narrow = narrow_elements(schedule)
+        num_elements, first = sum(narrow.values()), None
+        for index, task in enumerate(schedule.tasks):
+            own = narrow.get(task.chunk, 0) if task.kind is TaskKind.ALL_GATHER else 0
+            if own:
+                first = first or task
+                yield index, self.cast_bytes(stepped) * own / bytes_per_s
+                if self.scales is Float8Gather.DYNAMIC:
+                    count = max(1, round(self.num_weights * own / num_elements))
+                    yield index, count * task_s(_reduction(task, 1))
+        if first is None or self.scales is Float8Gather.DYNAMIC:
+            return
+        found_s = num_elements * stepped.item_bytes / bytes_per_s + task_s(_reduction(first, self.num_weights))
+        yield from ((index, found_s) for index, of in enumerate(schedule.tasks) if of.kind is TaskKind.DEVICE_ADAM)
 
 
-def narrow_elements(schedule: Schedule) -> dict[ChunkId, int]:
+def _reduction(gather: Task, num_weights: int) -> Task:
+    """The all-reduce of the largest elements of so many weights, among the ranks of a gather."""
+    return Task(
+        id=gather.id,
+        kind=TaskKind.ALL_REDUCE,
+        moved_bytes=_SCALE_BYTES * num_weights,
+        num_ranks=gather.num_ranks,
+        axis=gather.axis,
+    )
+
+
+def narrow_elements(schedule: Schedule) -> dict[ChunkId | None, int]:
     """Elements of a rank's part of each chunk that are gathered in one byte where they have two."""
     parts = {
         buffer.chunk: buffer.size_bytes
@@ -72,5 +94,5 @@ def narrow_elements(schedule: Schedule) -> dict[ChunkId, int]:
     return {
         task.chunk: parts[task.chunk] - task.moved_bytes // task.num_ranks
         for task in schedule.tasks
-        if task.kind is TaskKind.ALL_GATHER and task.chunk is not None and task.chunk in parts
+        if task.kind is TaskKind.ALL_GATHER and task.chunk in parts
     }

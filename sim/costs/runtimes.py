@@ -53,7 +53,6 @@ from typing import Final, Self
 
 from ...shared.methods.runtime_profile import OUR_RUNTIME, Runtime, RuntimeProfile
 from ...shared.optimizers.state import stepped_dtype
-from ...shared.phases.operations import Float8Gather
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.schedule import ChunkId, Content, Lane, OuterSection, Schedule, Section, Task, TaskKind
@@ -222,11 +221,14 @@ class RuntimeCosts(CostModel):
         users = _first_users(schedule)
         index_of = {task.id: index for index, task in enumerate(schedule.tasks)}
         casts_part = copies.casts_part and self.dtype.item_bytes < _MASTER_BYTES
-        narrow = {} if self.float8_gathers is None else narrow_elements(schedule)
         if schedule.num_ranks == 1 and copies in (_ZERO_12, _ZERO_3):
             self._copy_alone(schedule, seconds, copies)
+        narrow: Mapping[ChunkId | None, int] = {}
         if self.float8_gathers is not None:
-            self._scale_for_gathers(schedule, seconds, self.float8_gathers, narrow)
+            stepped, rate = stepped_dtype(self.dtype, schedule.optimizer), self._streamed_bytes_per_s
+            narrow = narrow_elements(schedule)
+            for index, more_s in self.float8_gathers.added_s(schedule, stepped, rate, priced.task_s):
+                seconds[index] += more_s
         for index, task in enumerate(schedule.tasks):
             if task.kind is TaskKind.DEVICE_ADAM and self.dtype.item_bytes < _MASTER_BYTES:
                 seconds[index] += copies.step_bytes * task.num_stepped / self._streamed_bytes_per_s
@@ -236,9 +238,7 @@ class RuntimeCosts(CostModel):
                     trained_bytes = round(task.moved_bytes * self._trained_frac)
                     seconds[index] = priced.task_s(replace(task, moved_bytes=trained_bytes)) if trained_bytes else 0.0
                 if casts_part:
-                    part_bytes = task.moved_bytes / task.num_ranks - (
-                        0 if task.chunk is None else narrow.get(task.chunk, 0)
-                    )
+                    part_bytes = task.moved_bytes / task.num_ranks - narrow.get(task.chunk, 0)
                     seconds[index] += (
                         part_bytes * (1 + _MASTER_BYTES / self.dtype.item_bytes) / self._streamed_bytes_per_s
                     )
@@ -264,30 +264,6 @@ class RuntimeCosts(CostModel):
                     seconds[made[-1]] += self._joining_s(copies, task.moved_bytes, reduced_bytes)
         if self.profile.runtime is Runtime.DEEPSPEED_ZERO1:
             _reduce_once(schedule, seconds)
-
-    def _scale_for_gathers(
-        self, schedule: Schedule, seconds: list[float], gathers: Float8Gathers, narrow: Mapping[ChunkId, int]
-    ) -> None:
-        """Add casts to float8 before gathers, and what finds the scales ([Note: Gathers in float8])."""
-        priced = self.among(schedule.num_ranks, schedule.shard_ranks)
-        stepped = stepped_dtype(self.dtype, schedule.optimizer)
-        num_elements, first = sum(narrow.values()), None
-        for index, task in enumerate(schedule.tasks):
-            own = narrow.get(task.chunk, 0) if task.kind is TaskKind.ALL_GATHER and task.chunk is not None else 0
-            if not own:
-                continue
-            first = first or task
-            seconds[index] += gathers.cast_bytes(stepped) * own / self._streamed_bytes_per_s
-            if gathers.scales is Float8Gather.DYNAMIC:
-                count, reduced = gathers.reduced_with(task, own / num_elements)
-                seconds[index] += count * priced.task_s(reduced)
-        if first is None or gathers.scales is Float8Gather.DYNAMIC:
-            return
-        _, reduced = gathers.reduced_with(first, 1.0)
-        for index, task in enumerate(schedule.tasks):
-            if task.kind is TaskKind.DEVICE_ADAM:
-                seconds[index] += num_elements * stepped.item_bytes / self._streamed_bytes_per_s
-                seconds[index] += priced.task_s(reduced)
 
     def _copy_alone(self, schedule: Schedule, seconds: list[float], copies: _Copies) -> None:
         """Add what one rank copies of its gradients behind every backward, or once per step."""
