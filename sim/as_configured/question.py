@@ -116,8 +116,7 @@ def settle(reading: Reading, said: Said, machine: Hardware | None, *, file: str)
     lora = run.lora
     if lora is not None and lora.dropout and not _has_torch():
         lora = lora.model_copy(update={"dropout": 0.0})
-    computed = {"compiled": run.compiled, "float8": run.float8}
-    computed |= {"float8_gather": _float8_gather(run, num_ranks, differences)}
+    options = _options(run, num_ranks, differences).model_copy(update={"lora": lora, "quantized": quantized})
     return Settled(
         run=run,
         model=run.model,
@@ -131,12 +130,7 @@ def settle(reading: Reading, said: Said, machine: Hardware | None, *, file: str)
         packed_lengths=said.packed_lengths,
         notes=tuple(notes),
         differences=tuple(differences),
-        options=TrainingOptions(
-            lora=lora,
-            quantized=quantized,
-            loss_head=LossHead.FUSED if run.loss_head is LossHead.FUSED else None,
-            **computed,
-        ),
+        options=options,
         loss_tiles=run.loss_tiles if run.loss_head is LossHead.CHUNKED else 1,
         mlp_tiles=run.mlp_tiles,
     )
@@ -248,6 +242,16 @@ def _merged(run: AskedRun, said: Said, notes: list[str]) -> AskedRun:
         halves = {DType.BFLOAT16: Precision.MIXED_BFLOAT16, DType.FLOAT16: Precision.MIXED_FLOAT16}
         changed["precision"] = halves.get(choose_dtype(None, said.dtype, None).dtype, Precision.FLOAT32)
     return run.model_copy(update=changed)
+
+
+def _options(run: AskedRun, num_ranks: int, differences: list[str]) -> TrainingOptions:
+    """How the loss is made, and what is computed otherwise than here."""
+    return TrainingOptions(
+        loss_head=LossHead.FUSED if run.loss_head is LossHead.FUSED else None,
+        compiled=run.compiled,
+        float8=run.float8,
+        float8_gather=_float8_gather(run, num_ranks, differences),
+    )
 
 
 def _float8_gather(run: AskedRun, num_ranks: int, differences: list[str]) -> Float8Gather | None:
