@@ -17,7 +17,7 @@ from ...shared.phases.tiling import LossHead
 from ...shared.schema.hardware import AttentionKernel, MemorySize
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.plan import ParallelMode
-from ...shared.schema.workload import Compiled, DType, Float8, Float8Gather
+from ...shared.schema.workload import Compiled, DType, Float8, Float8Gather, KernelPackage
 
 
 class Source(FrozenModel):
@@ -156,6 +156,8 @@ class MeasuredRun(FrozenModel):
     """How linear maps of blocks multiplied in float8; None: they did not."""
     float8_gather: Float8Gather | None = None
     """Who scaled their weights where these were gathered in float8; None: they were not, or nobody says."""
+    kernels: tuple[KernelPackage, ...] = ()
+    """Packages whose kernels the model called; without them their reference ran."""
     loops_over_tensors: bool = False
     """Whether AdamW was a loop over tensors."""
     temporary_lists: NonNegativeInt = 0
@@ -209,6 +211,7 @@ class MeasuredRun(FrozenModel):
         computed = f", {self.float8} float8" if self.float8 is not None else ""
         computed += ", gathered so" if self.float8_gather is not None else ""
         computed += ", compiled" if self.compiled is not None else ""
+        computed += f", kernels of {' and '.join(self.kernels)}" if self.kernels else ""
         return f"{self.model}{adapters}, {sequences} x {self.sequence_length}{computed}"
 
     @property

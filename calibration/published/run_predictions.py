@@ -159,6 +159,7 @@ def workload_of(run: MeasuredRun) -> Workload:
             compiled=run.compiled,
             float8=run.float8,
             float8_gather=run.float8_gather,
+            kernels=run.kernels,
         ),
         loss_tiles=() if run.loss_tiles == 1 else (run.loss_tiles,),
     )

@@ -11,6 +11,7 @@ from torch import nn
 from ...shared.basics.errors import PlanError, ScheduleError
 from ...shared.phases.operations import lowering_words
 from ...shared.schema.workload import Workload
+from ..packaged.substitution import missing_packages
 from .compiled import compiled_part
 from .identity import model_hash
 from .memory_overlaps import overlap_of
@@ -32,6 +33,11 @@ def check_model(model: nn.Module, workload: Workload, *, traced_hash: str | None
         raise PlanError(
             f"the workload of {workload.model_name} is for predictions of what others run ({words}), and its plans are "
             f"not carried out here. Trace the model without --compile, --float8 and --bitsandbytes."
+        )
+    if missing := missing_packages(workload.kernels_taken):
+        raise PlanError(
+            f"the workload of {workload.model_name} is of a machine with kernels of {', '.join(missing)}, and this one "
+            f"has none. Install {' '.join(missing)}, or trace the model without --kernels."
         )
     if (traced_hash or model_hash(model)) != workload.model_hash:
         raise PlanError(

@@ -90,6 +90,7 @@ def workload_of_configuration(
                         compiled=options.compiled,
                         float8=options.float8,
                         float8_gather=options.float8_gather,
+                        kernels=options.kernels,
                         on_progress=on_progress,
                     )
             except (BatchRefusedError, ModelFailedError) as error:

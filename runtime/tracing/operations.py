@@ -18,6 +18,7 @@ from ...shared.schema.workload import DType, Operation, OperationClass
 from ..fakes.recurrent import RECURRENT, recurrent_flops, recurrent_shape
 from ..hooks.selective import draws_dropout
 from ..model.nested_tensors import tensors_in
+from ..packaged.launching import LAUNCH
 
 _ENDS: Final = ("cum_seq_q", "cu_seqlens_q")
 """What kernels call the ends of samples, cumulative and from 0 on."""
@@ -44,6 +45,8 @@ def observe_call(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], r
     """The figures that one operation's cost follows from, or None for a view or an allocation, which move nothing."""
     if operator.is_view:
         return None
+    if operator is LAUNCH:
+        return _launched(*args)
     name = operator._schema.name.removeprefix("aten::").removeprefix(_OWN)
     outputs, inputs = list(tensors_in(result)), list(tensors_in((args, kwargs)))
     if operator._schema.name.startswith(_OWN):
@@ -70,6 +73,29 @@ def observe_call(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], r
         writes_bytes=tuple(_bytes(t) for t in outputs),
         shape=_shape(operator, name, operation_class, args, kwargs, outputs),
         draws=_draws(operator, name, operation_class, args, kwargs),
+    )
+
+
+def _launched(
+    kernel: str,
+    reads: Sequence[torch.Tensor],
+    writes: Sequence[torch.Tensor],
+    flops: int,
+    vector_flops: int,
+    steps: int,
+) -> OperatorCall:
+    """A kernel of a package; see ``launch``.  It multiplies in the narrowest type that it reads."""
+    dtypes = [tensor.dtype for tensor in (*reads, *writes) if tensor.is_floating_point()]
+    numbers: dict[int, int] = {}
+    return OperatorCall(
+        name=kernel,
+        operation_class=OperationClass.MATMUL if flops or steps else OperationClass.ELEMENTWISE,
+        dtype=DType(str(min(dtypes, key=lambda dtype: dtype.itemsize)).removeprefix("torch.")),
+        flops=flops or vector_flops,
+        reads=tuple((numbers.setdefault(t.untyped_storage()._cdata, len(numbers)), _bytes(t)) for t in reads),
+        writes_bytes=tuple(_bytes(t) for t in writes),
+        shape=(steps,),
+        draws=False,
     )
 
 

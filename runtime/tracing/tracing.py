@@ -28,15 +28,15 @@ from ...shared.phases.packing import Packing
 from ...shared.phases.tiling import LossHead, checked_loss_head
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import ActivationMode
-from ...shared.schema.workload import Compiled, Float8, Float8Gather, Workload
+from ...shared.schema.workload import Compiled, Float8, Float8Gather, KernelPackage, Workload
 from ..data.packed_batches import packing_of_batch, samples_apart
 from ..devices.device import device_description
-from ..fakes.reference_kernels import references_named
 from ..hooks.row_reads import agreed
 from ..model.batches import Batch, BatchRefusedError, Loss, count_samples_and_tokens
 from ..model.blocks import NamedBlock, find_blocks
 from ..model.ownership import check_untaken
 from ..model.snapshot import left_as_found
+from ..packaged.substitution import asked_packages, check_taken, kernels_of_packages
 from ..quantized.states import products_of, with_states
 from ..routing.forced_choices import ForcedChoices
 from ..routing.tried import with_other_values
@@ -73,6 +73,7 @@ def trace(
     compiled: Compiled | str | None = None,
     float8: Float8 | str | None = None,
     float8_gather: Float8Gather | str | None = None,
+    kernels: Sequence[KernelPackage | str] = (),
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Workload:
     """Trace one training iteration of ``model`` on ``batch``.
@@ -89,11 +90,13 @@ def trace(
     ``"fused"``, where the gradient of whole logits takes their place; ``sequence_ranks``: numbers of ranks that may
     share each sequence, each traced once more, tiles too, as one of these ranks runs, with what others would send
     it made up.  ``packing``, of a model on the meta device: the samples of each row, which its attention kernel is
-    told; without it they are read off the batch.  ``compiled`` (``"blocks"``, ``"model"``) and ``float8``
-    (``"tensorwise"``, ``"rowwise"``, ``"delayed"``), of a model on the meta device: what others' programs compile
-    and multiply so, and ``float8_gather`` (``"precomputed"``, ``"dynamic"``) that FSDP2 gathers weights of such
-    products in float8, for predictions alone.  Raises WorkloadError if the model cannot be traced, or the batch mixes
-    packed samples, PlanError if its loss cannot be computed by tiles, or ranks cannot share its sequences.
+    told; without it they are read off the batch.  The rest is of a model on the meta device, for predictions alone:
+    what others' programs compile, ``compiled`` (``"blocks"``, ``"model"``), multiply in, ``float8`` (``"tensorwise"``,
+    ``"rowwise"``, ``"delayed"``), and gather so by FSDP2, ``float8_gather`` (``"precomputed"``, ``"dynamic"``); and
+    ``kernels``, packages that the machine that trains has, whose kernels the model calls
+    (``"flash-linear-attention"``, ``"mamba-ssm"``, ``"causal-conv1d"``).  Raises WorkloadError if the model cannot be
+    traced, or the batch mixes packed samples, PlanError if its loss cannot be computed by tiles, or ranks cannot share
+    its sequences.
     """
     check_traceable(model, batch, loss)
     _, num_tokens = count_samples_and_tokens(batch)
@@ -104,6 +107,7 @@ def trace(
     check_loss_head(model, made, loss)
     check_shared(model, batch, loss, shared_counts)
     is_run = not any(parameter.is_meta for parameter in model.parameters())
+    packages = asked_packages(kernels, is_run=is_run, device_kind=device_kind)
     lowering = Lowering.asked(compiled, float8, float8_gather, is_run=is_run, is_shared=bool(shared_counts))
     reports = parts_of(on_progress, (1 + len(mlp_counts) + len(loss_counts)) * (1 + len(shared_counts)))
     packing_of_batch(model, batch)
@@ -121,10 +125,15 @@ def trace(
                 found = with_tilings(found, in_tiles, names_of(named, mlps))
             return with_loss_tilings(found, {n: asked.traced(names, next(report), loss_tiles=n) for n in loss_counts})
 
-        with references_named(model, is_run=is_run) as left_out:
+        with kernels_of_packages(model, packages, is_run=is_run) as called:
             alone = traced_among(1)
             found = with_sharings(alone, {number: traced_among(number) for number in shared_counts})
-        update = {"packed_products": products_of(model), "kernels_left_out": tuple(sorted(left_out))}
+        check_taken(packages, called, type(model).__name__)
+        update = {
+            "packed_products": products_of(model),
+            "kernels_left_out": tuple(sorted(called.left_out)),
+            "kernels_taken": tuple(sorted(called.taken)),
+        }
         return found.model_copy(update=update)
 
     try:

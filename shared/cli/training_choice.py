@@ -25,7 +25,7 @@ from ..schema.training_options import (
     QuantizationOptions,
     TrainingOptions,
 )
-from ..schema.workload import DType
+from ..schema.workload import DType, KernelPackage
 from .options import FrozenParts, LossName
 
 _AUTOCAST: Final = (DType.BFLOAT16, DType.FLOAT16)
@@ -309,6 +309,15 @@ class TrainingChoice:
         ),
     ] = None
     loss: LossName = None
+    kernels: Annotated[
+        list[KernelPackage] | None,
+        typer.Option(
+            "--kernels",
+            metavar="PACKAGE",
+            help="A package that the machine that trains has, whose kernels the model calls: flash-linear-attention, "
+            "mamba-ssm or causal-conv1d (repeatable). Without it: PyTorch's operations.",
+        ),
+    ] = None
 
     @property
     def quantized(self) -> QuantizationOptions | None:
@@ -319,7 +328,14 @@ class TrainingChoice:
         """How the model is trained, by ``method`` where one is named.  Raises what the groups' options raise."""
         osft, quantized, images = self.subspaces.options(method), self.quantized, self.pictures.options()
         return trained(
-            self.lora.options(), quantized, osft, images, frozen=self.frozen, loss=self.loss, autocast=self.autocast
+            self.lora.options(),
+            quantized,
+            osft,
+            images,
+            frozen=self.frozen,
+            loss=self.loss,
+            autocast=self.autocast,
+            kernels=self.kernels,
         )
 
 
@@ -332,6 +348,7 @@ def trained(
     frozen: Sequence[str] | None,
     loss: LossHead | None,
     autocast: str | None = None,
+    kernels: Sequence[KernelPackage] | None = None,
 ) -> TrainingOptions:
     """All of it together; chunks of the loss are no part of it (``loss_tiles_of``).
 
@@ -361,6 +378,7 @@ def trained(
         autocast=computed,
         images=images,
         loss_head=LossHead.EAGER if loss is LossHead.CHUNKED else loss,
+        kernels=tuple(sorted(set(kernels or ()))),
     )
 
 

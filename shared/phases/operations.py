@@ -118,6 +118,17 @@ class Compiled(StrEnum):
     """The whole model, its loss included."""
 
 
+class KernelPackage(StrEnum):
+    """Packages whose kernels models of transformers call where they are installed, by pip's names of them."""
+
+    FLASH_LINEAR_ATTENTION = "flash-linear-attention"
+    """The gated delta rule, and Kimi's."""
+    MAMBA_SSM = "mamba-ssm"
+    """Selective scans, and state spaces in chunks."""
+    CAUSAL_CONV1D = "causal-conv1d"
+    """Short convolutions of channels."""
+
+
 class InWords(Protocol):
     """What says itself how it is computed (``PackedProducts``)."""
 
@@ -148,11 +159,14 @@ def left_out_words(packages: Sequence[str], model_name: str) -> str | None:
     """What ``Workload.kernels_left_out`` means for a prediction; None where there are none."""
     if not packages:
         return None
+    known = [package for package in packages if package in frozenset(KernelPackage)]
+    asked = " ".join(f"--kernels {package}" for package in known)
+    those = "its" if len(packages) == 1 else "their"
+    less = f"With {those} kernels training takes less time and memory"
+    less += f": add {asked} if the machine that trains has them." if known else ", how much less is not known."
     return (
         f"{model_name} is predicted by the operations of its reference in PyTorch, which it runs where "
-        f"{' and '.join(packages)} {'is' if len(packages) == 1 else 'are'} not installed. With "
-        f"{'its' if len(packages) == 1 else 'their'} kernels training takes less time and memory, how much less is not "
-        f"known."
+        f"{' and '.join(packages)} {'is' if len(packages) == 1 else 'are'} not installed. {less}"
     )
 
 

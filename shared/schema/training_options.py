@@ -17,7 +17,7 @@ from pydantic import (
 from ..basics.documents import FrozenModel
 from ..phases.quantization import PackedProducts, Quantization
 from ..phases.tiling import LossHead
-from .workload import Compiled, DType, Float8, Float8Gather
+from .workload import Compiled, DType, Float8, Float8Gather, KernelPackage
 
 ADAPTER_DTYPES: Final = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 """Element types that low-rank maps may have."""
@@ -124,6 +124,8 @@ class TrainingOptions(FrozenModel):
     """How linear maps of blocks multiply in float8, in predictions; None: in the others' element type."""
     float8_gather: Float8Gather | None = None
     """Who scales their weights where FSDP2 gathers these in float8; None: they are gathered as they are."""
+    kernels: tuple[KernelPackage, ...] = ()
+    """Packages that the machine that trains has, whose kernels models call in the place of PyTorch's operations."""
 
     @model_validator(mode="after")
     def _leaves_chunks_to_the_plan(self) -> Self:
@@ -138,6 +140,8 @@ class TrainingOptions(FrozenModel):
         for later in ("osft", "images", "quantized", "loss_head", "compiled", "float8", "float8_gather"):
             if fields.get(later) is None:
                 fields.pop(later, None)
+        if not self.kernels:
+            fields.pop("kernels", None)
         return fields
 
     @property

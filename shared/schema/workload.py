@@ -34,6 +34,7 @@ from ..phases.operations import DType as DType
 from ..phases.operations import DTypeOrigin as DTypeOrigin
 from ..phases.operations import Float8 as Float8
 from ..phases.operations import Float8Gather as Float8Gather
+from ..phases.operations import KernelPackage as KernelPackage
 from ..phases.operations import Operation as Operation
 from ..phases.operations import OperationClass as OperationClass
 from ..phases.operations import SignedBytes as SignedBytes
@@ -89,6 +90,9 @@ class Block(FrozenModel):
     """Dotted module path."""
     profile: NonNegativeInt
     """Index into ``Workload.profiles``."""
+
+
+_KERNELS: Final = ("kernels_left_out", "kernels_taken")
 
 
 class Workload(Document):
@@ -160,6 +164,8 @@ class Workload(Document):
     kernels_left_out: tuple[Name, ...] = ()
     """Packages whose kernels the model calls where they are installed, and whose reference in PyTorch was traced.  A
     file has the field where there are any."""
+    kernels_taken: tuple[KernelPackage, ...] = ()
+    """Packages whose kernels were traced as they run where these are installed, likewise."""
     row_lookups: RowLookups | None = None
     """Embeddings whose rows the prologue may look up on the host; None where there are none, or nobody knows."""
     resident_bytes: Bytes = 0
@@ -255,7 +261,7 @@ class Workload(Document):
         fields: dict[str, Any] = handler(self)
         if self.loss_head is LossHead.EAGER:
             fields.pop("loss_head", None)
-        for name in ("tilings", "subspaces", "sequence_sharings", "loss_tilings", "staying_inputs", "kernels_left_out"):
+        for name in ("tilings", "subspaces", "sequence_sharings", "loss_tilings", "staying_inputs", *_KERNELS):
             if not getattr(self, name):
                 fields.pop(name, None)
         for name in _FILED_IF_SET:

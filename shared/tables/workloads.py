@@ -66,6 +66,8 @@ def _facts(workload: Workload) -> Table:
         rows.append(("loss", str(workload.loss_head)))
     if workload.quadratic is not None:
         rows.append(("squares", f"{workload.quadratic.where()}: tensors of attention"))
+    if workload.kernels_taken:
+        rows.append(("kernels", f"of {', '.join(workload.kernels_taken)}"))
     if workload.kernels_left_out:
         rows.append(("left out", f"kernels of {', '.join(workload.kernels_left_out)}: their reference was traced"))
     if (words := memory_words(workload)) is not None:

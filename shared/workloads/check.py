@@ -131,8 +131,8 @@ def check_saved(saved: Workload, model: str, options: TrainingOptions, student: 
     if not options.is_full or student is not None:
         raise WorkloadError(
             f"{model} is a workload, traced as it was to be trained. Leave out --lora-rank, --lora-targets, "
-            f"--quantize, --unfreeze-rank-ratio, --osft-target, --freeze, --autocast and --student, or name the model "
-            f"that it was traced from."
+            f"--quantize, --unfreeze-rank-ratio, --osft-target, --freeze, --autocast, --kernels and --student, or name "
+            f"the model that it was traced from."
         )
     lowering = (options.compiled, options.float8, options.float8_gather)
     if lowering not in ((None, None, None), (saved.compiled, saved.float8, saved.float8_gather)):

@@ -18,11 +18,11 @@ from typing import Final
 from ...shared.basics.errors import HardwareError
 from ...shared.schema.hardware import Device, DeviceKind
 from ...shared.schema.workload import DType, Operation, OperationClass, Phase
+from .chunked import chunked_s, dispatches_per_launch, is_chunked
 from .convolutions import convolution_s, is_convolution
 from .efficiency import (
     COMPILED_DISPATCHES_PER_LAUNCH,
     DISPATCHES_PER_GRAPH,
-    DISPATCHES_PER_LAUNCH,
     KERNEL_FIXED_S,
     efficiency_frac,
     power_slowdown,
@@ -57,9 +57,9 @@ def roofline_s(phase: Phase, device: Device) -> float:
 
 def _dispatches(operations: Sequence[Operation], num_graphs: int | None) -> float:
     """How many times as long the host takes as for an operation that does nothing; see [Note: Launches]."""
-    num_launches = sum(operation.count for operation in operations)
     if num_graphs is None:
-        return num_launches * DISPATCHES_PER_LAUNCH
+        return sum(operation.count * dispatches_per_launch(operation) for operation in operations)
+    num_launches = sum(operation.count for operation in operations)
     return num_launches * COMPILED_DISPATCHES_PER_LAUNCH + num_graphs * DISPATCHES_PER_GRAPH
 
 
@@ -92,6 +92,8 @@ def _execution_s(operation: Operation, device: Device, is_compiled: bool) -> flo
             return convolution_s(operation, device, peak)
         if is_recurrent(operation):
             return recurrent_s(operation, device, peak)
+        if is_chunked(operation):
+            return chunked_s(operation, device, peak)
     is_cuda = device.kind is DeviceKind.CUDA
     multiplying_s = kernel_s(operation, device, peak, is_compiled=is_compiled) if is_cuda else None
     if multiplying_s is None:
