@@ -36,7 +36,7 @@ _CALLED: Final = {
     "causal_conv1d": KernelPackage.CAUSAL_CONV1D,
 }
 """The packages by the names that they are imported by."""
-_KERNELS: Final[Mapping[str, Callable[..., Any]]] = {
+KERNELS: Final[Mapping[str, Callable[..., Any]]] = {
     function.__name__: function
     for function in (
         causal_conv1d_fn,
@@ -106,7 +106,7 @@ def kernels_of_packages(model: nn.Module, packages: Sequence[KernelPackage], *, 
             if known is None or (is_run and known["is_new_implementation"]):
                 continue
             package = _CALLED.get(str(known["package"]), str(known["package"]))
-            kernel = _KERNELS.get(str(known["func_name"])) if package in packages else None
+            kernel = KERNELS.get(str(known["func_name"])) if package in packages else None
             replaced.append((module, name, function))
             if kernel is not None:
                 setattr(module, name, _naming(kernel, package, found.taken))

@@ -113,9 +113,10 @@ def test_every_part_of_training_has_an_option() -> None:
         "pictures": "--image-size --images",
         "autocast": "--autocast",
         "loss": "--loss",
+        "kernels": "--kernels",
     }
     assert {field.name for field in fields(TrainingChoice)} == set(written)
-    of = {"lora", "quantized", "osft", "frozen", "images", "autocast", "loss_head"}
+    of = {"lora", "quantized", "osft", "frozen", "images", "autocast", "loss_head", "kernels"}
     of |= {"compiled", "float8", "float8_gather"}
     assert set(TrainingOptions.model_fields) == of
     for option in " ".join([*written.values(), "--compile --float8 --float8-gather"]).split():
