@@ -92,6 +92,13 @@ class LowRankLinear(nn.Module):
         assert isinstance(weight, torch.Tensor)
         return weight
 
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The base's: layers of state spaces hand it to functions that map by themselves."""
+        bias = getattr(self.base, "bias", None)
+        assert bias is None or isinstance(bias, torch.Tensor)
+        return bias
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The base's map plus the scaled low-rank one: PEFT's operators in PEFT's order, so that plans are for both."""
         mapped: torch.Tensor = self.base(x)
