@@ -27,6 +27,7 @@ from ...shared.cli.options import (
     DTypeName,
     HardwareChanges,
     JsonFlag,
+    KernelPackages,
     NoCacheFlag,
     OptimizerName,
     PackedLengths,
@@ -79,6 +80,7 @@ class Besides:
     dtype: DTypeName = None
     lora: LoraMaps
     packed: PackedTo
+    kernels: KernelPackages = None
     optimizer: OptimizerName = None
     device_budget_bytes: DeviceBudget = None
     calibration: CalibrationPath = None
@@ -88,7 +90,7 @@ class Besides:
         from ...sim.as_configured.question import Said
 
         quantized, lora = self.packed.options(), self.lora.options()
-        trained(lora, quantized, None, None, frozen=None, loss=None)
+        checked = trained(lora, quantized, None, None, frozen=None, loss=None, kernels=self.kernels)
         return Said(
             model=self.model,
             batch_size=self.batch_size,
@@ -100,6 +102,7 @@ class Besides:
             optimizer=self.optimizer,
             lora=lora,
             quantized=quantized,
+            kernels=checked.kernels,
         )
 
     def asked(self, file: Path, budget_bytes: int | None, *, has_cache: bool) -> Asked:

@@ -13,6 +13,7 @@ import typer
 from ..basics.errors import FileError, ProtwinError
 from ..basics.units import parse_bytes, parse_bytes_per_s, parse_count
 from ..optimizers.names import host_gradients_named, optimizer_named
+from ..phases.operations import KernelPackage
 from ..phases.tiling import LossHead
 from ..schema.optimizer import HostGradients, Optimizer
 from ..schema.plan import Plan, TrainingMethod
@@ -223,6 +224,15 @@ HostGradientsName = Annotated[
         parser=lambda text: host_gradients_option(text),
         metavar="TYPE",
         help="Add up narrow gradients on the host in this type (float32), instead of in the parameters' own.",
+    ),
+]
+KernelPackages = Annotated[
+    list[KernelPackage] | None,
+    typer.Option(
+        "--kernels",
+        metavar="PACKAGE",
+        help="A package that the machine that trains has, whose kernels the model calls: flash-linear-attention, "
+        "mamba-ssm or causal-conv1d (repeatable). Without it: PyTorch's operations.",
     ),
 ]
 LossName = Annotated[

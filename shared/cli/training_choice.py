@@ -26,7 +26,7 @@ from ..schema.training_options import (
     TrainingOptions,
 )
 from ..schema.workload import DType, KernelPackage
-from .options import FrozenParts, LossName
+from .options import FrozenParts, KernelPackages, LossName
 
 _AUTOCAST: Final = (DType.BFLOAT16, DType.FLOAT16)
 
@@ -309,15 +309,7 @@ class TrainingChoice:
         ),
     ] = None
     loss: LossName = None
-    kernels: Annotated[
-        list[KernelPackage] | None,
-        typer.Option(
-            "--kernels",
-            metavar="PACKAGE",
-            help="A package that the machine that trains has, whose kernels the model calls: flash-linear-attention, "
-            "mamba-ssm or causal-conv1d (repeatable). Without it: PyTorch's operations.",
-        ),
-    ] = None
+    kernels: KernelPackages = None
 
     @property
     def quantized(self) -> QuantizationOptions | None:

@@ -13,6 +13,7 @@ from ...shared.basics.progress import OnProgress, no_progress
 from ...shared.catalogue.rank_share import machine_of_rank
 from ...shared.foreign.asked_run import Checkpointing, Reading, Tool
 from ...shared.methods.runtime_profile import RuntimeProfile
+from ...shared.phases.operations import left_out_words
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan
@@ -95,6 +96,7 @@ def explain(
             _what_is_predicted(reading.tool, configured.runtime),
             *settled.differences,
             *configured.differences,
+            *((left_out,) if (left_out := left_out_words(workload.kernels_left_out, workload.model_name)) else ()),
         ),
         configured=record,
         lacking=lacking,
@@ -252,6 +254,7 @@ def command_line(settled: Settled, asked: Asked) -> str:
     if quantized is not None:
         words.append(f"--quantize={quantized.how.type}")
         words += ["--double-quantize"] if quantized.how.double else []
+    words += [f"--kernels={package}" for package in settled.options.kernels]
     words += ["--product-stride=all"] if run.checkpointing is Checkpointing.SELECTIVE else []
     words += [f"--mlp-tiles={settled.mlp_tiles}"] if settled.mlp_tiles > 1 else []
     if settled.options.loss_head is not None:

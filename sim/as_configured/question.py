@@ -17,7 +17,7 @@ from ...shared.phases.tiling import LossHead
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.training_options import LoraOptions, QuantizationOptions, TrainingOptions
-from ...shared.schema.workload import DType, Float8Gather, Workload
+from ...shared.schema.workload import DType, Float8Gather, KernelPackage, Workload
 from ...shared.workloads.dtypes import choose_dtype, computes_in
 from ...shared.workloads.source import (
     WorkloadRequest,
@@ -53,6 +53,7 @@ class Said:
     optimizer: Optimizer | None = None
     lora: LoraOptions | None = None
     quantized: QuantizationOptions | None = None
+    kernels: tuple[KernelPackage, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +117,8 @@ def settle(reading: Reading, said: Said, machine: Hardware | None, *, file: str)
     lora = run.lora
     if lora is not None and lora.dropout and not _has_torch():
         lora = lora.model_copy(update={"dropout": 0.0})
-    options = _options(run, num_ranks, differences).model_copy(update={"lora": lora, "quantized": quantized})
+    options = _options(run, num_ranks, differences)
+    options = options.model_copy(update={"lora": lora, "quantized": quantized, "kernels": said.kernels})
     return Settled(
         run=run,
         model=run.model,
