@@ -3,6 +3,7 @@
 The packages need a GPU to be installed, and Triton.  Here their kernels do nothing, so that what their Python
 allocates, frees and keeps can be seen on any machine.  Folders hold the unpacked packages, and einops:
 
+    python -m benchmarks.kernels_of_packages                        # timed forwards beside predicted ones
     pip download --no-deps flash-linear-attention fla-core einops   # and unpack the wheels
     python -m benchmarks.kernels_of_packages FOLDER...              # beside what a trace takes them to hold
     python -m benchmarks.kernels_of_packages --record FOLDER...     # for tests/runtime/packaged/recorded.json
@@ -25,6 +26,7 @@ import torch._dynamo
 
 from protwin.runtime.packaged.substitution import KERNELS
 from tests.runtime.packaged.calls import Held, cases, held
+from tests.sim.operations.test_chunked import H100, MEASURED, calls, seconds
 
 RECORDED: Final = Path("tests/runtime/packaged/recorded.json")
 _PROCESSORS: Final = 148
@@ -139,8 +141,22 @@ def _of_package(function: str) -> Callable[..., Any] | None:
     return found
 
 
+def print_times() -> None:
+    """Forwards that others timed, and how many forwards a backward takes."""
+    for function, samples, tokens, keys, heads, device, measured_ms in MEASURED:
+        predicted_ms = 1e3 * seconds(calls(function, samples, tokens, keys, heads, device)[0], device)
+        gain = predicted_ms / measured_ms - 1
+        what = f"{function}, {heads} heads, {samples} x {tokens:,} tokens, {device.num_multiprocessors} multiprocessors"
+        print(f"{what}: measured {measured_ms:.2f} ms, predicted {predicted_ms:.2f} ms ({gain:+.0%})")
+    forward, backward = calls("chunk_gated_delta_rule", 1, 4096, 16, 32)
+    print(f"backward takes {seconds(backward, H100) / seconds(forward, H100):.1f} forwards")
+
+
 def main(arguments: list[str]) -> None:
     """Print both, or record what the packages hold."""
+    if not arguments:
+        print_times()
+        return
     is_recording = "--record" in arguments
     _stand_in([folder for folder in arguments if folder != "--record"])
     recorded: dict[str, Any] = {}

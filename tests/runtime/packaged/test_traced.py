@@ -64,6 +64,13 @@ def test_less_is_kept_than_by_the_reference(config: Any, kernels: tuple[KernelPa
     assert f"of {', '.join(found.kernels_taken)}" in told
 
 
+def test_fused_layers_call_the_convolution_themselves() -> None:
+    model, batch = built(MAMBA, is_meta=True)
+    assert trace(model, batch, kernels=(SSM, CONV)).kernels_taken == (SSM,)
+    with pytest.raises(WorkloadError, match="calls none of them"):
+        trace(model, batch, kernels=(SSM, FLA))
+
+
 def test_adapters_and_frozen_weights_go_with_them() -> None:
     options = TrainingOptions(lora=LoraOptions(rank=4), kernels=(FLA, CONV))
     found = workload_of_configuration(

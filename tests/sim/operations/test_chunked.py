@@ -32,7 +32,7 @@ H20 = H100.model_copy(
 )
 # Milliseconds of forwards by flash-linear-attention of 2026, heads of 128: (function, samples, tokens, heads of keys,
 # of values, device).  Sources: PaddlePaddle/flash-attention pull 133 (H800, which computes as an H100), flashinfer-ai/
-# flashinfer pulls 2742 (B200) and 3866 (H100), MoonshotAI/FlashKDA BENCHMARK_H20.md.
+# flashinfer pulls 2742 (B200) and 3866 (H100), MoonshotAI/FlashKDA BENCHMARK_H20.md, whose calls normalize queries too.
 MEASURED = [
     ("chunk_gated_delta_rule", 1, 8192, 96, 96, H100, 2.033),
     ("chunk_gated_delta_rule", 2, 16384, 16, 16, H100, 1.342),
@@ -63,8 +63,10 @@ def operations() -> Iterator[list[Operation]]:
         yield found
 
 
-def calls(function: str, samples: int, tokens: int, keys: int, heads: int) -> tuple[list[Operation], list[Operation]]:
-    """Operations of forward and of backward."""
+def calls(
+    function: str, samples: int, tokens: int, keys: int, heads: int, device: Device = H100
+) -> tuple[list[Operation], list[Operation]]:
+    """Operations of forward and of backward, as they were timed on ``device``."""
     is_kimi = function == "chunk_kda"
 
     def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -74,7 +76,7 @@ def calls(function: str, samples: int, tokens: int, keys: int, heads: int) -> tu
         gate = new(heads, 128) if is_kimi else new(heads, dtype=torch.float32)
         given = {"q": new(keys, 128), "k": new(keys, 128), "v": new(heads, 128), "g": gate, "beta": new(heads)}
         with operations() as forward:
-            result, _ = KERNELS[function](**given, use_gate_in_kernel=is_kimi)
+            result, _ = KERNELS[function](**given, use_gate_in_kernel=is_kimi, use_qk_l2norm_in_kernel=device is H20)
         with operations() as backward:
             result.backward(torch.empty_like(result))
     return forward, backward
@@ -88,7 +90,7 @@ def seconds(found: list[Operation], device: Device) -> float:
 def test_forwards_take_as_long_as_measured(
     function: str, samples: int, tokens: int, keys: int, heads: int, device: Device, measured_ms: float
 ) -> None:
-    forward, _ = calls(function, samples, tokens, keys, heads)
+    forward, _ = calls(function, samples, tokens, keys, heads, device)
     assert 1e3 * seconds(forward, device) == pytest.approx(measured_ms, rel=0.25)
 
 
