@@ -42,7 +42,8 @@ from protwin.sim.bounds.replay import Replayer, ReplayPlan
 from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.engine.simulator import simulate_timing
-from protwin.sim.searching.candidates import Candidate, Candidates
+from protwin.sim.searching.candidates import Candidates
+from protwin.sim.searching.levels import Candidate
 from protwin.sim.searching.problem import SearchProblem, search_problem
 from protwin.sim.searching.request import SearchRequest, Step
 from protwin.sim.searching.search import search

@@ -107,7 +107,7 @@ class Baseline(FrozenModel):
 class Certificate(FrozenModel):
     """What the search proves, and how.
 
-    Every candidate of the space is in exactly one of the four counts below ``num_candidates``.
+    Every candidate of the space is in exactly one of the five counts below ``num_candidates``.
     """
 
     num_candidates: PositiveInt
@@ -116,6 +116,9 @@ class Certificate(FrozenModel):
     """Left out since a lower bound of their device peak, or their host memory, exceeds its budget."""
     num_bounded_by_time: NonNegativeInt
     """Left out since a lower bound of their iteration time is too high to win."""
+    num_bounded_by_segments: NonNegativeInt = 0
+    """Left out since their segments are expected not to leave the margin free, though they may be faster: those whose
+    segments were replayed, and those beyond the limit that was estimated for plans with the same chunks."""
     num_simulated: NonNegativeInt
     """Run by the simulator, of the plans whose segments may fit."""
     num_undecided: NonNegativeInt = 0
@@ -128,7 +131,8 @@ class Certificate(FrozenModel):
     best_iteration_s: PositiveFloat
     """The shortest iteration of all simulated plans."""
     best_unsimulated_bound_s: NonNegativeFloat | None
-    """No decided plan that fits and was not simulated has a shorter iteration; None if all of these were simulated."""
+    """No decided plan that was not simulated has a shorter iteration, of those that fit, segments included; None if all
+    of these were simulated."""
     tolerance_frac: NonNegativeFloat
     """Plans that are slower than the fastest one by less count as equals, of which the simplest is chosen."""
     left_out_frac: NonNegativeFloat | None = None
@@ -160,7 +164,8 @@ class Certificate(FrozenModel):
 
     @model_validator(mode="after")
     def _adds_up(self) -> Self:
-        decided = self.num_bounded_by_memory + self.num_bounded_by_time + self.num_simulated + self.num_undecided
+        decided = self.num_bounded_by_memory + self.num_bounded_by_time + self.num_bounded_by_segments
+        decided += self.num_simulated + self.num_undecided
         if decided != self.num_candidates:
             raise ValueError(f"the counts add up to {decided}, not to num_candidates {self.num_candidates}")
         return self

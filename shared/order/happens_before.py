@@ -86,10 +86,10 @@ class HappensBefore:
         nothing = (0,) * len(_LANES)
         for index in self._runnable_order(sources):
             waits = sources[index]
-            if len(waits) == 1:
-                vector = ended[waits[0]]
+            if len(waits) > 1:
+                vector = tuple(map(max, *[ended[source] for source in waits]))
             else:
-                vector = tuple(map(max, zip(nothing, *[ended[source] for source in waits], strict=True)))
+                vector = ended[waits[0]] if waits else nothing
             iteration, task_id = divmod(index, self.num_tasks)
             lane = self._lane_of[task_id]
             done = iteration * self._lengths[lane] + self._place[task_id] + 1
@@ -122,7 +122,7 @@ class HappensBefore:
             for named in (*task.after, *task.after_previous):
                 if not 0 <= named < self.num_tasks:
                     raise OrderError(f"{task.name} waits for task {named}, which does not exist")
-        if all(source < index for index, waits in enumerate(sources) for source in waits):
+        if all(max(waits, default=-1) < index for index, waits in enumerate(sources)):
             return range(len(sources))
         waiting = [len(waits) for waits in sources]
         followers: list[list[int]] = [[] for _ in sources]

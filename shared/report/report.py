@@ -308,7 +308,8 @@ def _search_card(result: SearchResult) -> Card:
     if not certificate.is_certified:
         proof = "the search was ended early: nothing is proven of the rest"
     else:
-        proof = f"none of them {how_much_faster(result.gap_frac)}"
+        of_which = "none of them" if not certificate.num_bounded_by_segments else "none whose segments fit"
+        proof = f"{of_which} {how_much_faster(result.gap_frac)}"
     return Card("Plans in the space", f"{certificate.num_candidates:,}", (proof,))
 
 

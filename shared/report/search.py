@@ -58,14 +58,19 @@ def plain_result(search: SearchResult | BatchSearchResult) -> SearchResult:
 # -- what was bounded away -------------------------------------------------------------------------------------------
 
 
+_UNDECIDED: Final = "left undecided"
+_IN_SEGMENTS: Final = "expected to take too much in segments"
+
+
 def funnel_steps(certificate: Certificate) -> Iterator[tuple[str, int, int, str]]:
     """Per step of the search: its words, how many plans are left after it, how many it took away, and why."""
     left = certificate.num_candidates
     yield "plans in the space", left, 0, ""
     for words, taken, why in (
         ("after bounds of memory", certificate.num_bounded_by_memory, "cannot fit"),
+        ("without too much in segments", certificate.num_bounded_by_segments, _IN_SEGMENTS),
         ("after bounds of time", certificate.num_bounded_by_time, "cannot be faster"),
-        ("without the undecided", certificate.num_undecided, "left undecided"),
+        ("without the undecided", certificate.num_undecided, _UNDECIDED),
     ):
         left -= taken
         if taken or words.startswith("after"):
@@ -82,12 +87,13 @@ def funnel_chart(certificate: Certificate) -> Figure:
         rest, before = (math.log10(count) if count > 0 else 0.0 for count in (left, left + taken))
         bars = [Segment(0.0, rest, "blue")] if left else []
         if taken:
-            bars.append(Segment(rest, before, "rest" if why == "left undecided" else "orange"))
+            bars.append(Segment(rest, before, "rest" if why in (_UNDECIDED, _IN_SEGMENTS) else "orange"))
         told = f"{taken:,} {why}" if taken else ""
         title = f"{words}: {left:,} left" + (f"; {told}" if told else "")
         rows.append(BarRow(name=words, words=told, title=title, bars=tuple(bars), figure=f"{left:,}"))
     marks = [Tick(float(power), f"{10**power:,}") for power in range(math.floor(rightwards.high) + 1)]
     drawing = bar_rows(rows, rightwards, ONE, title="plans, logarithmic", marks=marks)
+    is_open = certificate.num_undecided + certificate.num_bounded_by_segments > 0
     return Figure(
         name="search",
         is_rows=True,
@@ -97,7 +103,7 @@ def funnel_chart(certificate: Certificate) -> Figure:
         legend=(
             (area_mark("blue"), "left"),
             (area_mark("orange"), "taken away, with a proof"),
-            *([(area_mark("rest"), "taken away, nothing proven")] if certificate.num_undecided else []),
+            *([(area_mark("rest"), "taken away, nothing proven")] if is_open else []),
         ),
     )
 

@@ -177,6 +177,7 @@ def _counts(certificate: Certificate) -> str:
     plural = "" if certificate.num_candidates == 1 else "s"
     counted = [
         (certificate.num_bounded_by_memory, "cannot fit"),
+        (certificate.num_bounded_by_segments, "expected to take too much in segments"),
         (certificate.num_bounded_by_time, "cannot be faster"),
         (certificate.num_simulated, "simulated"),
         (certificate.num_undecided, "left undecided"),
@@ -196,7 +197,8 @@ def _proof(result: SearchResult) -> str:
         return "The search was interrupted: this is the best plan so far, and it is not certified."
     if not result.certificate.is_certified:
         return "The search was ended early; nothing is proven about the plans that it left undecided."
-    sentence = f"No plan of the space {how_much_faster(result.gap_frac)}."
+    of_which = "Of the others none" if result.certificate.num_bounded_by_segments else "No plan of the space"
+    sentence = f"{of_which} {how_much_faster(result.gap_frac)}."
     tolerance_frac, best_s = result.certificate.tolerance_frac, result.certificate.best_iteration_s
     if best_s < result.prediction.iteration_s * (1 - tolerance_frac):
         sentence += f" The fastest that was found takes {format_seconds(best_s)}."

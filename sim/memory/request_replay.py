@@ -222,10 +222,11 @@ def _grouped(program: AllocationProgram) -> list[Step | _Task]:
     levels: list[tuple[int, bool]] = []
     steps_weights = False
     for step in program.steps:
-        if step.act is Act.BEGIN:
-            begin, levels, steps_weights = step, [], False
-        elif step.act is Act.LEVEL:
+        # Most steps are levels.
+        if step.act is Act.LEVEL:
             levels.append((step.level_bytes, step.stays))
+        elif step.act is Act.BEGIN:
+            begin, levels, steps_weights = step, [], False
         elif step.act is Act.STEP:
             steps_weights = True
         elif step.act is Act.END:

@@ -26,11 +26,10 @@ from ...shared.tables.labels import bottleneck
 from ...shared.workloads.source import WorkloadRequest, untraced_workload
 from ..memory.host import memory_with_room
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
-from ..searching.infeasible import smallest_changes
+from ..searching.infeasible import need_of_disk, smallest_changes
 from ..searching.least_memory import least_host, some_plan_fits
 from ..searching.problem import SearchProblem, search_problem
 from ..searching.request import SearchRequest, Step
-from ..searching.roomy_disk import need_of_disk
 from ..searching.search import search_batches
 
 _UNLIMITED_BYTES: Final = 2**50

@@ -18,7 +18,8 @@ from ..engine.timing import Timing
 from ..space.plan_family import PlanFamily
 from ..space.prices import FloatArray
 from ..space.space import Trips
-from .candidates import Candidate, Candidates
+from .candidates import Candidates
+from .levels import Beside, Candidate
 from .problem import FamilyKey, SearchProblem
 from .spent_effort import SpentEffort
 
@@ -102,12 +103,16 @@ class BranchAndBound:
         """Ends the search after this many plans were replayed, once one fits."""
         self.candidates = Candidates(problem, kind)
         self.replayed: list[Replayed] = []
-        """In their order."""
+        """In their order, of plans within the limits of memory."""
+        self._beyond: list[Replayed] = []
+        """Of the others."""
         self.num_replays = 0
         self.simulated: list[Simulated] = []
+        self.dropped: list[Simulated] = []
+        """Those of which it is known that they do not survive."""
         self.incumbent_s = np.inf
         self.best: Simulated | None = None
-        """The fastest simulated plan within the limit of memory."""
+        """The fastest simulated plan within the limits of memory."""
 
     @property
     def num_candidates(self) -> int:
@@ -153,23 +158,49 @@ class BranchAndBound:
 
     @property
     def fitting(self) -> list[Simulated]:
-        """The simulated plans within the limit of memory."""
-        limit_bytes = self.candidates.device_limit_bytes
-        return [found for found in self.simulated if found.candidate.peak_bytes <= limit_bytes]
+        """The simulated plans within the limits of memory of their layouts, without those that were dropped."""
+        return [found for found in self.simulated if self._holds(found) and found not in self.dropped]
 
-    def lower_limit(self, device_limit_bytes: int) -> None:
-        """Leave out every plan with a higher guaranteed peak, from here on and of those that are known."""
-        self.candidates.device_limit_bytes = min(self.candidates.device_limit_bytes, device_limit_bytes)
-        left = [found for found in self.replayed if found.candidate.peak_bytes <= device_limit_bytes]
-        self.candidates.num_bounded_by_memory += len(self.replayed) - len(left)
-        self.replayed = left
+    def _holds(self, found: Simulated | Replayed) -> bool:
+        return self.candidates.holds(found.candidate)
+
+    def set_limit(self, layout: int, limit_bytes: int) -> None:
+        """Have every plan of a layout with a higher guaranteed peak wait, and bring back those within the limit."""
+        self.candidates.set_limit(layout, limit_bytes)
+        gone = [found for found in self.replayed if not self._holds(found)]
+        back = [found for found in self._beyond if self._holds(found)]
+        if gone:
+            self.replayed = [found for found in self.replayed if self._holds(found)]
+        if back:
+            self._next_batch = _FIRST_BATCH
+            self._beyond = [found for found in self._beyond if not self._holds(found)]
+            self.replayed = sorted([*self.replayed, *back], key=lambda found: found.order)
+        self._beyond += gone
+        self._settle_best()
+
+    def drop(self, found: Simulated) -> None:
+        """Leave out a plan that was simulated, whatever the limits."""
+        self.dropped.append(found)
+        self._settle_best()
+
+    def _settle_best(self) -> None:
         self.best = min(self.fitting, key=lambda found: found.order, default=None)
 
-    def restart(self, device_limit_bytes: int) -> None:
-        """Forget what was found, and search again below another limit of memory."""
-        self.candidates = Candidates(self.problem, self.kind)
-        self.candidates.device_limit_bytes = device_limit_bytes
-        self.replayed, self.simulated, self.best = [], [], None
+    def beyond_bound_s(self, layout: int) -> float:
+        """No plan that waits beyond the limit of a layout takes less; infinite if none waits."""
+        replayed_s = (found.bound_s for found in self._beyond if found.candidate.layout == layout)
+        return min([self.candidates.beyond_bound_s(layout), *replayed_s])
+
+    @property
+    def num_beyond(self) -> int:
+        """Plans that wait beyond the limits of memory."""
+        return self.candidates.num_beyond + len(self._beyond)
+
+    def beyond(self, limit_s: float) -> Beside:
+        """The same beside a limit of time."""
+        others_s = [found.bound_s for found in self._beyond if found.bound_s >= limit_s]
+        replayed = Beside(len(self._beyond) - len(others_s), len(others_s), min(others_s, default=np.inf))
+        return Beside.of([replayed, self.candidates.beyond(limit_s)])
 
     def step(self) -> bool:
         """Replay one more batch of plans; false if none is left that may win."""
@@ -233,7 +264,7 @@ class BranchAndBound:
 
     @property
     def known(self) -> list[Simulated | Replayed]:
-        """The plans within the limit of memory that were simulated or replayed."""
+        """The plans within the limits of memory that were simulated or replayed."""
         return [*self.fitting, *self.replayed]
 
     def simplest_near(self) -> Simulated | None:
@@ -244,7 +275,8 @@ class BranchAndBound:
     @property
     def num_decided(self) -> int:
         """Plans of which it is known what becomes of them."""
-        return self.candidates.num_bounded_by_memory + len(self.simulated) + len(self.replayed)
+        num_looked_at = len(self.simulated) + len(self.replayed)
+        return self.candidates.num_bounded_by_memory + num_looked_at + self.num_beyond
 
     def _batch(self, num_replays: int) -> list[Candidate]:
         """The plans to replay next; a cap ends the search only once something was found that fits."""

@@ -17,7 +17,7 @@ them.  The certificate is one of predicted times, and says nothing of upper ends
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -29,7 +29,7 @@ from ..engine.intervals import interval_of
 from ..space.step_spec import SEVERAL
 from .branch_and_bound import BranchAndBound, OnProgress, Replayed, Simulated, run_in_turns
 from .request import SearchRequest
-from .survival import SegmentRoom
+from .survival import LayoutLimit, SegmentRoom
 
 _MOST_WEIGHED: Final = 200
 _SMALLEST_STEP_FRAC: Final = 0.01
@@ -108,6 +108,12 @@ class Chooser:
         """Segments that plans are expected to hold."""
         self._lowered: dict[PlanKind, tuple[int, int]] = {}
         """By kind: the limit of its guaranteed peaks, and the least peak that is known not to survive."""
+        self._limits = {
+            where: [LayoutLimit(branch, layout) for layout in range(len(branch.problem.layouts))]
+            for where, branch in self._branches.items()
+        }
+        self._surviving: set[PlanKind] = set()
+        """Kinds of which a plan survives, or that limits of layouts came back in since one of another kind does."""
 
     def search(self) -> None:
         """Search until the recommendation is known; an interruption leaves what was found so far."""
@@ -120,6 +126,8 @@ class Chooser:
                 break
             fastest = self._fastest(kind)
             if fastest is not None and self._keeps(fastest):
+                if self._has_come_back(fastest):
+                    continue
                 found = self._settled(kind)
                 if found.plan is fastest.plan or self._keeps(found):
                     break
@@ -308,14 +316,47 @@ class Chooser:
         room = self._room
         if room is None or self._survives(found):
             return True
-        wanted_bytes = self._wanted_bytes[found.plan]
         self._fragile.append(found)
-        kind, peak_bytes = found.where.kind, found.plan.candidate.peak_bytes
-        limit_bytes = room.lowered_peak_bytes(found.plan, wanted_bytes)
-        self._lowered[kind] = (limit_bytes, peak_bytes)
-        for branch in self._of(kind).values():
-            branch.lower_limit(limit_bytes)
+        found.branch.drop(found.plan)
+        kind, candidate = found.where.kind, found.plan.candidate
+        limit_bytes = room.lowered_peak_bytes(found.plan, self._wanted_bytes[found.plan])
+        self._limits[found.where][candidate.layout].lower_own(limit_bytes)
+        if kind not in self._surviving:
+            self._lowered[kind] = (limit_bytes, candidate.peak_bytes)
+            for limit in self._limits_of(kind):
+                limit.lower(limit_bytes)
         return False
+
+    def _limits_of(self, kind: PlanKind) -> Iterator[LayoutLimit]:
+        for where in self._of(kind):
+            yield from self._limits[where]
+
+    def _has_come_back(self, fastest: Chosen) -> bool:
+        """Raise the limit of one layout if plans wait there that may win over ``fastest``, which survives."""
+        own, candidate = fastest.where.kind, fastest.plan.candidate
+        self._surviving.add(own)
+        self._limits[fastest.where][candidate.layout].keep(candidate.peak_bytes)
+        if self._is_capped:
+            return False
+        may_rise: list[tuple[PlanKind, LayoutLimit]] = []
+        for kind in PlanKind:
+            gain_frac = self._left_out_frac
+            if kind.complexity > own.complexity:
+                gain_frac = max(gain_frac, self._request.uncertainty.between(own, kind))
+            limit_s = fastest.iteration_s * (1 - gain_frac)
+            may_rise += [(kind, limit) for limit in self._limits_of(kind) if limit.may_rise(limit_s)]
+        if not may_rise:
+            return False
+        kind, limit = min(may_rise, key=lambda one: one[1].bound_s)
+        self._surviving.add(kind)
+        limit.raise_own()
+        return True
+
+    @property
+    def _is_capped(self) -> bool:
+        """Whether no plan may be replayed any more."""
+        most = self._request.effort.max_replays
+        return most is not None and sum(branch.num_replays for branch in self._branches.values()) >= most
 
     def _survives(self, found: Chosen) -> bool:
         """Whether its segments are expected to leave the margin free."""
@@ -343,14 +384,14 @@ class Chooser:
         return is_empty and high_bytes - low_bytes > _SMALLEST_STEP_FRAC * high_bytes
 
     def _has_stepped_back(self, kind: PlanKind) -> bool:
-        """Search a kind again, with a limit half way back, if it was left out too far."""
+        """Search a kind with a limit half way back, if it was left out too far."""
         if not self._left_out_too_far(kind):
             return False
         low_bytes, high_bytes = self._lowered[kind]
         middle_bytes = (low_bytes + high_bytes) // 2
         self._lowered[kind] = (middle_bytes, high_bytes)
-        for branch in self._of(kind).values():
-            branch.restart(middle_bytes)
+        for limit in self._limits_of(kind):
+            limit.raise_to(middle_bytes)
         return True
 
 

@@ -8,24 +8,32 @@ fits with each, and none does with a byte less.
 
 Where the CPU is the device and no budget of the host was given, both lie in one memory, and a byte more for the device
 is one less for the host; a host budget then comes about by a host with more memory.
+
+Whether a disk of any size would hold what the host cannot is found by trying one: the rates of a disk change nothing of
+which plans fit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
+from typing import Final
 
 from ...shared.basics.errors import InfeasibleError
 from ...shared.basics.units import format_bytes, format_enough_bytes, parse_bytes
+from ...shared.catalogue.parts import disk_names, disk_part
 from ...shared.compile.compile import compile_schedule
-from ...shared.schema.hardware import DeviceKind
+from ...shared.schema.hardware import DeviceKind, Disk
 from ...shared.schema.plan import Plan, TrainingMethod, mode_words
 from ...shared.tables.memory import stays_sentence
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ..memory.host import default_host_budget_bytes, memory_with_room
-from .least_memory import Need, least_device, least_host
-from .problem import SearchProblem
+from .least_memory import Need, least_device, least_disk, least_host
+from .problem import SearchProblem, search_problem
+from .request import SearchRequest
+
+_ROOMY: Final = Disk(name="any", capacity_bytes=2**60, read_bytes_per_s=1e9, write_bytes_per_s=1e9)
 
 
 def explain_infeasible(problem: SearchProblem, changes: Changes | None = None) -> InfeasibleError:
@@ -241,3 +249,40 @@ def _as_memory(problem: SearchProblem, host_bytes: int, device_bytes: int | None
     num_sharing = round(problem.together.host.memory_bytes / problem.hardware.host.memory_bytes)
     for_all = f" for {num_sharing} ranks" if num_sharing > 1 else ""
     return f", which a host with {_enough(num_sharing * memory_with_room(host_bytes, kind))} of memory{for_all} has"
+
+
+# -- a disk ----------------------------------------------------------------------------------------------------------
+
+
+def need_of_disk(request: SearchRequest) -> Need | None:
+    """The plan of one rank that has the least on a disk, of those within both budgets, whatever room the disk has.
+
+    Without the margin, which a search falls back on.  None if no disk is enough, or none may be used.
+    """
+    disk = request.hardware.disk
+    roomy = _ROOMY if disk is None else disk.model_copy(update={"capacity_bytes": _ROOMY.capacity_bytes})
+    asked = replace(request, hardware=request.hardware.model_copy(update={"disk": roomy}))
+    if request.margin_frac and request.device_budget_bytes is None:
+        asked = replace(asked, margin_frac=0.0)
+    asked = asked.with_disk() if asked.may_use_disk else asked
+    return None if asked.space.names_disk else least_disk(search_problem(asked))
+
+
+def with_advice_on_disk(error: InfeasibleError, request: SearchRequest) -> InfeasibleError:
+    """``error``, why no plan of ``request`` fits, with the disk that would help, if one would."""
+    need = need_of_disk(request)
+    if need is None:
+        return error
+    disk = request.hardware.disk
+    enough = format_enough_bytes(need.disk_bytes)
+    if disk is None:
+        large = [one for one in map(disk_part, disk_names()) if one.capacity_bytes >= need.disk_bytes]
+        least = min(large, key=lambda one: (one.capacity_bytes, one.name), default=None)
+        how = "--set disk=NAME" if least is None else f"such as --set disk={least.name}"
+        return InfeasibleError(
+            f"{error} Or keep {enough} on a disk, which the machine lacks: a plan fits then ({how})."
+        )
+    return InfeasibleError(
+        f"{error} Or keep {enough} on the disk {disk.name}, which has {format_bytes(disk.capacity_bytes)} for files: a "
+        f"plan fits then (--set disk.capacity_bytes={need.disk_bytes})."
+    )

@@ -19,9 +19,9 @@ from ..engine.intervals import FloatArray, drawn_record, interval_of, ratio_inte
 from ..engine.prediction import RankMachine, predicted_record
 from ..memory.libraries import collective_bytes, rank_device_bytes
 from .branch_and_bound import BranchAndBound, Simulated
-from .candidates import Candidate
 from .choice import Choice, Chosen
 from .infeasible import explain_infeasible
+from .levels import Candidate
 from .problem import SearchProblem
 from .request import SearchRequest
 
@@ -107,7 +107,10 @@ def _prediction(problem: SearchProblem, chosen: Simulated, limit_bytes: int) -> 
 
 
 def certify(branches: Sequence[BranchAndBound], chosen_s: float, *, is_interrupted: bool = False) -> Certificate:
-    """What the searches prove together about the plans within their limits of memory.
+    """What the searches prove together.
+
+    Plans wait beyond the limits of their layouts ([Note: Plans that survive] in ``sim/searching/survival.py``).  Their
+    bounds of time hold as well as any, so that nothing is proven of those alone that might be faster.
 
     ``chosen_s``: the time of the recommended plan, which is within none of them if no plan survives.
     """
@@ -115,25 +118,30 @@ def certify(branches: Sequence[BranchAndBound], chosen_s: float, *, is_interrupt
     tolerance_frac = branches[0].tolerance_frac
     left_out_frac = max(branch.left_out_frac for branch in branches)
     limit_s = best_s * (1 - left_out_frac)
-    num_bounded_by_time = num_undecided = 0
+    num_bounded_by_time = num_bounded_by_segments = num_undecided = 0
     bounds_s: list[float] = []
     for branch in branches:
         num_left = branch.num_candidates - branch.num_decided
         # Those that may still win were left where the search ended early.
         closed_s = [found.bound_s for found in branch.replayed if found.bound_s >= limit_s]
         num_open = len(branch.replayed) - len(closed_s)
+        waiting = branch.beyond(limit_s)
+        num_bounded_by_segments += waiting.num_below + len(branch.dropped)
         bounds_s += closed_s
         next_bound_s = branch.candidates.next_bound_s
         is_complete = not is_interrupted and next_bound_s >= limit_s
-        num_bounded_by_time += len(closed_s) + (num_left if is_complete else 0)
+        num_bounded_by_time += len(closed_s) + waiting.num_others + (num_left if is_complete else 0)
         num_undecided += num_open + (0 if is_complete else num_left)
         if is_complete and np.isfinite(next_bound_s):
             bounds_s.append(next_bound_s)
+        if waiting.num_others:
+            bounds_s.append(waiting.others_s)
     return Certificate(
         num_candidates=sum(branch.num_candidates for branch in branches),
         num_bounded_by_memory=sum(branch.candidates.num_bounded_by_memory for branch in branches),
         num_bounded_by_time=num_bounded_by_time,
-        num_simulated=sum(len(branch.simulated) for branch in branches),
+        num_bounded_by_segments=num_bounded_by_segments,
+        num_simulated=sum(len(branch.simulated) - len(branch.dropped) for branch in branches),
         num_undecided=num_undecided,
         is_interrupted=is_interrupted,
         best_iteration_s=best_s,

@@ -42,12 +42,11 @@ from ..space.tilings import WHOLE, Tiles, tile_counts
 from .baselines import baselines
 from .branch_and_bound import BranchAndBound, OnProgress, was_interrupted
 from .choice import Chooser, Grouping, Where
-from .infeasible import nothing_fits
+from .infeasible import nothing_fits, with_advice_on_disk
 from .left_out import left_out
 from .outcomes import batch_choice, mode_choice, search_result
 from .problem import SearchProblem, search_problem
 from .request import GlobalBatch, SearchRequest
-from .roomy_disk import with_advice_on_disk
 from .spent_effort import SpentEffort
 from .survival import SegmentRoom
 

@@ -3,11 +3,21 @@
 [Note: Plans that survive]
 The allocator holds more than is allocated: it rounds, and cached segments do not always fit what is asked for next.  A
 plan *survives* if the segments that it is expected to hold with the allocator's default settings leave the margin free
-(``DeviceReserved.expected_bytes``).  No bound of them is known that would be sharp for a plan that was not compiled, so
-the search first finds the fastest plan that fits by what it allocates.  If that does not survive, every plan of its
-kind is left out whose guaranteed peak, times the same overhead, exceeds what segments may take, and the search goes on.
-If nothing is left of the kind, it comes back half way.  What is left out is an estimate; what is recommended was
-replayed.
+(``DeviceReserved.expected_bytes``).  No bound of them is known that would be sharp for a plan that was not compiled. A
+replay of the allocator takes 20 ms, and up to twenty thousand plans are faster than the fastest one that survives.
+
+So the search first finds the fastest plan that fits by what it allocates.  If that does not survive, every plan of its
+kind waits whose guaranteed peak, times the same overhead, exceeds what segments may take, and the search goes on, until
+the fastest plan survives.  If nothing is left of the kind, half of them come back.
+
+[Note: Limits come back]
+The overhead depends on the sizes of chunks more than on all else, so that of one layout is a poor estimate for others.
+Once a plan survives, layouts with waiting plans that may be faster are searched further, each up to a limit of its own:
+the budget, or by the overheads of its own plans that did not survive.  The layout with the best bound comes first.  A
+limit never falls below what was searched before.  So the plan only gets faster.
+
+What still waits then is left out by an estimate.  Its bounds of time hold, and the certificate counts apart how many of
+these plans might be faster than the recommended one.  What is recommended was replayed.
 """
 
 from __future__ import annotations
@@ -21,7 +31,7 @@ from ..engine.kept_schedule import memory_schedule
 from ..memory.libraries import more_collective_bytes
 from ..memory.reserved import expected_segments_bytes
 from ..memory.rules import round_size
-from .branch_and_bound import Simulated
+from .branch_and_bound import BranchAndBound, Simulated
 from .problem import SearchProblem
 from .request import SearchRequest
 
@@ -90,3 +100,56 @@ class SegmentRoom:
         """The guaranteed peak from which on plans with the overhead of ``found`` survive; below its own."""
         peak_bytes = found.candidate.peak_bytes
         return min(peak_bytes - 1, peak_bytes * self.limit_bytes // wanted_bytes)
+
+
+class LayoutLimit:
+    """The limit of the guaranteed peaks of one layout's plans in one space; see [Note: Limits come back]."""
+
+    def __init__(self, branch: BranchAndBound, layout: int) -> None:
+        self.branch = branch
+        self.layout = layout
+        self._searched_bytes = 0
+        """Plans up to here do not wait again."""
+        self._own_bytes = branch.problem.device_budget_bytes
+        """By the overheads of its own plans that did not survive."""
+
+    @property
+    def limit_bytes(self) -> int:
+        """As it is now."""
+        return self.branch.candidates.limit_bytes(self.layout)
+
+    def lower(self, limit_bytes: int) -> None:
+        """Have plans with higher peaks wait, by the overhead of one of the same kind."""
+        self._set(min(self.limit_bytes, limit_bytes))
+
+    def lower_own(self, limit_bytes: int) -> None:
+        """The same by a plan of this layout."""
+        self._own_bytes = min(self._own_bytes, limit_bytes)
+        self.lower(limit_bytes)
+
+    def raise_to(self, limit_bytes: int) -> None:
+        """Bring back plans up to a limit."""
+        self._set(max(self.limit_bytes, min(limit_bytes, self.branch.problem.device_budget_bytes)))
+
+    def raise_own(self) -> None:
+        """Bring back plans up to what is known of the layout itself."""
+        self.keep(self.limit_bytes)
+        self._set(self._own_bytes)
+
+    def keep(self, peak_bytes: int) -> None:
+        """Do not lower the limit below the peak of a plan that survives."""
+        self._searched_bytes = max(self._searched_bytes, peak_bytes)
+
+    def may_rise(self, limit_s: float) -> bool:
+        """Whether plans wait within what is known of the layout itself that may take less than ``limit_s``."""
+        return self._own_bytes > self.limit_bytes and self.bound_s < limit_s
+
+    @property
+    def bound_s(self) -> float:
+        """No plan that waits takes less."""
+        return self.branch.beyond_bound_s(self.layout)
+
+    def _set(self, limit_bytes: int) -> None:
+        limit_bytes = max(limit_bytes, self._searched_bytes)
+        if limit_bytes != self.limit_bytes:
+            self.branch.set_limit(self.layout, limit_bytes)
