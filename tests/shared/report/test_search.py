@@ -43,6 +43,7 @@ def test_the_page_tells_what_became_of_every_plan(example: LaidOut) -> None:
         ({"best_unsimulated_bound_s": None}, "none of them is faster"),
         ({"best_unsimulated_bound_s": "just below"}, "none of them is faster by 0.1 %"),
         ({"num_undecided": 7, "num_candidates": 50_007}, "nothing is proven of the rest"),
+        ({"num_bounded_by_segments": 7, "num_candidates": 50_007}, "none whose segments fit is more than 1.0 % faster"),
     ],
 )
 def test_the_headline_says_what_is_proven(example: LaidOut, changes: dict[str, object], words: str) -> None:
@@ -76,6 +77,11 @@ def test_only_what_is_proven_is_called_so(example: LaidOut) -> None:
     assert "300 left undecided" in cut_short.drawing
     assert 'class="fill-rest"' in cut_short.drawing
     assert 'class="fill-rest"' not in proven.drawing
+    certificate = result_of(example, num_undecided=0).certificate
+    changes = {"num_bounded_by_segments": 300, "num_candidates": certificate.num_candidates + 300}
+    estimated = funnel_chart(certificate.model_copy(update=changes))
+    assert estimated.legend[-1][1] == "taken away, nothing proven"
+    assert "300 expected to take too much in segments" in estimated.drawing
 
 
 def test_the_front_is_that_of_the_result(example: LaidOut) -> None:

@@ -79,6 +79,18 @@ def test_the_simplest_of_the_fastest_is_told_of_these_alone() -> None:
     assert f"The fastest that was found takes {format_seconds(best_s)}." in sentence
 
 
+def test_what_segments_left_out_is_not_proven_slower() -> None:
+    found = result(bound_over_best=0.99)
+    changes = {"num_bounded_by_memory": 9_000, "num_bounded_by_segments": 1_000}
+    sentence = certificate_sentence(
+        found.model_copy(update={"certificate": found.certificate.model_copy(update=changes)})
+    )
+    assert sentence == (
+        "12,000 plans in the space: 9,000 cannot fit, 1,000 expected to take too much in segments, 1,990 cannot be "
+        "faster, 10 simulated. Of the others none is more than 1.0 % faster."
+    )
+
+
 def test_an_early_end_proves_nothing() -> None:
     sentence = certificate_sentence(result(bound_over_best=None, num_undecided=7))
     assert "7 left undecided" in sentence
