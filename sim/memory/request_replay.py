@@ -48,6 +48,11 @@ def _is_settled(reserved: Sequence[int]) -> bool:
     return len(reserved) >= 2 and reserved[-1] == reserved[-2]
 
 
+def _is_over(reserved: Sequence[int], stop_above_bytes: int | None) -> bool:
+    is_too_much = stop_above_bytes is not None and bool(reserved) and reserved[-1] > stop_above_bytes
+    return is_too_much or _is_settled(reserved)
+
+
 OnChange = Callable[[int], None]
 """Told the iteration after every change; -1 for the set-up."""
 
@@ -97,20 +102,22 @@ def replay(
     allocator: CachingAllocator,
     *,
     max_iterations: int = MAX_ITERATIONS,
+    stop_above_bytes: int | None = None,
     on_change: OnChange | None = None,
 ) -> Replayed:
     """Set up, then run iterations until one asks the driver for nothing, or ``max_iterations``.
 
     The program repeats, but the allocator may place things differently each time; an iteration that needs no new
-    segment is taken for the end of that.  Where ``on_change`` is told of every change, every request is carried out.
-    Raises AllocatorFullError if the allocator's limit is exceeded.
+    segment is taken for the end of that, and so is one that has reserved more than ``stop_above_bytes``.  Where
+    ``on_change`` is told of every change, every request is carried out.  Raises AllocatorFullError if the allocator's
+    limit is exceeded.
     """
     blocks: list[Block | None] = []
     _play(log.set_up, allocator, blocks, {})
     if on_change is not None:
         on_change(-1)
     reserved: list[int] = []
-    while len(reserved) < max_iterations and not _is_settled(reserved):
+    while len(reserved) < max_iterations and not _is_over(reserved, stop_above_bytes):
         number = len(reserved)
         requests = log.iteration(number)
         if on_change is None:
@@ -129,19 +136,21 @@ def reserved_by(
     expandable_segments: bool = False,
     limit_bytes: int | None = None,
     max_iterations: int = MAX_ITERATIONS,
+    stop_above_bytes: int | None = None,
 ) -> Replayed:
     """What a new allocator comes to: ``replay``, compiled where that is possible.
 
-    ``limit_bytes``: the most that the driver hands out; None for a device without end.  Raises AllocatorFullError.
+    ``limit_bytes``: the most that the driver hands out; None for a device without end.  ``stop_above_bytes``: as of
+    ``replay``.  Raises AllocatorFullError.
     """
     if expandable_segments or not is_available():
         allocator = CachingAllocator(expandable_segments=expandable_segments, limit_bytes=limit_bytes)
-        return replay(log, allocator, max_iterations=max_iterations)
+        return replay(log, allocator, max_iterations=max_iterations, stop_above_bytes=stop_above_bytes)
     compiled = CompiledAllocator(limit_bytes)
     reserved: list[int] = []
     try:
         compiled.play(log.set_up)
-        while len(reserved) < max_iterations and not _is_settled(reserved):
+        while len(reserved) < max_iterations and not _is_over(reserved, stop_above_bytes):
             reserved.append(compiled.play(log.iteration(len(reserved)).numbers).peak_reserved_bytes)
     except DeviceFullError as error:
         level = compiled.level

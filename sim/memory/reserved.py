@@ -129,15 +129,20 @@ def expected_segments_bytes(
     *,
     order: HappensBefore | None = None,
     expandable_segments: bool = False,
+    stop_above_bytes: int | None = None,
 ) -> int:
-    """``DeviceReserved.expected_bytes`` alone, or ``expandable_bytes``: one replay, without a limit."""
+    """``DeviceReserved.expected_bytes`` alone, or ``expandable_bytes``: one replay, without a limit.
+
+    ``stop_above_bytes``: what comes to more is not replayed to its end.
+    """
     log = RequestLog(
         allocation_program(schedule, order),
         static_tensors(schedule, workload.parameters, layout),
         workspaces=matrix_workspaces(device),
         inside=Inside.BY_SIZE,
     )
-    return reserved_by(log, expandable_segments=expandable_segments).peak_reserved_bytes
+    found = reserved_by(log, expandable_segments=expandable_segments, stop_above_bytes=stop_above_bytes)
+    return found.peak_reserved_bytes
 
 
 def _limit_bytes(device: Device, beside_bytes: int) -> int:

@@ -164,9 +164,8 @@ class BranchAndBound:
     def _holds(self, found: Simulated | Replayed) -> bool:
         return self.candidates.holds(found.candidate)
 
-    def set_limit(self, layout: int, limit_bytes: int) -> None:
-        """Have every plan of a layout with a higher guaranteed peak wait, and bring back those within the limit."""
-        self.candidates.set_limit(layout, limit_bytes)
+    def sort_out(self) -> None:
+        """Have plans wait that are beyond the limits of memory, and bring back those within, since limits changed."""
         gone = [found for found in self.replayed if not self._holds(found)]
         back = [found for found in self._beyond if self._holds(found)]
         if gone:

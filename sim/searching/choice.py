@@ -319,13 +319,18 @@ class Chooser:
         self._fragile.append(found)
         found.branch.drop(found.plan)
         kind, candidate = found.where.kind, found.plan.candidate
-        limit_bytes = room.lowered_peak_bytes(found.plan, self._wanted_bytes[found.plan])
+        limit_bytes = room.limit_like(found.plan, self._wanted_bytes[found.plan])
         self._limits[found.where][candidate.layout].lower_own(limit_bytes)
         if kind not in self._surviving:
             self._lowered[kind] = (limit_bytes, candidate.peak_bytes)
             for limit in self._limits_of(kind):
                 limit.lower(limit_bytes)
+        self._sort_out(kind)
         return False
+
+    def _sort_out(self, kind: PlanKind) -> None:
+        for branch in self._of(kind).values():
+            branch.sort_out()
 
     def _limits_of(self, kind: PlanKind) -> Iterator[LayoutLimit]:
         for where in self._of(kind):
@@ -335,9 +340,10 @@ class Chooser:
         """Raise the limit of one layout if plans wait there that may win over ``fastest``, which survives."""
         own, candidate = fastest.where.kind, fastest.plan.candidate
         self._surviving.add(own)
-        self._limits[fastest.where][candidate.layout].keep(candidate.peak_bytes)
-        if self._is_capped:
+        if self._room is None or self._is_capped:
             return False
+        limit_bytes = self._room.limit_like(fastest.plan, self._wanted_bytes[fastest.plan])
+        self._limits[fastest.where][candidate.layout].keep(candidate.peak_bytes, limit_bytes)
         may_rise: list[tuple[PlanKind, LayoutLimit]] = []
         for kind in PlanKind:
             gain_frac = self._left_out_frac
@@ -350,6 +356,7 @@ class Chooser:
         kind, limit = min(may_rise, key=lambda one: one[1].bound_s)
         self._surviving.add(kind)
         limit.raise_own()
+        limit.branch.sort_out()
         return True
 
     @property
@@ -373,7 +380,7 @@ class Chooser:
             if room is None or found.iteration_s >= limit_s:
                 break
             problem = found.branch.problem
-            if room.wanted_bytes(found.plan, problem, expandable_segments=True) <= room.limit_bytes:
+            if room.holds_expandable(found.plan, problem):
                 return found
         return None
 
@@ -392,6 +399,7 @@ class Chooser:
         self._lowered[kind] = (middle_bytes, high_bytes)
         for limit in self._limits_of(kind):
             limit.raise_to(middle_bytes)
+        self._sort_out(kind)
         return True
 
 

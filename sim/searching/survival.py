@@ -13,8 +13,8 @@ the fastest plan survives.  If nothing is left of the kind, half of them come ba
 [Note: Limits come back]
 The overhead depends on the sizes of chunks more than on all else, so that of one layout is a poor estimate for others.
 Once a plan survives, layouts with waiting plans that may be faster are searched further, each up to a limit of its own:
-the budget, or by the overheads of its own plans that did not survive.  The layout with the best bound comes first.  A
-limit never falls below what was searched before.  So the plan only gets faster.
+by the overheads of its own plans whose segments are known, or the budget if none is.  The layout with the best bound
+comes first.  A limit never falls below what was searched before.  So the fastest plan only gets faster.
 
 What still waits then is left out by an estimate.  Its bounds of time hold, and the certificate counts apart how many of
 these plans might be faster than the recommended one.  What is recommended was replayed.
@@ -58,8 +58,15 @@ class SegmentRoom:
             limit_bytes = max(limit_bytes, budget_bytes)
         return cls(device, max(1, limit_bytes))
 
-    def wanted_bytes(self, found: Simulated, problem: SearchProblem, *, expandable_segments: bool = False) -> int:
+    def wanted_bytes(self, found: Simulated, problem: SearchProblem) -> int:
         """Segments that the plan is expected to hold, and what its collectives take beyond those of all ranks."""
+        return self._wanted_bytes(found, problem)
+
+    def holds_expandable(self, found: Simulated, problem: SearchProblem) -> bool:
+        """Whether the plan leaves the margin free with expandable segments."""
+        return self._wanted_bytes(found, problem, expandable_segments=True) <= self.limit_bytes
+
+    def _wanted_bytes(self, found: Simulated, problem: SearchProblem, *, expandable_segments: bool = False) -> int:
         layout = problem.layouts[found.candidate.layout].grid.layout
         step = problem.step
         more_bytes = more_collective_bytes(problem.together, step.num_ranks, step.shard_ranks)
@@ -69,6 +76,7 @@ class SegmentRoom:
             layout,
             self.device,
             expandable_segments=expandable_segments,
+            stop_above_bytes=self.limit_bytes - more_bytes if expandable_segments else None,
         )
 
     def holds(self, plan: Plan, problem: SearchProblem) -> bool:
@@ -96,22 +104,34 @@ class SegmentRoom:
             rounded_bytes=round_size,
         )
 
-    def lowered_peak_bytes(self, found: Simulated, wanted_bytes: int) -> int:
-        """The guaranteed peak from which on plans with the overhead of ``found`` survive; below its own."""
+    def limit_like(self, found: Simulated, wanted_bytes: int) -> int:
+        """The guaranteed peak up to which plans with the overhead of ``found`` survive; below its own if that fails."""
         peak_bytes = found.candidate.peak_bytes
-        return min(peak_bytes - 1, peak_bytes * self.limit_bytes // wanted_bytes)
+        limit_bytes = peak_bytes * self.limit_bytes // wanted_bytes
+        return limit_bytes if wanted_bytes <= self.limit_bytes else min(peak_bytes - 1, limit_bytes)
 
 
 class LayoutLimit:
-    """The limit of the guaranteed peaks of one layout's plans in one space; see [Note: Limits come back]."""
+    """The limit of the guaranteed peaks of one layout's plans in one space; see [Note: Limits come back].
+
+    Who changes limits has the space sort its plans out (``BranchAndBound.sort_out``).
+    """
 
     def __init__(self, branch: BranchAndBound, layout: int) -> None:
         self.branch = branch
         self.layout = layout
         self._searched_bytes = 0
         """Plans up to here do not wait again."""
-        self._own_bytes = branch.problem.device_budget_bytes
+        self._fragile_bytes = branch.problem.device_budget_bytes
         """By the overheads of its own plans that did not survive."""
+        self._surviving_bytes: int | None = None
+        """By the least overhead of its own plans that survive; None if none is known."""
+
+    @property
+    def own_bytes(self) -> int:
+        """By the overheads of its own plans; the budget if none is known."""
+        surviving_bytes = self._fragile_bytes if self._surviving_bytes is None else self._surviving_bytes
+        return min(self._fragile_bytes, surviving_bytes)
 
     @property
     def limit_bytes(self) -> int:
@@ -124,7 +144,7 @@ class LayoutLimit:
 
     def lower_own(self, limit_bytes: int) -> None:
         """The same by a plan of this layout."""
-        self._own_bytes = min(self._own_bytes, limit_bytes)
+        self._fragile_bytes = min(self._fragile_bytes, limit_bytes)
         self.lower(limit_bytes)
 
     def raise_to(self, limit_bytes: int) -> None:
@@ -133,16 +153,17 @@ class LayoutLimit:
 
     def raise_own(self) -> None:
         """Bring back plans up to what is known of the layout itself."""
-        self.keep(self.limit_bytes)
-        self._set(self._own_bytes)
+        self._searched_bytes = max(self._searched_bytes, self.limit_bytes)
+        self._set(self.own_bytes)
 
-    def keep(self, peak_bytes: int) -> None:
-        """Do not lower the limit below the peak of a plan that survives."""
+    def keep(self, peak_bytes: int, limit_bytes: int) -> None:
+        """Do not lower the limit below the peak of a plan that survives; ``limit_bytes``: by its overhead."""
         self._searched_bytes = max(self._searched_bytes, peak_bytes)
+        self._surviving_bytes = max(self._surviving_bytes or 0, limit_bytes)
 
     def may_rise(self, limit_s: float) -> bool:
         """Whether plans wait within what is known of the layout itself that may take less than ``limit_s``."""
-        return self._own_bytes > self.limit_bytes and self.bound_s < limit_s
+        return self.own_bytes > self.limit_bytes and self.bound_s < limit_s
 
     @property
     def bound_s(self) -> float:
@@ -152,4 +173,4 @@ class LayoutLimit:
     def _set(self, limit_bytes: int) -> None:
         limit_bytes = max(limit_bytes, self._searched_bytes)
         if limit_bytes != self.limit_bytes:
-            self.branch.set_limit(self.layout, limit_bytes)
+            self.branch.candidates.set_limit(self.layout, limit_bytes)
