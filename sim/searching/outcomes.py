@@ -117,7 +117,8 @@ def certify(branches: Sequence[BranchAndBound], chosen_s: float, *, is_interrupt
     best_s = min(chosen_s, *(branch.own_best_s for branch in branches))
     tolerance_frac = branches[0].tolerance_frac
     left_out_frac = max(branch.left_out_frac for branch in branches)
-    limit_s = best_s * (1 - left_out_frac)
+    # As the searches had it, which know the times of plans that were replayed alone.
+    limit_s = min(best_s, *(branch.promised_s for branch in branches)) * (1 - left_out_frac)
     num_bounded_by_time = num_bounded_by_segments = num_undecided = 0
     bounds_s: list[float] = []
     for branch in branches:

@@ -101,6 +101,7 @@ def test_only_what_segments_of_the_same_layout_say_is_left_out(place: int, less_
     reserved = result.prediction.device_reserved
     assert reserved is not None
     assert result.survives
+    assert certificate.is_certified
     assert reserved.expected_bytes <= room_bytes
     faster = [known for known in surviving if known.iteration_s < time_s * (1 - result.gap_frac) * (1 - 1e-9)]
     # Knobs that make no difference name the same plan twice.
