@@ -185,10 +185,9 @@ class BranchAndBound:
     def _settle_best(self) -> None:
         self.best = min(self.fitting, key=lambda found: found.order, default=None)
 
-    def beyond_bound_s(self, layout: int) -> float:
-        """No plan that waits beyond the limit of a layout takes less; infinite if none waits."""
-        replayed_s = (found.bound_s for found in self._beyond if found.candidate.layout == layout)
-        return min([self.candidates.beyond_bound_s(layout), *replayed_s])
+    def waits(self, layout: int) -> bool:
+        """Whether plans of a layout wait beyond its limit."""
+        return self.candidates.waits(layout) or any(found.candidate.layout == layout for found in self._beyond)
 
     @property
     def num_beyond(self) -> int:

@@ -85,9 +85,9 @@ class Candidates:
         """The same beside a limit of time."""
         return Beside.of(entry.beside(limit_s) for waiting in self._beyond for entry in waiting)
 
-    def beyond_bound_s(self, layout: int) -> float:
-        """No plan that waits there takes less; infinite if none waits."""
-        return min((entry.bound_s for entry in self._beyond[layout]), default=np.inf)
+    def waits(self, layout: int) -> bool:
+        """Whether plans of a layout wait."""
+        return bool(self._beyond[layout])
 
     # -- the queue ---------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ them.  The certificate is one of predicted times, and says nothing of upper ends
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -32,9 +32,6 @@ from .request import SearchRequest
 from .survival import LayoutLimit, SegmentRoom
 
 _MOST_WEIGHED: Final = 200
-_SMALLEST_STEP_FRAC: Final = 0.01
-"""Limits are not looked for more closely."""
-
 
 Grouping = tuple[ParallelMode, int | None]
 """What ranks do together: the mode, and the ranks of a shard group, None for all."""
@@ -103,17 +100,13 @@ class Chooser:
         self._on_progress = on_progress
         self._room = SegmentRoom.of(request)
         self._fragile: list[Chosen] = []
-        """Plans that do not survive, the last of which came closest to it."""
+        """Plans that do not survive."""
         self._wanted_bytes: dict[Simulated, int] = {}
         """Segments that plans are expected to hold."""
-        self._lowered: dict[PlanKind, tuple[int, int]] = {}
-        """By kind: the limit of its guaranteed peaks, and the least peak that is known not to survive."""
         self._limits = {
             where: [LayoutLimit(branch, layout) for layout in range(len(branch.problem.layouts))]
             for where, branch in self._branches.items()
         }
-        self._surviving: set[PlanKind] = set()
-        """Kinds of which a plan survives, or that limits of layouts came back in since one of another kind does."""
 
     def search(self) -> None:
         """Search until the recommendation is known; an interruption leaves what was found so far."""
@@ -126,8 +119,6 @@ class Chooser:
                 break
             fastest = self._fastest(kind)
             if fastest is not None and self._keeps(fastest):
-                if self._has_come_back(fastest):
-                    continue
                 found = self._settled(kind)
                 if found.plan is fastest.plan or self._keeps(found):
                     break
@@ -146,7 +137,8 @@ class Chooser:
         while found is None:
             kind = self._kind_worth_it(explores=False)
             if kind is None:
-                fallback = self._expandable(np.inf) or next(reversed(self._fragile), None)
+                closest = min(self._fragile, key=lambda one: self._wanted_bytes[one.plan], default=None)
+                fallback = self._expandable(np.inf) or closest
                 return None if fallback is None else Choice(fallback, survives=False)
             found = self._settled(kind, explores=False)
             if not self._keeps(found):
@@ -318,52 +310,11 @@ class Chooser:
             return True
         self._fragile.append(found)
         found.branch.drop(found.plan)
-        kind, candidate = found.where.kind, found.plan.candidate
-        limit_bytes = room.limit_like(found.plan, self._wanted_bytes[found.plan])
-        self._limits[found.where][candidate.layout].lower_own(limit_bytes)
-        if kind not in self._surviving:
-            self._lowered[kind] = (limit_bytes, candidate.peak_bytes)
-            for limit in self._limits_of(kind):
-                limit.lower(limit_bytes)
-        self._sort_out(kind)
+        candidate = found.plan.candidate
+        limit_bytes = room.lowered_peak_bytes(found.plan, self._wanted_bytes[found.plan])
+        self._limits[found.where][candidate.layout].lower(candidate.peak_bytes, limit_bytes)
+        found.branch.sort_out()
         return False
-
-    def _sort_out(self, kind: PlanKind) -> None:
-        for branch in self._of(kind).values():
-            branch.sort_out()
-
-    def _limits_of(self, kind: PlanKind) -> Iterator[LayoutLimit]:
-        for where in self._of(kind):
-            yield from self._limits[where]
-
-    def _has_come_back(self, fastest: Chosen) -> bool:
-        """Raise the limit of one layout if plans wait there that may win over ``fastest``, which survives."""
-        own, candidate = fastest.where.kind, fastest.plan.candidate
-        self._surviving.add(own)
-        if self._room is None or self._is_capped:
-            return False
-        limit_bytes = self._room.limit_like(fastest.plan, self._wanted_bytes[fastest.plan])
-        self._limits[fastest.where][candidate.layout].keep(candidate.peak_bytes, limit_bytes)
-        may_rise: list[tuple[PlanKind, LayoutLimit]] = []
-        for kind in PlanKind:
-            gain_frac = self._left_out_frac
-            if kind.complexity > own.complexity:
-                gain_frac = max(gain_frac, self._request.uncertainty.between(own, kind))
-            limit_s = fastest.iteration_s * (1 - gain_frac)
-            may_rise += [(kind, limit) for limit in self._limits_of(kind) if limit.may_rise(limit_s)]
-        if not may_rise:
-            return False
-        kind, limit = min(may_rise, key=lambda one: one[1].bound_s)
-        self._surviving.add(kind)
-        limit.raise_own()
-        limit.branch.sort_out()
-        return True
-
-    @property
-    def _is_capped(self) -> bool:
-        """Whether no plan may be replayed any more."""
-        most = self._request.effort.max_replays
-        return most is not None and sum(branch.num_replays for branch in self._branches.values()) >= most
 
     def _survives(self, found: Chosen) -> bool:
         """Whether its segments are expected to leave the margin free."""
@@ -385,21 +336,19 @@ class Chooser:
         return None
 
     def _left_out_too_far(self, kind: PlanKind) -> bool:
-        """Whether nothing is left of a kind between a plan that does not survive and a limit far below its peak."""
-        low_bytes, high_bytes = self._lowered.get(kind, (0, 0))
+        """Whether nothing is left of a kind, though limits of layouts are far below peaks that do not survive."""
         is_empty = all(branch.best is None and np.isinf(branch.open_bound_s) for branch in self._of(kind).values())
-        return is_empty and high_bytes - low_bytes > _SMALLEST_STEP_FRAC * high_bytes
+        return is_empty and any(limit.may_rise for where in self._of(kind) for limit in self._limits[where])
 
     def _has_stepped_back(self, kind: PlanKind) -> bool:
-        """Search a kind with a limit half way back, if it was left out too far."""
+        """Search a kind with limits half way back, if it was left out too far."""
         if not self._left_out_too_far(kind):
             return False
-        low_bytes, high_bytes = self._lowered[kind]
-        middle_bytes = (low_bytes + high_bytes) // 2
-        self._lowered[kind] = (middle_bytes, high_bytes)
-        for limit in self._limits_of(kind):
-            limit.raise_to(middle_bytes)
-        self._sort_out(kind)
+        for where, branch in self._of(kind).items():
+            for limit in self._limits[where]:
+                if limit.may_rise:
+                    limit.rise_half_way()
+            branch.sort_out()
         return True
 
 

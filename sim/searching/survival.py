@@ -3,26 +3,22 @@
 [Note: Plans that survive]
 The allocator holds more than is allocated: it rounds, and cached segments do not always fit what is asked for next.  A
 plan *survives* if the segments that it is expected to hold with the allocator's default settings leave the margin free
-(``DeviceReserved.expected_bytes``).  No bound of them is known that would be sharp for a plan that was not compiled. A
+(``DeviceReserved.expected_bytes``).  No bound of them is known that would be sharp for a plan that was not compiled.  A
 replay of the allocator takes 20 ms, and up to twenty thousand plans are faster than the fastest one that survives.
 
-So the search first finds the fastest plan that fits by what it allocates.  If that does not survive, every plan of its
-kind waits whose guaranteed peak, times the same overhead, exceeds what segments may take, and the search goes on, until
-the fastest plan survives.  If nothing is left of the kind, half of them come back.
+So the search first finds the fastest plan that fits by what it allocates.  If that does not survive, plans of its
+layout wait whose guaranteed peaks, times the same overhead, exceed what segments may take, and the search goes on, until
+the fastest plan survives.  The overhead depends on the sizes of chunks more than on all else, so every layout of every
+space has a limit of its own.  If nothing is left of a kind, its plans come back half way.
 
-[Note: Limits come back]
-The overhead depends on the sizes of chunks more than on all else, so that of one layout is a poor estimate for others.
-Once a plan survives, layouts with waiting plans that may be faster are searched further, each up to a limit of its own:
-by the overheads of its own plans whose segments are known, or the budget if none is.  The layout with the best bound
-comes first.  A limit never falls below what was searched before.  So the fastest plan only gets faster.
-
-What still waits then is left out by an estimate.  Its bounds of time hold, and the certificate counts apart how many of
-these plans might be faster than the recommended one.  What is recommended was replayed.
+What waits is left out by an estimate.  Its bounds of time hold, and the certificate counts apart how many of these
+plans might be faster than the recommended one.  What is recommended was replayed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from ...shared.schema.hardware import Device
 from ...shared.schema.plan import Plan
@@ -34,6 +30,9 @@ from ..memory.rules import round_size
 from .branch_and_bound import BranchAndBound, Simulated
 from .problem import SearchProblem
 from .request import SearchRequest
+
+_SMALLEST_STEP_FRAC: Final = 0.01
+"""Limits are not looked for more closely."""
 
 
 @dataclass(frozen=True)
@@ -104,15 +103,14 @@ class SegmentRoom:
             rounded_bytes=round_size,
         )
 
-    def limit_like(self, found: Simulated, wanted_bytes: int) -> int:
-        """The guaranteed peak up to which plans with the overhead of ``found`` survive; below its own if that fails."""
+    def lowered_peak_bytes(self, found: Simulated, wanted_bytes: int) -> int:
+        """The guaranteed peak up to which plans with the overhead of ``found`` survive; below its own."""
         peak_bytes = found.candidate.peak_bytes
-        limit_bytes = peak_bytes * self.limit_bytes // wanted_bytes
-        return limit_bytes if wanted_bytes <= self.limit_bytes else min(peak_bytes - 1, limit_bytes)
+        return min(peak_bytes - 1, peak_bytes * self.limit_bytes // wanted_bytes)
 
 
 class LayoutLimit:
-    """The limit of the guaranteed peaks of one layout's plans in one space; see [Note: Limits come back].
+    """The limit of the guaranteed peaks of one layout's plans in one space.
 
     Who changes limits has the space sort its plans out (``BranchAndBound.sort_out``).
     """
@@ -122,55 +120,28 @@ class LayoutLimit:
         self.layout = layout
         self._searched_bytes = 0
         """Plans up to here do not wait again."""
-        self._fragile_bytes = branch.problem.device_budget_bytes
-        """By the overheads of its own plans that did not survive."""
-        self._surviving_bytes: int | None = None
-        """By the least overhead of its own plans that survive; None if none is known."""
+        self._fragile_bytes = branch.problem.device_budget_bytes + 1
+        """The least peak of its plans that is known not to survive."""
+
+    def lower(self, peak_bytes: int, limit_bytes: int) -> None:
+        """Have plans with higher peaks wait; ``peak_bytes``: of the plan whose overhead says so."""
+        self._fragile_bytes = min(self._fragile_bytes, peak_bytes)
+        self._set(min(self._now_bytes, max(limit_bytes, self._searched_bytes)))
 
     @property
-    def own_bytes(self) -> int:
-        """By the overheads of its own plans; the budget if none is known."""
-        surviving_bytes = self._fragile_bytes if self._surviving_bytes is None else self._surviving_bytes
-        return min(self._fragile_bytes, surviving_bytes)
+    def may_rise(self) -> bool:
+        """Whether plans wait, and the limit is well below the least peak that is known not to survive."""
+        is_close = self._fragile_bytes - self._now_bytes <= _SMALLEST_STEP_FRAC * self._fragile_bytes
+        return not is_close and self.branch.waits(self.layout)
+
+    def rise_half_way(self) -> None:
+        """Bring back plans up to half way to that peak."""
+        self._searched_bytes = self._now_bytes
+        self._set((self._now_bytes + self._fragile_bytes) // 2)
 
     @property
-    def limit_bytes(self) -> int:
-        """As it is now."""
+    def _now_bytes(self) -> int:
         return self.branch.candidates.limit_bytes(self.layout)
 
-    def lower(self, limit_bytes: int) -> None:
-        """Have plans with higher peaks wait, by the overhead of one of the same kind."""
-        self._set(min(self.limit_bytes, limit_bytes))
-
-    def lower_own(self, limit_bytes: int) -> None:
-        """The same by a plan of this layout."""
-        self._fragile_bytes = min(self._fragile_bytes, limit_bytes)
-        self.lower(limit_bytes)
-
-    def raise_to(self, limit_bytes: int) -> None:
-        """Bring back plans up to a limit."""
-        self._set(max(self.limit_bytes, min(limit_bytes, self.branch.problem.device_budget_bytes)))
-
-    def raise_own(self) -> None:
-        """Bring back plans up to what is known of the layout itself."""
-        self._searched_bytes = max(self._searched_bytes, self.limit_bytes)
-        self._set(self.own_bytes)
-
-    def keep(self, peak_bytes: int, limit_bytes: int) -> None:
-        """Do not lower the limit below the peak of a plan that survives; ``limit_bytes``: by its overhead."""
-        self._searched_bytes = max(self._searched_bytes, peak_bytes)
-        self._surviving_bytes = max(self._surviving_bytes or 0, limit_bytes)
-
-    def may_rise(self, limit_s: float) -> bool:
-        """Whether plans wait within what is known of the layout itself that may take less than ``limit_s``."""
-        return self.own_bytes > self.limit_bytes and self.bound_s < limit_s
-
-    @property
-    def bound_s(self) -> float:
-        """No plan that waits takes less."""
-        return self.branch.beyond_bound_s(self.layout)
-
     def _set(self, limit_bytes: int) -> None:
-        limit_bytes = max(limit_bytes, self._searched_bytes)
-        if limit_bytes != self.limit_bytes:
-            self.branch.candidates.set_limit(self.layout, limit_bytes)
+        self.branch.candidates.set_limit(self.layout, limit_bytes)
