@@ -122,7 +122,7 @@ def meaning_sentence(advice: Advice) -> str:
     """What the table says of machines with several devices, and of how sure it is; nothing without plans."""
     if not advice.deals:
         return ""
-    proven = "No plan is faster than the one of its row by more than what stands under best within."
+    proven = "No plan expected to fit is faster than its row's by more than what stands under best within."
     counts = {one.factorisation.num_weights for one in advice.deals if one.factorisation is not None}
     if counts:
         proven += (

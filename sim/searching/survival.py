@@ -7,7 +7,7 @@ plan *survives* if the segments that it is expected to hold with the allocator's
 replay of the allocator takes 20 ms, and up to twenty thousand plans are faster than the fastest one that survives.
 
 So the search first finds the fastest plan that fits by what it allocates.  If that does not survive, plans of its
-layout wait whose guaranteed peaks, times the same overhead, exceed what segments may take, and the search goes on, until
+layout wait whose guaranteed peaks, times the same overhead, exceed what segments may take.  The search goes on until
 the fastest plan survives.  The overhead depends on the sizes of chunks more than on all else, so every layout of every
 space has a limit of its own.  If nothing is left of a kind, its plans come back half way.
 
