@@ -241,7 +241,9 @@ def _dtype_beside(module: nn.Module, model: nn.Module) -> torch.dtype:
 def _sizes(module: nn.Module) -> tuple[int, int] | None:
     """Inputs and outputs of a linear map; None for any other module."""
     if isinstance(module, nn.Linear):
-        return module.in_features, module.out_features
+        # One of another name may map and do more, such as Llama 4's router, which gives scores of experts too.
+        is_map = type(module).forward is nn.Linear.forward or "Linear" in type(module).__name__
+        return (module.in_features, module.out_features) if is_map else None
     if type(module).__name__ == "Conv1D":
         # transformers' linear map of GPT-2, whose matrix is transposed.
         weight = module.weight

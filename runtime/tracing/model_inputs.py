@@ -38,6 +38,7 @@ from ..fakes.known_values import KnownValues, looks_at_values, values_known
 from ..fakes.models import fake_batch, fake_model
 from ..model.configurations import first_line
 from ..model.heads import SOUNDS, Head, Labels, head_of, reads_more_than_text
+from ..quantized.states import states_as_parameters
 
 Inputs = dict[str, Any]
 _IMAGES: Final = "pixel_values"
@@ -335,7 +336,9 @@ class ModelInputs:
                 f"batch of its own in Python: protwin.runtime.trace(model, batch)."
             )
         mode = FakeTensorMode()
-        twin: Any = fake_model(self._model, mode)
+        with states_as_parameters(self._model):
+            # A packed weight outside such a block is no plain tensor, and cannot be faked.
+            twin: Any = fake_model(self._model, mode)
         takes = inspect.signature(getattr(twin, extract)).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
         is_known = set(inspect.signature(type(self._model).forward).parameters) if takes_all else set(takes)

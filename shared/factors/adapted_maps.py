@@ -40,13 +40,14 @@ def chosen_maps(
     chosen = [path for path in maps if not targets or any(_names_map(path, target) for target in targets)]
     if not chosen:
         raise WorkloadError(f"the blocks of {model_class} have no linear maps that LoRA could adapt.")
-    for path in chosen:
-        num_in, num_out = maps[path]
-        if rank > min(num_in, num_out):
-            raise WorkloadError(
-                f"the rank of LoRA is {rank} but {path} maps {num_in} to {num_out}. "
-                f"Lower it to {min(num_in, num_out)} at most."
-            )
+    # Narrow maps beside wide ones, such as the gate of experts, get the same rank, as PEFT has it.
+    path = max(chosen, key=lambda each: min(maps[each]))
+    num_in, num_out = maps[path]
+    if rank > min(num_in, num_out):
+        raise WorkloadError(
+            f"the rank of LoRA is {rank} but {path} maps {num_in} to {num_out}, and no map that is adapted is larger "
+            f"both ways. Lower it to {min(num_in, num_out)} at most."
+        )
     return chosen
 
 

@@ -104,6 +104,44 @@ def test_impossible_adaptations_are_refused_before_anything_changes(
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+EXPERTS = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_narrow_maps_get_the_rank_of_the_wide_ones_as_peft_has_it() -> None:
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    config = transformers.Qwen2MoeConfig(**EXPERTS, **sizes, shared_expert_intermediate_size=24)
+    model = transformers.Qwen2MoeForCausalLM(config)
+    targets = ["q_proj", "shared_expert_gate"]
+    other = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(r=4, target_modules=targets))
+    paths = add_lora(model, rank=4, targets=targets)
+    assert len(paths) == 4
+    shapes = [p.shape for p in model.parameters() if p.requires_grad]
+    assert (1, 4) in shapes
+    assert shapes == [p.shape for p in other.parameters() if p.requires_grad]
+    model(**token_batches(1)[0]).loss.backward()
+
+
+def test_a_router_that_gives_more_than_a_map_is_none() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"intermediate_size_mlp": 24, "num_local_experts": 4, "head_dim": 8}
+    model = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**EXPERTS, **sizes, pad_token_id=0))
+    paths = add_lora(model, rank=2)
+    assert paths
+    assert not any(path.endswith("router") for path in paths)
+    batch = {name: value % 64 for name, value in token_batches(1)[0].items()}
+    model(**batch).loss.backward()
+
+
 def test_patterns_that_name_nothing_are_refused() -> None:
     with pytest.raises(WorkloadError, match=r"no parameter is called 'model.embed_token'.*model.embed_tokens"):
         freeze(llama(), ["model.embed_token"])

@@ -10,6 +10,8 @@ from protwin.runtime.data.byte_text import head_batches
 from protwin.runtime.fakes import known_values
 from protwin.runtime.tracing.configurations import workload_of_configuration
 from protwin.shared.basics.errors import ScheduleError, WorkloadError
+from protwin.shared.phases.quantization import Quantization, QuantizedType
+from protwin.shared.schema.training_options import LoraOptions, QuantizationOptions, TrainingOptions
 from protwin.shared.schema.workload import OperationClass, Phase, Workload
 from tests.proof_size import some_quick
 from tests.runtime.modalities import MODALITIES, SPEECH, model_and_batch
@@ -74,6 +76,17 @@ def test_without_values_models_that_look_are_refused(monkeypatch: pytest.MonkeyP
 def test_what_is_drawn_by_chance_is_named() -> None:
     with pytest.raises(WorkloadError, match=r"set to 0: layerdrop 0\.1"):
         workload_of_configuration(SPEECH, name="speech", batch_size=2, sequence_length=2560)
+
+
+@pytest.mark.parametrize("packed", [QuantizedType.NF4, pytest.param(QuantizedType.INT8, marks=pytest.mark.slow)])
+def test_packed_models_read_the_images_of_the_plain_ones(packed: QuantizedType) -> None:
+    pytest.importorskip("bitsandbytes")
+    config, length, shapes = MODALITIES["llava"]
+    how = Quantization(type=packed, blocksize=64 if packed is QuantizedType.NF4 else None)
+    options = TrainingOptions(lora=LoraOptions(rank=2), quantized=QuantizationOptions(how=how))
+    found = workload_of_configuration(config, name="mine", batch_size=2, sequence_length=length, options=options)
+    assert found.batch_shapes == shapes
+    assert {p.quantized for p in found.parameters if p.quantized} == {how}
 
 
 def test_an_image_that_fills_the_text_is_refused() -> None:

@@ -145,7 +145,7 @@ def test_a_scale_costs_nothing() -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"rank": 1025}, "the rank of LoRA is 1025 but model.layers.0.self_attn.k_proj maps 4096 to 1024"),
+        ({"rank": 4097}, "the rank of LoRA is 4097 but model.layers.0.self_attn.q_proj maps 4096 to 4096"),
         ({"rank": 2**16 + 1}, "must be a whole number from 1 to 65536"),
         ({"targets": ("q_porj",)}, "no linear map of a block is called 'q_porj'.*q_proj"),
     ],
