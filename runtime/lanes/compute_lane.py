@@ -26,9 +26,9 @@ from ..ranks.sequence_peers import SequencePeers
 from ..recording.metering import Metering
 from ..recording.recorder import IterationLog
 from .progress import Call, Progress, TrainingPhase
-from .rank_work import is_within_compute
 from .stage_work import STAGE_KINDS
 from .transfer_lanes import TransferLanes
+from .waits import is_within_compute
 
 
 class ComputeLane:
@@ -134,28 +134,13 @@ class ComputeLane:
         return found
 
     def _from_other_lanes(self, task: Task) -> tuple[list[TaskId], list[TaskId]]:
-        """What a compute task waits for beside its own lane: tasks of its iteration, and of the one before.
+        """What a compute task waits for beside its own lane: tasks of its iteration, and of the one before."""
+        tasks, waits = self._schedule.tasks, self._lanes.waits[task.id]
 
-        In place of an exchange within it: what stands before the exchange in the lane of collectives.  The schedule's
-        memory relies on that order, and no lane keeps it (``is_within_compute``).
-        """
-        tasks, now, previous = self._schedule.tasks, list[TaskId](), list(task.after_previous)
-        for other in task.after:
-            if not is_within_compute(tasks[other]):
-                now.append(other)
-                continue
-            program = self._schedule.lanes[Lane.COLLECTIVE]
-            at = program.index(other)
-            for earlier, found in ((program[:at], now), (program[at:], previous)):
-                done = [before for before in earlier if not is_within_compute(tasks[before])]
-                if done:
-                    found.append(done[-1])
-                    break
+        def others(found: Sequence[TaskId]) -> list[TaskId]:
+            return [other for other in found if tasks[other].lane is not Lane.COMPUTE]
 
-        def others(found: list[TaskId]) -> list[TaskId]:
-            return list(dict.fromkeys(other for other in found if tasks[other].lane is not Lane.COMPUTE))
-
-        return others(now), others(previous)
+        return others(waits.now), others(waits.previous)
 
     def _awaited_elsewhere(self) -> frozenset[TaskId]:
         """The compute tasks that tasks of other lanes wait for."""

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from ...shared.schema.schedule import OF_OWNERS, Content, Lane, Schedule, Task, TaskId, TaskKind
+from ...shared.schema.schedule import OF_OWNERS, Content, Task, TaskId, TaskKind
 from ..chunks.chunk import DeviceChunk
 from ..chunks.clipping import Limited
 from ..chunks.placed_model import PlacedModel
@@ -306,32 +306,6 @@ def zeros_like(parameter: torch.Tensor) -> torch.Tensor:
     """Zeros with the shape, the strides and the element type of ``parameter``, which may be away."""
     made = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)
     return made.zero_()
-
-
-def ahead_of(schedule: Schedule, iteration: int) -> list[tuple[int, TaskId]]:
-    """What lanes do before the compute lane begins ``iteration``, if all before it is done: (iteration, task).
-
-    They are queued up to the end of the next iteration.
-    """
-    found: dict[tuple[int, TaskId], None] = {}
-    is_open = dict.fromkeys(schedule.lanes, True)
-    for at in (iteration, iteration + 1):
-        for task in schedule.tasks:
-            if is_within_compute(task):
-                continue
-            is_done = all((at, other) in found for other in task.after)
-            if at > iteration:
-                is_done = is_done and all((at - 1, other) in found for other in task.after_previous)
-            if task.lane is Lane.COMPUTE or not is_open[task.lane] or not is_done:
-                is_open[task.lane] = False
-                continue
-            found[at, task.id] = None
-    return list(found)
-
-
-def is_within_compute(task: Task) -> bool:
-    """Whether ranks exchange it on the compute thread, within the compute task behind it: no lane does it."""
-    return task.kind is TaskKind.SEQUENCE_EXCHANGE
 
 
 def is_of_norm(task: Task) -> bool:

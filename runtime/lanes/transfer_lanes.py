@@ -19,8 +19,9 @@ from ..devices.lanes import Cancelled, Mark, Span, WorkerLane
 from ..hooks.swapping import SwappedBlock
 from ..ranks.collectives import Collectives
 from .lane_work import LaneWork
-from .rank_work import ahead_of, is_of_norm, is_within_compute
+from .rank_work import is_of_norm
 from .stage_work import StageWork
+from .waits import ahead_of, is_within_compute, waits_of
 
 
 class TransferLanes:
@@ -38,6 +39,8 @@ class TransferLanes:
         """Start the lanes; ``collectives``: of several ranks; ``stage``: of several stages."""
         self.work = LaneWork(schedule, placed, device, swapping, collectives, stage)
         """What the tasks do."""
+        self.waits = waits_of(schedule)
+        """What every task waits for."""
         self._schedule = schedule
         self._tasks = schedule.tasks
         self._placed = placed
@@ -96,10 +99,11 @@ class TransferLanes:
 
     def marks_before(self, task: Task, iteration: int) -> list[Mark]:
         """The marks that a task waits for; the first iteration has none before it."""
-        marks = [self.mark(iteration, earlier) for earlier in task.after if not is_within_compute(self._tasks[earlier])]
+        waits = self.waits[task.id]
+        marks = [self.mark(iteration, earlier) for earlier in waits.now]
         # A gather ahead of the next forward waits for the step that writes what it reads (``test_freshness``).
         if self.has_previous(iteration):
-            marks += [self.mark(iteration - 1, earlier) for earlier in task.after_previous]
+            marks += [self.mark(iteration - 1, earlier) for earlier in waits.previous]
         return marks
 
     def has_previous(self, iteration: int) -> bool:

@@ -6,15 +6,19 @@ So a measured peak can be held against the schedule's own account to the byte, t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 
 from protwin.runtime import Training
+from protwin.runtime.devices.ledger import MemoryLedger
 from protwin.shared.schema.schedule import Lane, Memory, Schedule, Task, TaskId
 
 WATCHED = 3
 """Iterations whose memory is watched."""
+SLACK_BYTES = 256
+"""Scalars, and places that a device rounds up."""
 LANES = tuple(lane for lane in Lane if lane is not Lane.COMPUTE)
 
 
@@ -63,7 +67,7 @@ class _Replay:
                 transient = task.phase.peak_bytes if task.phase is not None else 0
                 low = self._level_bytes + transient
                 self._finish(task, iteration)
-        yield low, low
+        yield low, max(low, self._level_bytes + self._settle(iterations))
 
     def _settle(self, iteration: int) -> int:
         """Every lane goes on until it has to wait for a compute task; gives the bytes that were allocated."""
@@ -112,6 +116,46 @@ def settled_lanes(training: Training) -> Iterator[None]:
         yield
     finally:
         metering.begin_task = begin_task  # type: ignore[method-assign]
+
+
+@contextmanager
+def watched_stretches(training: Training, ledger: MemoryLedger) -> Iterator[list[int]]:
+    """As ``settled_lanes``; gives the ledger's peak from the begin of every compute task to that of the next one.
+
+    It is complete when the block has ended, behind a step, and as long as ``eager_stretches``.
+    """
+    metering, found, has_begun = training._metering, list[int](), False
+    begin_task: Callable[[Task], None] = metering.begin_task
+
+    def begin_settled(task: Task) -> None:
+        nonlocal has_begun
+        settle(training)
+        if has_begun:
+            found.append(ledger.peak_bytes)
+        has_begun = True
+        ledger.reset_peak()
+        begin_task(task)
+
+    metering.begin_task = begin_settled  # type: ignore[method-assign]
+    try:
+        yield found
+        # Lanes go on with the next iteration, as far as they can without it.
+        settle(training)
+        found.append(ledger.peak_bytes)
+    finally:
+        metering.begin_task = begin_task  # type: ignore[method-assign]
+
+
+def excesses(schedule: Schedule, measured_bytes: Sequence[int], iterations: int) -> dict[str, int]:
+    """By compute task, the bytes that it held beyond its account in ``watched_stretches``."""
+    names = [schedule.tasks[task].name for task in schedule.lanes[Lane.COMPUTE]] * iterations
+    stretches = eager_stretches(schedule, iterations)
+    accounted = [max(high, low) for (_, high), (low, _) in pairwise([*stretches, (0, 0)])]
+    found = dict[str, int]()
+    for name, measured, high in zip(names, measured_bytes, accounted, strict=True):
+        if measured > high + SLACK_BYTES:
+            found[name] = max(found.get(name, 0), measured - high)
+    return found
 
 
 def settle(training: Training) -> None:

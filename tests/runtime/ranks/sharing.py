@@ -21,6 +21,7 @@ import protwin.runtime
 from protwin.runtime import CpuDevice, carry_out
 from protwin.runtime.ranks.collectives import Collectives
 from protwin.runtime.ranks.sequence_peers import SequencePeers
+from protwin.runtime.recording.metering import METERED_ITERATIONS
 from protwin.runtime.sequences import attention, exchange, sharing
 from protwin.shared.basics.errors import ProtwinError
 from protwin.shared.compile.compile import compile_schedule
@@ -29,11 +30,13 @@ from protwin.shared.schema.record import Record
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from tests.runtime.accounts import error_frac
-from tests.runtime.eager_lanes import WATCHED, eager_peak, settled_lanes
+from tests.runtime.eager_lanes import WATCHED, eager_peak, excesses, settled_lanes, watched_stretches
 from tests.runtime.ranks.beside_ddp import in_default_group
 
 SEED: Final = 5
 STEPS: Final = 3
+LEVEL_STEPS: Final = METERED_ITERATIONS + 1
+"""In the last one claims stand for operations."""
 TOKENS: Final = 48
 _SHAPE: Final = {
     "vocab_size": 96,
@@ -184,6 +187,24 @@ def peak_error(rank: int, name: str, plan: Plan, workload: Workload) -> float:
                 training.step()
         peak_bytes = training.peak_device_bytes
     return error_frac(peak_bytes, eager_peak(compile_schedule(plan, workload)))
+
+
+@in_default_group
+def excesses_of(rank: int, name: str, plan: Plan, workload: Workload) -> dict[str, int]:
+    """By compute task, the bytes that it held beyond its account, with settled lanes."""
+    model, device, given = build(name), CpuDevice(), batches(name)
+    with (
+        carry_out(
+            model, plan, workload, optimizer=optimizer_of, parameter_groups=groups(model), device=device
+        ) as training,
+        watched_stretches(training, device.ledger) as found,
+    ):
+        for _ in range(LEVEL_STEPS):
+            for batch in given[: plan.micro_batches]:
+                model(**batch).loss.backward()
+                del batch
+            training.step()
+    return excesses(compile_schedule(plan, workload), found, LEVEL_STEPS)
 
 
 # -- wrong variants --------------------------------------------------------------------------------------------------

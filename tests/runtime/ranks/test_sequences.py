@@ -6,6 +6,7 @@ import json
 import re
 from itertools import pairwise, product
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 from protwin.runtime import trace
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import layout_of
-from protwin.shared.schema.plan import ParallelMode, Plan, mode_counts
+from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan, mode_counts
 from protwin.shared.schema.schedule import Lane, TaskKind
 from protwin.shared.schema.workload import Workload
 from tests.proof_size import some_quick
@@ -23,6 +24,7 @@ from tests.runtime.ranks.sharing import (
     Trained,
     differ,
     evaluated,
+    excesses_of,
     peak_error,
     peaks_beside_late_sums,
     plainly,
@@ -166,6 +168,47 @@ def test_the_peak_is_the_schedules(mixture: str, tiles: tuple[int, int], pool: P
     plan = plan_of("tiled", 2, 2, mixture, "offloaded", **knobs)
     for error in pool.of(2).run(peak_error, "tiled", plan, workload("tiled")):
         assert error == pytest.approx(0, abs=BAR)
+
+
+def drawn(name: str, random: Random) -> Plan:
+    """A plan in which chunks and activations come at most tasks."""
+    found, parallel = workload(name), random.choice((ParallelMode.REPLICATED, *[ParallelMode.SHARDED] * 3))
+    chunk_bytes = random.choice((1_000, 9_000, 20_000, 40_000))
+    layout = layout_of(found, chunk_bytes)
+    num_chunks = len(layout.chunks)
+    kept = random.choice((0, 0, 1, num_chunks // 3))
+    rest = num_chunks - kept
+    is_sharded = parallel is ParallelMode.SHARDED
+    stepped = 0 if is_sharded else random.choice((0, rest // 2))
+    modes = tuple(random.choice(tuple(ActivationMode)) for _ in range(found.num_blocks))
+    fewest = layout.min_buffers(kept + stepped)
+    return Plan(
+        workload_id=found.identity,
+        chunk_bytes=chunk_bytes,
+        n_persist=kept,
+        n_host_stepped=stepped,
+        n_shard=random.choice((0, rest // 2, rest)) if is_sharded else 0,
+        n_buffer=max(fewest, min(fewest + random.choice((0, 1, 3)), rest - stepped)),
+        prefetch_depth=random.choice((1, 2, 3)),
+        activation_modes=modes,
+        **mode_counts(modes),
+        micro_batches=random.choice((1, 2)),
+        max_gradient_norm=random.choice((None, 0.5)),
+        parallel=parallel,
+        num_ranks=2,
+        sequence_ranks=2,
+    )
+
+
+@some_quick(
+    ("name", "number"),
+    [*product(["llama", "packed"], range(6)), *product(["padded", "eager", "tiled"], range(2))],
+    quick=[("packed", 2)],
+)
+def test_no_task_holds_more_than_its_schedule_accounts_for(name: str, number: int, two_ranks: Ranks) -> None:
+    """Wherever the peak is: chunks do not come ahead of the exchange that they stand behind."""
+    plan = drawn(name, Random(f"{name} {number}"))
+    assert two_ranks.run(excesses_of, name, plan, workload(name)) == [{}, {}], plan
 
 
 def test_a_block_does_not_run_ahead_of_sums_that_its_exchange_stands_behind(two_ranks: Ranks) -> None:

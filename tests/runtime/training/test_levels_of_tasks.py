@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from itertools import pairwise, product
+from itertools import product
 from random import Random
 
 import pytest
@@ -22,11 +22,10 @@ from protwin.runtime.recording.metering import METERED_ITERATIONS
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import layout_of
 from protwin.shared.schema.plan import ActivationMode, Plan, ProjectionPlace, TrainingMethod, mode_counts
-from protwin.shared.schema.schedule import Lane, Task
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from tests.proof_size import some_quick
 from tests.runtime.accounts import carried_out
-from tests.runtime.eager_lanes import eager_stretches, settle
+from tests.runtime.eager_lanes import excesses, watched_stretches
 from tests.runtime.hooks.test_offloaded_inputs import ROWS, WIDTH, Result, Wired
 from tests.runtime.models import SEED, Case, RunTwice, held, llama, point_batches, token_batches
 from tests.runtime.orthogonal import orthogonal_cases
@@ -34,8 +33,6 @@ from tests.runtime.quantized.models import quantized_cases
 
 STEPS = METERED_ITERATIONS + 1
 """In the last one claims stand for operations."""
-SLACK_BYTES = 256
-"""Scalars, and places that a device rounds up."""
 
 
 @lru_cache
@@ -88,38 +85,22 @@ def moving_plan(case: Case, random: Random) -> Plan:
 
 def measured_stretches(case: Case, plan: Plan) -> list[int]:
     """The ledger's peak from the begin of every compute task to that of the next one."""
-    device, model, found = CpuDevice(), case.build(), list[int]()
+    device, model = CpuDevice(), case.build()
     torch.manual_seed(SEED)
-    with carry_out(model, plan, case.workload, optimizer=case.make_optimizer, device=device) as training:
-        metering, ledger = training._metering, device.ledger
-        begin_task: Callable[[Task], None] = metering.begin_task
-
-        def begin_settled(task: Task) -> None:
-            settle(training)
-            found.append(ledger.peak_bytes)
-            ledger.reset_peak()
-            begin_task(task)
-
-        metering.begin_task = begin_settled  # type: ignore[method-assign]
+    with (
+        carry_out(model, plan, case.workload, optimizer=case.make_optimizer, device=device) as training,
+        watched_stretches(training, device.ledger) as found,
+    ):
         for _ in range(STEPS):
             for batch in held(case, [case.batches[0]] * plan.micro_batches):
                 case.loss(model, batch).backward()
             training.step()
-        found.append(ledger.peak_bytes)
-    return found[1:]
-
-
-def excesses(case: Case, plan: Plan) -> dict[str, int]:
-    """By task, the bytes that it held beyond its account."""
-    schedule = compile_schedule(plan, case.workload)
-    names = [schedule.tasks[task].name for task in schedule.lanes[Lane.COMPUTE]] * STEPS
-    stretches = eager_stretches(schedule, STEPS)
-    accounted = [max(high, low) for (_, high), (low, _) in pairwise([*stretches, (0, 0)])]
-    found = dict[str, int]()
-    for name, measured, high in zip(names, measured_stretches(case, plan), accounted, strict=True):
-        if measured > high + SLACK_BYTES:
-            found[name] = max(found.get(name, 0), measured - high)
     return found
+
+
+def excesses_of(case: Case, plan: Plan) -> dict[str, int]:
+    """By task, the bytes that it held beyond its account."""
+    return excesses(compile_schedule(plan, case.workload), measured_stretches(case, plan), STEPS)
 
 
 NAMES = ("none", "held", "stages", "skips", "activations at the end", "llama", *OF_OTHER_METHODS)
@@ -133,7 +114,7 @@ NAMES = ("none", "held", "stages", "skips", "activations at the end", "llama", *
 def test_no_task_holds_more_than_its_schedule_accounts_for(name: str, number: int) -> None:
     case = case_of(name)
     plan = moving_plan(case, Random(f"{name} {number}"))
-    assert excesses(case, plan) == {}, plan
+    assert excesses_of(case, plan) == {}, plan
 
 
 # -- what frames hold until they return ------------------------------------------------------------------------------
@@ -182,6 +163,6 @@ def test_what_the_caller_of_the_last_block_holds_is_there_while_the_head_comes()
     plan = Plan(workload_id=case.workload.identity, chunk_bytes=1, n_persist=0, n_buffer=n_buffer)
     losses, _ = carried_out(case, plan)
     assert losses == case.plain.losses
-    assert excesses(case, plan) == {}
+    assert excesses_of(case, plan) == {}
     peak_bytes = max(measured_stretches(case, plan))
     assert peak_bytes == pytest.approx(guaranteed_device_peak(compile_schedule(plan, case.workload)).size_bytes, abs=64)
