@@ -203,7 +203,7 @@ def drawn(name: str, random: Random) -> Plan:
 @some_quick(
     ("name", "number"),
     [*product(["llama", "packed"], range(6)), *product(["padded", "eager", "tiled"], range(2))],
-    quick=[("packed", 2)],
+    quick=[("packed", 3)],
 )
 def test_no_task_holds_more_than_its_schedule_accounts_for(name: str, number: int, two_ranks: Ranks) -> None:
     """Wherever the peak is: chunks do not come ahead of the exchange that they stand behind."""
