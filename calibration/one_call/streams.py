@@ -42,6 +42,13 @@ class BatchStream(ABC):
     def batches(self) -> Iterator[Batch]:
         """Batches from where it is, over epochs without end, or until there are no more."""
 
+    def share(self, sequence_ranks: int) -> None:
+        """So many neighbours among the ranks share each sequence.
+
+        Whoever gives batches by rank gives all of them the same.
+        """
+        del sequence_ranks
+
     @abstractmethod
     def num_batches(self, epochs: int) -> int | None:
         """Batches of so many epochs; None where nobody can say."""
@@ -217,7 +224,8 @@ def _each(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 @dataclass
 class PackedStream(BatchStream):
-    """Documents in packed sequences; each of ``num_ranks`` ranks takes every so many-th batch."""
+    """Documents in packed sequences; each of ``num_ranks`` ranks, or groups of ranks that share sequences, takes every
+    so many-th batch."""
 
     source: PackedSource
     rank: int = 0
@@ -238,6 +246,11 @@ class PackedStream(BatchStream):
 
     def _own(self, done: int) -> Iterator[Batch]:
         return islice(self.source.batches(done * self.num_ranks), self.rank, None, self.num_ranks)
+
+    def share(self, sequence_ranks: int) -> None:
+        """They take the same batches."""
+        self.rank //= sequence_ranks
+        self.num_ranks //= sequence_ranks
 
     def num_batches(self, epochs: int) -> int:
         """The last one of a rank is filled up from the next epoch."""

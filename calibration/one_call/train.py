@@ -58,9 +58,9 @@ def train(model: nn.Module, data: Any, *, budget: int | str | None = None, **opt
             ``learning_rate``, ``schedule`` or ``scheduler``, ``loss``, ``evaluation``, ``checkpoint`` and ``resume``,
             ``save``, ``report``, ``machine``, ``plan`` and others.
 
-    Under torchrun all ranks call this, each with batches of its own; files are shared out.  Raises ProtwinError before
-    anything is trained where options, data, model and budget do not go together: InfeasibleError if no plan fits, with
-    the least that would.
+    Under torchrun all ranks call this, each with batches of its own, or those that share sequences (``sequence_ranks``
+    of a given plan) with the same ones; files are shared out so.  Raises ProtwinError before anything is trained where
+    options, data, model and budget do not go together: InfeasibleError if no plan fits, with the least that would.
     """
     chosen = wanted(options)
     rank = rank_at_hand(os.environ)
@@ -93,9 +93,11 @@ class _Run:
         """All of it."""
         self._check()
         example = self.stream.example()
-        steps = self._num_steps()
+        self._num_steps()
         self.model.train()
         found = planned(self.model, example, self._request(), device=self.wanted.device, tell=self._tell)
+        self.stream.share(found.plan.sequence_ranks)
+        steps = self._num_steps()
         predicted = found.prediction
         self._tell(
             f"the plan takes {format_seconds(predicted.iteration_s)} a step and "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,18 @@ def test_ranks_share_the_batches_of_files(tmp_path: Path) -> None:
     ]
     first, second = (list(islice(stream.batches(), 3)) for stream in ranks)
     assert same([batch for pair in zip(first, second, strict=True) for batch in pair], alone)
+
+
+def test_ranks_that_share_sequences_have_their_groups_batches(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": "a plan says what stays"}] * 5 + [{"text": "chunks go"}] * 9)
+    found = []
+    for rank, shared in (*((rank, 2) for rank in range(4)), *((group, 1) for group in range(2))):
+        stream = stream_of(path, replace(TEXT, rank=rank, num_ranks=4 // (3 - shared)))
+        stream.share(shared)
+        found.append([batch["input_ids"].tolist() for batch in islice(stream.batches(), 3)])
+    assert found[0] == found[1] == found[4]
+    assert found[2] == found[3] == found[5]
+    assert found[0] != found[2]
 
 
 def test_what_gives_no_batches_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,8 +12,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import protwin
+from protwin.calibration.one_call.streams import StreamShape, stream_of
 from protwin.runtime import trace
 from protwin.runtime.ranks.collective_probe import measure_collectives
 from protwin.shared.layout.layout import layout_of
@@ -20,6 +23,7 @@ from protwin.shared.schema.plan import ParallelMode, Plan
 from tests.runtime.life_cycle import plan_for
 from tests.runtime.models import SEED, differences, gpt2, snapshot, token_batches, uncached
 from tests.runtime.ranks.beside_ddp import in_default_group
+from tests.runtime.small_language import make_tokenizer
 
 STEPS, RATE = 10, 1e-2
 
@@ -106,3 +110,45 @@ def searched_and_resumed(rank: int, folder: Path, limit: float | None) -> None:
     assert second.plan != first.plan
     assert [*first.losses, *second.losses] == losses
     assert differences(model, weights) == []
+
+
+@in_default_group
+def shared_text(rank: int, path: Path) -> None:
+    """Ranks that share sequences take the same batches of a text: losses and weights of one rank's plain loop."""
+    shape = {"batch_size": 2, "sequence_length": 80, "tokenizer": make_tokenizer()}
+    batches = list(islice(stream_of(path, StreamShape(**shape)).batches(), STEPS))
+    workload = trace(_small(), batches[0], repeats=0, sequence_ranks=2)
+    layout = layout_of(workload, 20_000)
+    plan = Plan(
+        workload_id=workload.identity,
+        chunk_bytes=20_000,
+        n_persist=1,
+        n_buffer=layout.min_buffers(1),
+        parallel=ParallelMode.SHARDED,
+        num_ranks=2,
+        sequence_ranks=2,
+    )
+    plain, losses = uncached(_small()), []
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=1e-3)
+    for batch in batches:
+        loss = plain(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    model = _small()
+    options = {"learning_rate": 1e-3, "optimizer_options": {"eps": 1e-3, "weight_decay": 1e-2}}
+    fixed = {"steps": STEPS, "tell": None, "probe_s": 0.05, "plan": plan, "workload": workload}
+    with patch("protwin.runtime.ranks.rank_probe.measure_collectives", partial(measure_collectives, sizes=(2**12,))):
+        found = protwin.train(model, path, **shape, **options, **fixed)
+    torch.testing.assert_close(torch.tensor(found.losses), torch.tensor(losses), rtol=4e-6, atol=0)
+    expected = plain.state_dict()
+    for name, value in model.state_dict().items():
+        if not value.is_meta:
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=4e-6 * float(expected[name].abs().max()))
+
+
+def _small() -> nn.Module:
+    torch.manual_seed(SEED)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=304, **shape))

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from protwin.shared.schema.plan import ParallelMode
-from tests.runtime.ranks.one_call import searched_and_resumed, ten_steps
+from tests.runtime.ranks.one_call import searched_and_resumed, shared_text, ten_steps
 from tests.runtime.ranks.processes import Ranks
+from tests.runtime.small_language import texts, write_rows
 
 
 @pytest.mark.parametrize(
@@ -27,3 +28,8 @@ def test_ten_steps_are_those_of_ddp(mode: ParallelMode, limit: float | None, two
 @pytest.mark.slow
 def test_a_searched_plan_and_a_resume_under_another(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(searched_and_resumed, tmp_path / "saved", None)
+
+
+@pytest.mark.slow
+def test_ranks_that_share_sequences_take_the_same_batches_of_a_text(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(shared_text, write_rows(tmp_path / "rows.jsonl", texts(40)))
