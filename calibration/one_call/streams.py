@@ -224,8 +224,7 @@ def _each(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 @dataclass
 class PackedStream(BatchStream):
-    """Documents in packed sequences; each of ``num_ranks`` ranks, or groups of ranks that share sequences, takes every
-    so many-th batch."""
+    """Documents in packed sequences: each of ``num_ranks`` ranks, or groups of them, takes every so many-th batch."""
 
     source: PackedSource
     rank: int = 0
