@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
@@ -118,10 +118,6 @@ class NoiseSource(DataSource):
         """Drawn again rather than kept."""
         endless = batches_of(self.model, self.workload, self.text, num_batches=None, seed=self.seed, images=self.images)
         return islice(endless, num_before, None)
-
-    def divisors(self, batches: Sequence[Batch]) -> list[float]:
-        """All have as many labels."""
-        return [float(len(batches))] * len(batches)
 
 
 def _accepted(model: Any, batches: list[Inputs]) -> Inputs:

@@ -36,9 +36,12 @@ class DataSource(ABC):
     def batches(self, num_before: int) -> Iterator[Batch]:
         """Batches without end, after the first ``num_before`` of them."""
 
-    @abstractmethod
     def divisors(self, batches: Sequence[Batch]) -> list[float]:
-        """What the mean loss of each micro-batch of a step is divided by, so that they add up to the step's mean."""
+        """What the mean loss of each micro-batch of a step is divided by, so that they add up to the step's mean.
+
+        The number of micro-batches, unless some have more labels than others.
+        """
+        return [float(len(batches))] * len(batches)
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,6 @@ class TextSource(DataSource):
             seed=self.seed,
         )
         return islice(endless, num_before, None)
-
-    def divisors(self, batches: Sequence[Batch]) -> list[float]:
-        """All have as many labels."""
-        return [float(len(batches))] * len(batches)
 
 
 @dataclass(frozen=True)

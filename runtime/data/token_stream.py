@@ -64,10 +64,6 @@ class TokenStream(DataSource):
         for begin in range(0, min(self.num_sequences, num_batches * self.batch_size), self.batch_size):
             yield self._batch(range(begin, min(begin + self.batch_size, self.num_sequences)))
 
-    def divisors(self, batches: Sequence[Batch]) -> list[float]:
-        """All have as many tokens."""
-        return [float(len(batches))] * len(batches)
-
     def _places(self, num_before: int) -> Iterator[int]:
         """Of sequences, after the first ``num_before``."""
         first, within = divmod(num_before, self.num_sequences)

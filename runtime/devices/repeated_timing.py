@@ -25,15 +25,12 @@ _PATIENCE: Final = 4
 """How many times the time given may pass until the fewest calls are done."""
 
 
-def repeated_s(
-    once: Callable[[], float], budget_s: float, *, clock: Callable[[], float] = time.perf_counter, warm_ups: int = 1
-) -> float:
+def repeated_s(once: Callable[[], float], budget_s: float, *, clock: Callable[[], float] = time.perf_counter) -> float:
     """Seconds of one call, which ``once`` makes and times; see [Note: Disturbed measurements].
 
-    Takes about ``budget_s``; longer where that is too short for a few calls.  ``warm_ups``: first calls, not counted.
+    Takes about ``budget_s``; longer where that is too short for a few calls.  The first call is not counted.
     """
-    for _ in range(warm_ups):
-        once()
+    once()
     times: list[float] = []
     start_s = clock()
     while not _is_enough(times, clock() - start_s, budget_s):

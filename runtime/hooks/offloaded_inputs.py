@@ -23,7 +23,7 @@ from ...shared.schema.schedule import Schedule, TaskKind
 from ..devices.device import TrainingDevice
 from ..model.blocks import NamedBlock
 from ..model.kept_tensors import kept_tensors
-from ..model.nested_tensors import containers_as_they_are, has_storage, tensors_in
+from ..model.nested_tensors import containers_as_they_are, has_storage, storages_in
 from .swapping import SavedStorage, SavedTensor, SwappedBlock, rooms_on_host
 
 
@@ -53,13 +53,13 @@ class HandedOn:
 
     def enter(self, given: Any) -> None:
         """The block is about to run on these arguments."""
-        self._given = _storages(given)
+        self._given = storages_in(given)
         self.storages = set()
 
     def leave(self, output: Any) -> None:
         """The block has returned ``output``."""
         staying = [*self._model.parameters(), *kept_tensors(self._modules, model=self._model)]
-        self.storages = _storages(output) - self._given - _storages(staying)
+        self.storages = storages_in(output) - self._given - storages_in(staying)
 
 
 class InputsOfBlock:
@@ -142,7 +142,3 @@ def offloaded_inputs(
         for number, size_bytes in rooms_on_host(schedule).items()
         if modes[number] is ActivationMode.OFFLOAD_INPUT
     }
-
-
-def _storages(value: Any) -> set[int]:
-    return {tensor.untyped_storage()._cdata for tensor in tensors_in(value) if has_storage(tensor)}

@@ -31,7 +31,7 @@ from ..devices.device import TrainingDevice
 from ..devices.ledger import LingeringStorage, MemoryLedger
 from ..model.blocks import NamedBlock, run_again
 from ..model.kept_tensors import kept_tensors
-from ..model.nested_tensors import has_storage, tensors_in
+from ..model.nested_tensors import has_storage, storages_in
 from .weight_casts import WeightCasts
 
 _T = TypeVar("_T")
@@ -110,7 +110,7 @@ class _OwnStorages:
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The block is about to run on these."""
-        self._given = _storages((args, kwargs))
+        self._given = storages_in((args, kwargs))
         # A forward may have filled or replaced them.
         self._of_block = {storage._cdata: weakref.ref(storage) for storage in self._buffers()}
 
@@ -131,7 +131,7 @@ class _OwnStorages:
         """The storages that outlive the block's forward anyway: what it hands on, and what its modules keep."""
         kept = kept_tensors(self._modules, model=self._model)
         storages = [*self._buffers(), *(tensor.untyped_storage() for tensor in kept)]
-        return _storages(output) | {storage._cdata for storage in storages}
+        return storages_in(output) | {storage._cdata for storage in storages}
 
 
 class SwappableTally:
@@ -426,7 +426,3 @@ def _unpack(saved: Any) -> torch.Tensor:
 
 def _bytes_of(storage: torch.UntypedStorage, device: TrainingDevice) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device.torch_device).set_(storage)
-
-
-def _storages(value: Any) -> set[int]:
-    return {tensor.untyped_storage()._cdata for tensor in tensors_in(value) if has_storage(tensor)}

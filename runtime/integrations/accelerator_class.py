@@ -39,9 +39,9 @@ from .accelerated import (
     training_mode,
 )
 from .largest_batch import generators_kept, largest_batch, size_of
+from .loop_run import Wishes, tell_stderr, wishes_of
 from .made_optimizer import made_optimizer, rebind
 from .refusals import refuse_accelerator, refuse_launched
-from .trainer_run import Wishes, tell_stderr, wishes_of
 
 _T = TypeVar("_T", bound=type)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any, Final
 
 from ...shared.basics.errors import PlanError
@@ -20,10 +19,10 @@ _LAUNCHED: Final = {
 _ALONE: Final = "a plan decides alone where parameters, gradients and optimizer state lie"
 
 
-def refuse_other_systems(arguments: Any = None, environment: Mapping[str, str] = os.environ) -> None:
+def refuse_other_systems(arguments: Any = None) -> None:
     """Raise PlanError if another system is to place the model's memory in the same run.
 
-    ``arguments`` are the TrainingArguments, if there are some; ``environment`` has what ``accelerate launch`` set.
+    ``arguments`` are the TrainingArguments, if there are some; variables say what ``accelerate launch`` set.
     """
     for field, system in (("deepspeed", "DeepSpeed"), ("fsdp", "FSDP"), ("parallelism_config", "a parallelism_config")):
         if getattr(arguments, field, None):
@@ -32,16 +31,16 @@ def refuse_other_systems(arguments: Any = None, environment: Mapping[str, str] =
                 f"training arguments, or train without a plan."
             )
     for variable, system in _LAUNCHED.items():
-        if environment.get(variable, "false").lower() in ("true", "1", "yes"):
+        if os.environ.get(variable, "false").lower() in ("true", "1", "yes"):
             raise PlanError(
                 f"accelerate launch was told to use {system} ({variable}), but {_ALONE}. Launch without it "
                 f"(accelerate launch --cpu, --num_processes N or torchrun), or train without a plan."
             )
 
 
-def refuse_arguments(arguments: Any, environment: Mapping[str, str] = os.environ) -> None:
+def refuse_arguments(arguments: Any) -> None:
     """Raise PlanError if TrainingArguments ask for what no plan is carried out with."""
-    refuse_other_systems(arguments, environment)
+    refuse_other_systems(arguments)
     # transformers 5 has both names for one argument, and each says what the other one does.
     named = [name for name in ("activation_checkpointing", "gradient_checkpointing") if getattr(arguments, name, None)]
     if named:
@@ -55,7 +54,7 @@ def refuse_arguments(arguments: Any, environment: Mapping[str, str] = os.environ
             "activation_offloading is True, but the plan decides which activations go to the host (n_swap, "
             "n_offload_input). Set activation_offloading=False."
         )
-    backend = environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     if getattr(arguments, "torch_compile", None) or backend != "no":
         raise PlanError(
             "torch_compile is set, but a plan is not carried out on a compiled model: its tasks begin and end with "
@@ -66,7 +65,7 @@ def refuse_arguments(arguments: Any, environment: Mapping[str, str] = os.environ
             "auto_find_batch_size is True, but a plan is for one batch size. Set it to False: the search says whether "
             "per_device_train_batch_size fits, and protwin search --goal largest-batch finds the largest."
         )
-    if getattr(arguments, "fp16", None) or environment.get("ACCELERATE_MIXED_PRECISION", "no").lower() in _SCALED:
+    if getattr(arguments, "fp16", None) or os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower() in _SCALED:
         raise PlanError(
             "fp16 is set: Accelerate scales losses and gradients for it, but gradients of offloaded chunks have left "
             "the device by then. Set bf16=True, or train in float32."
@@ -79,10 +78,10 @@ def refuse_arguments(arguments: Any, environment: Mapping[str, str] = os.environ
         )
 
 
-def refuse_launched(environment: Mapping[str, str] = os.environ) -> None:
+def refuse_launched() -> None:
     """Raise PlanError if ``accelerate launch`` was told of what no plan is carried out with."""
-    refuse_other_systems(None, environment)
-    if environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
+    refuse_other_systems()
+    if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
         raise PlanError(
             "accelerate launch was told to compile (ACCELERATE_DYNAMO_BACKEND), but a plan is not carried out on a "
             "compiled model. Launch with --dynamo_backend no."

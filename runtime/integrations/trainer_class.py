@@ -13,7 +13,8 @@ from ...shared.basics.errors import PlanError
 from ..devices.device import TrainingDevice
 from ..model.batches import Batch, Loss
 from ..planning.request import Tell
-from .trainer_run import TrainerRun, Wishes, tell_stderr, wishes_of
+from .loop_run import Wishes, tell_stderr, wishes_of
+from .trainer_run import TrainerRun
 
 _T = TypeVar("_T", bound=type)
 _OF_ARGUMENTS: Final[Mapping[str, str]] = {

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ...shared.basics.errors import PlanError, ScheduleError, WorkloadError
 from ...shared.schema.optimizer import Optimizer
@@ -20,12 +17,10 @@ from ...shared.schema.workload import Workload
 from ..devices.device import TrainingDevice
 from ..model.batches import Batch, Loss
 from ..model.snapshot import random_states_kept
-from ..planning.planned import Planned, planned
-from ..planning.request import PlanRequest, Tell
-from ..ranks.own_device import device_of_rank, torch_device_of
-from ..recording.counts import Counts
-from ..training.carry_out import carry_out, fill_step
-from ..training.training import Training
+from ..planning.planned import planned
+from ..planning.request import PlanRequest
+from ..ranks.own_device import torch_device_of
+from ..training.carry_out import fill_step
 from .accelerated import (
     FOLDER,
     clipping,
@@ -39,89 +34,17 @@ from .accelerated import (
 )
 from .computed_loss import call_and_loss, with_own_notes
 from .largest_batch import largest_batch, size_of
+from .loop_run import LoopRun, Wishes
 from .made_optimizer import made_optimizer, rebind, refuse_optim
 from .refusals import limit_of, refuse_arguments, refuse_other_step
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wishes:
-    """What the plan of somebody's loop is to be, beside what the loop itself says."""
-
-    request: Mapping[str, Any]
-    """Fields of a ``PlanRequest``; the step's are the loop's."""
-    batch: Batch | None = None
-    loss: Loss | None = None
-    device: TrainingDevice | torch.device | str | None = None
-    carrying_out: Mapping[str, Any]
-    """Options of ``carry_out``."""
-    tell: Tell
-
-    def given_device(self, kind: str, local_rank: int) -> TrainingDevice:
-        """The device where none is searched for: of ``kind``, unless another one is wished for."""
-        if isinstance(self.device, TrainingDevice):
-            return self.device
-        return device_of_rank(self.device or kind, local_rank, budget_bytes=self.request.get("budget_bytes"))
-
-
-def wishes_of(
-    of_loop: Mapping[str, str],
-    whose: str,
-    batch: Batch | None,
-    loss: Loss | None,
-    device: TrainingDevice | torch.device | str | None,
-    carrying_out: Mapping[str, Any] | None,
-    tell: Tell,
-    request: Mapping[str, Any],
-) -> Wishes:
-    """The wishes, with files read.  ``of_loop`` are fields of the request that the loop itself says, by what says them.
-
-    Raises PlanError if one of them is wished for, or ``PlanRequest`` does not know what is.
-    """
-    for name in request:
-        if name in of_loop:
-            raise PlanError(f"{name} of {whose}'s plan is {of_loop[name]}. Set it there.")
-    known = {field.name for field in fields(PlanRequest)} - of_loop.keys() - {"loss"}
-    if unknown := sorted(request.keys() - known):
-        raise PlanError(
-            f"{unknown[0]} is nothing that a plan is searched with. Choose from {', '.join(sorted(known))}."
-        )
-    read = PlanRequest(**request)
-    return Wishes(
-        request={name: getattr(read, name) for name in request},
-        batch=batch,
-        loss=loss,
-        device=device,
-        carrying_out=dict(carrying_out or {}),
-        tell=tell,
-    )
-
-
-def tell_stderr(line: str) -> None:
-    """Say it on standard error."""
-    print(f"protwin: {line}", file=sys.stderr)  # noqa: T201
-
-
-class TrainerRun:
+class TrainerRun(LoopRun):
     """What a Trainer knows of its plan: ``planned`` from the first step on, ``training`` while ``train()`` runs."""
 
     def __init__(self, wishes: Wishes) -> None:
-        self._wishes = wishes
-        self.planned: Planned | None = None
-        """The answer of the search, with the machine; None before the training begins, or where plan and workload were
-        given."""
-        self.plan: Plan | None = None
-        """What is carried out; None before the training begins."""
-        self.workload: Workload | None = None
-        """What the plan is for."""
-        self.device: TrainingDevice | None = None
-        """What the plan is carried out on."""
-        self.training: Training | None = None
-        """What carries the plan out; None while no training runs, and the model is an ordinary one."""
+        super().__init__(wishes)
         self._ending: ExitStack | None = None
-        self._planned_for: tuple[Any, ...] = ()
-        self._counts = Counts()
-        self._peak_bytes = 0
-        self._traced_size = 0
         self.weights: dict[str, Any] | None = None
         """All weights on the host, while they are being saved."""
 
@@ -129,16 +52,6 @@ class TrainerRun:
     def is_ready(self) -> bool:
         """Whether a training is about to begin."""
         return self._ending is not None and self.training is None
-
-    @property
-    def counts(self) -> Counts:
-        """What was moved and stepped so far, in all trainings of this Trainer."""
-        return self._counts if self.training is None else self._counts + self.training.counts
-
-    @property
-    def peak_device_bytes(self) -> int:
-        """Highest level of the device's memory so far (``Training.peak_device_bytes``)."""
-        return max(self._peak_bytes, 0 if self.training is None else self.training.peak_device_bytes)
 
     # -- before ------------------------------------------------------------------------------------------------------
 
@@ -194,21 +107,6 @@ class TrainerRun:
         accelerator.clip_grad_norm_ = clipping(accelerator.clip_grad_norm_, training)
         self._ending.callback(accelerator.__dict__.pop, "clip_grad_norm_", None)
         return planned_optimizer(training)
-
-    def _take_over(self, model: nn.Module, ending: ExitStack, **optimizing: Any) -> Training:
-        assert self.workload is not None
-        options = {**self._wishes.carrying_out, **optimizing}
-        training = carry_out(model, self.plan, self.workload, device=self.device, **options)
-        ending.callback(self._ended)
-        ending.push(training.__exit__)
-        self.training = training
-        return training
-
-    def _ended(self) -> None:
-        assert self.training is not None
-        self._counts += self.training.counts
-        self._peak_bytes = self.peak_device_bytes
-        self.training = None
 
     def end(self) -> None:
         """The model is an ordinary one from now on.  Idempotent."""

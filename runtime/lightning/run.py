@@ -18,60 +18,34 @@ from torch import nn
 
 from ...shared.basics.errors import PlanError, ScheduleError
 from ...shared.schema.optimizer import Optimizer
-from ...shared.schema.plan import ParallelMode, Plan
-from ...shared.schema.workload import Workload
+from ...shared.schema.plan import ParallelMode
 from ..devices.device import TrainingDevice
 from ..integrations.accelerated import training_mode
 from ..integrations.largest_batch import size_of
+from ..integrations.loop_run import LoopRun, Wishes
 from ..integrations.made_optimizer import made_optimizer, rebind
-from ..integrations.trainer_run import Wishes
 from ..planning.planned import Planned, planned
 from ..planning.request import PlanRequest
-from ..recording.counts import Counts
-from ..training.carry_out import carry_out
 from ..training.guards import refuse_own_checkpointing
 from ..training.training import Training
 from .refusals import limit_of, refuse_module, refuse_other_step
 from .steps import PREFIX, StepModule, largest_arguments, quiet
 
 
-class LightningRun:
+class LightningRun(LoopRun):
     """What a Trainer of Lightning knows of its plan."""
 
     def __init__(self, wishes: Wishes) -> None:
-        self._wishes = wishes
-        self.planned: Planned | None = None
-        """The answer of the search, with the machine; None before ``fit``, or where plan and workload were given."""
-        self.plan: Plan | None = None
-        """What is carried out; None before ``fit``."""
-        self.workload: Workload | None = None
-        """What the plan is for: the model as ``training_step`` runs it."""
-        self.device: TrainingDevice | None = None
-        """What the plan is carried out on."""
-        self.training: Training | None = None
-        """What carries the plan out; None while no training runs, and the model is an ordinary one."""
+        super().__init__(wishes)
         self.has_ended = False
         """Whether a training has ended, and its optimizer with it."""
         self._steps: StepModule | None = None
         self._ending, self._evaluating = ExitStack(), ExitStack()
         self._is_evaluating = False
-        self._planned_for: tuple[Any, ...] = ()
-        self._counts = Counts()
-        self._peak_bytes = 0
         self._micro_batches = 0
         """Of the running step, done."""
         self._given: tuple[Any, ...] = ()
         """What the step of the running micro-batch was given."""
-
-    @property
-    def counts(self) -> Counts:
-        """What was moved and stepped so far, in all trainings of this Trainer."""
-        return self._counts if self.training is None else self._counts + self.training.counts
-
-    @property
-    def peak_device_bytes(self) -> int:
-        """Highest level of the device's memory so far (``Training.peak_device_bytes``)."""
-        return max(self._peak_bytes, 0 if self.training is None else self.training.peak_device_bytes)
 
     def plans_for(self, module: nn.Module) -> bool:
         """Whether the plan that is known is for ``module``."""
@@ -92,7 +66,7 @@ class LightningRun:
             steps = _step_module(strategy, trainer)
             self._find(steps, strategy, trainer, made.name)
             steps.stepped = tuple(p for group in made.groups for p in group["params"])
-            training = self._take_over(steps, undo, optimizer=made.make, parameter_groups=made.groups)
+            training = self._run_by_plan(steps, undo, optimizer=made.make, parameter_groups=made.groups)
             for config in strategy.lr_scheduler_configs:
                 for bound, former in rebind(config.scheduler, training.optimizer):
                     undo.callback(setattr, bound, "optimizer", former)
@@ -106,24 +80,18 @@ class LightningRun:
     def begin_evaluation(self, strategy: Any, trainer: Any) -> None:
         """Take the module over for ``validate``, ``test`` or ``predict`` by the plan of its training."""
         with ExitStack() as undo:
-            self._take_over(_step_module(strategy, trainer), undo)
+            self._run_by_plan(_step_module(strategy, trainer), undo)
             self._ending = undo.pop_all()
 
-    def _take_over(self, steps: StepModule, ending: ExitStack, **optimizing: Any) -> Training:
-        assert self.workload is not None
-        options = {**self._wishes.carrying_out, **optimizing}
-        training = carry_out(steps, self.plan, self.workload, device=self.device, **options)
-        ending.callback(self._ended)
-        ending.push(training.__exit__)
+    def _run_by_plan(self, steps: StepModule, ending: ExitStack, **optimizing: Any) -> Training:
+        training = self._take_over(steps, ending, **optimizing)
         ending.callback(self.leave_evaluation)
-        self.training, self._steps = training, steps
+        self._steps = steps
         return training
 
     def _ended(self) -> None:
-        assert self.training is not None
-        self._counts += self.training.counts
-        self._peak_bytes = self.peak_device_bytes
-        self.training = self._steps = None
+        super()._ended()
+        self._steps = None
         self._given, self.has_ended = (), True
 
     def end(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final, TypeVar
 import torch
 
 from ..devices.device import TrainingDevice
-from ..integrations.trainer_run import Wishes, tell_stderr, wishes_of
+from ..integrations.loop_run import Wishes, tell_stderr, wishes_of
 from ..planning.request import Tell
 from .refusals import refuse_given, refuse_trainer
 from .run import LightningRun, to_device

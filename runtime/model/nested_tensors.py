@@ -62,6 +62,11 @@ def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
+def storages_in(value: Any) -> set[int]:
+    """Identities of the storages of the tensors in ``value``."""
+    return {tensor.untyped_storage()._cdata for tensor in tensors_in(value) if has_storage(tensor)}
+
+
 def has_storage(tensor: torch.Tensor) -> bool:
     """Whether a tensor has a storage of its own, which could be copied.
 

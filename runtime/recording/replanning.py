@@ -5,13 +5,13 @@ Who looks is given by the caller: the runtime measures and changes plans, and kn
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Protocol
 
 from ...shared.basics.errors import ProtwinError
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
+from .summaries import to_stderr
 from .timed_iterations import LEAST_TIMED, WARM_UP
 
 LEAST_STEPS = WARM_UP + LEAST_TIMED + 1
@@ -53,7 +53,7 @@ class Replanning:
             )
         self._after = after
         self._replan = replan
-        self._tell = tell or _to_stderr
+        self._tell = tell or to_stderr
 
     def after_step(self, training: Changing) -> None:
         """A step has ended.  What stands against another plan is told, and training goes on by the one it has."""
@@ -65,8 +65,3 @@ class Replanning:
                 training.change_plan(plan)
         except ProtwinError as error:
             self._tell(f"the plan stays as it is: {error}")
-
-
-def _to_stderr(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()

@@ -51,9 +51,9 @@ class StepSummary:
         )
 
 
-def to_stderr(summary: StepSummary) -> None:
-    """Print the summary where it does not mix with results."""
-    sys.stderr.write(f"{summary}\n")
+def to_stderr(line: StepSummary | str) -> None:
+    """Print it where it does not mix with results."""
+    sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 
 

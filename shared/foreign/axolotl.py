@@ -201,7 +201,7 @@ def _memory(walk: Walk) -> dict[str, Any]:
 def _shared(walk: Walk, folder: Path | None) -> list[Reading]:
     """What FSDP or DeepSpeed is asked to do."""
     others: list[Reading] = []
-    options = fsdp_options(walk, "fsdp")
+    options = fsdp_options(walk)
     config = walk.value("fsdp_config")
     if options is not None or config:
         settings = section(walk, "fsdp_config", folder)

@@ -74,32 +74,32 @@ FSDP_KEYS: Final = KeyTable(
 """Keys without the ``fsdp_`` that older files put before them."""
 
 
-def fsdp_options(walk: Walk, key: str) -> list[str] | None:
+def fsdp_options(walk: Walk) -> list[str] | None:
     """The words of ``fsdp``: an empty list where it is on without any, None where it is off."""
-    given = walk.value(key)
+    given = walk.value("fsdp")
     if given in (None, False, "", []) or (isinstance(given, str) and given.lower() == "false"):
         return None
     if given is True or (isinstance(given, str) and given.lower() == "true"):
         return []
     words = given.replace(",", " ").split() if isinstance(given, str) else given
     if not isinstance(words, Sequence) or not all(isinstance(word, str) for word in words):
-        walk.refuse(key, "true, or options such as full_shard auto_wrap offload")
+        walk.refuse("fsdp", "true, or options such as full_shard auto_wrap offload")
         return None
     found = [word.lower() for word in words]
     for word in found:
         if word not in _OPTIONS and word not in _STRATEGIES:
             names = (*(name for name in _STRATEGIES if name[0] not in "12345tf"), *_OPTIONS, "full_shard")
-            walk.contradict(f"{walk.prefix}{key} has {shown(word)}. Choose from {', '.join(sorted(set(names)))}.")
+            walk.contradict(f"{walk.prefix}fsdp has {shown(word)}. Choose from {', '.join(sorted(set(names)))}.")
     return found
 
 
-def read_fsdp(options: Sequence[str], config: Mapping[str, Any], *, prefix: str = "fsdp_config.") -> Reading:
+def read_fsdp(options: Sequence[str], config: Mapping[str, Any]) -> Reading:
     """What FSDP is asked to do.
 
     Raises PlanError, one message, if it contradicts itself or a plan.
     """
     content = {str(name).removeprefix("fsdp_"): value for name, value in config.items()}
-    walk = Walk(FSDP_KEYS, content, prefix)
+    walk = Walk(FSDP_KEYS, content, "fsdp_config.")
     split, is_hybrid = _strategy(walk, options)
     found: dict[str, Any] = {"split": split, "shards_within_node": is_hybrid or None}
     if "offload" in options or walk.flag("cpu_offload") or walk.flag("offload_params"):

@@ -281,8 +281,9 @@ def _is_off(value: Any, off: tuple[Any, ...]) -> bool:
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in (*_OFF, *off))
 
 
-def recomputes_whole(walk: Walk, key: str = "gradient_checkpointing_kwargs") -> bool:
-    """Whether ``key`` asks for reentrant checkpointing, which transformers 5 and axolotl take where they are told."""
+def recomputes_whole(walk: Walk) -> bool:
+    """Whether reentrant checkpointing is asked for, as transformers 5 and axolotl take it."""
+    key = "gradient_checkpointing_kwargs"
     given = walk.value(key)
     if not isinstance(given, Mapping) or not isinstance(given.get("use_reentrant"), bool):
         return False

@@ -59,7 +59,7 @@ def read_training_arguments(content: Mapping[str, Any], *, folder: Path | None =
     if found["optimizer"] is not None:
         walk.means("optim", f"stepped by {found['optimizer'].words}", usually=_OPTIMIZER)
     others: list[Reading] = []
-    if (options := fsdp_options(walk, "fsdp")) is not None:
+    if (options := fsdp_options(walk)) is not None:
         config = section(walk, "fsdp_config", folder)
         walk.means("fsdp", "ranks have parameters in parts (FSDP)")
         others.append(read_fsdp(options, config))

@@ -27,10 +27,6 @@ def question_of(
     plan: Plan,
     hardware: Hardware | None = None,
     calibration: Calibration | None = None,
-    *,
-    device_budget_bytes: int | None = None,
-    host_budget_bytes: int | None = None,
-    margin_frac: float | None = None,
 ) -> Question:
     """What ``plan`` was asked for: its model, element types, batch and machine.
 
@@ -39,9 +35,6 @@ def question_of(
         plan: Its micro-batches and ranks count; the rest is the answer.
         hardware: The machine; None where it is not known.
         calibration: Factors measured on it; None for its own figures.
-        device_budget_bytes: Device memory of one rank that the plan may fill.
-        host_budget_bytes: Host memory of one rank that the plan may fill.
-        margin_frac: Share of the device that segments of its allocator are to leave free.
     """
     trained = [parameter for parameter in workload.parameters if parameter.trainable]
     lora = [parameter for parameter in trained if _LORA.search(parameter.name)]
@@ -74,9 +67,6 @@ def question_of(
         sequence_ranks=plan.sequence_ranks,
         hardware_name="" if hardware is None else hardware.name,
         overrides=() if hardware is None else hardware.overrides,
-        device_budget_bytes=device_budget_bytes,
-        host_budget_bytes=host_budget_bytes,
-        margin_frac=margin_frac,
         calibrated_on=None if calibration is None else calibration.machine or calibration.hardware_name,
         is_probed=hardware is not None and hardware.device.source.startswith(PROBED),
     )

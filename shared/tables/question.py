@@ -42,7 +42,7 @@ def asked_of_all_table(question: Question, global_batch_size: int, *, is_longest
 
     ``is_longest``: the longest sequences, which differ from machine to machine.
     """
-    samples = _counted(global_batch_size, "sample")
+    samples = counted(global_batch_size, "sample")
     if is_longest:
         samples += " of the longest sequences that train"
     elif question.sequence_length is not None:
@@ -127,7 +127,7 @@ def _training(question: Question) -> str:
 
 
 def _step(question: Question) -> str:
-    samples = _counted(question.samples_per_micro_batch, "sample" if question.packing is None else "row")
+    samples = counted(question.samples_per_micro_batch, "sample" if question.packing is None else "row")
     if question.sequence_length is not None:
         samples += f" of {question.sequence_length:,} tokens"
     if question.packing is not None:
@@ -170,5 +170,6 @@ def _budgets(question: Question) -> str:
     return ", ".join(parts) + (" per rank" if parts and question.num_ranks > 1 else "")
 
 
-def _counted(number: int, what: str) -> str:
+def counted(number: int, what: str) -> str:
+    """``1 sample``, ``4 samples``."""
     return f"{number:,} {what}" + ("" if number == 1 else "s")

@@ -27,7 +27,7 @@ from .labels import (
     title_of,
 )
 from .memory import beyond_the_schedule
-from .question import question_table
+from .question import counted, question_table
 from .table import Heading, Parts, Table
 
 
@@ -154,7 +154,7 @@ def _utilisation_rows(record: Record) -> list[tuple[str, str, str]]:
 def run_table(run: TrainingRun) -> Table:
     """Time, energy and cost of training on the tokens that were asked about."""
     rows = [
-        ("time", format_duration(run.time_s), f"{_counted(run.num_steps, 'step')}"),
+        ("time", format_duration(run.time_s), counted(run.num_steps, "step")),
     ]
     if run.energy_kwh is not None:
         rows.append(("energy", f"{format_number(run.energy_kwh)} kWh", "at most, of the devices alone"))
@@ -162,10 +162,6 @@ def run_table(run: TrainingRun) -> Table:
         rows.append(("cost", f"{format_number(run.cost_usd)} US dollars", "rent of whole machines"))
     title = f"Training on {format_count(run.num_tokens)} tokens"
     return Table(title=title, columns=("", "", ""), rows=rows)
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
 def _phase_rows(record: Record, phase: IterationPhase) -> Iterator[tuple[str, str, str]]:

@@ -92,7 +92,7 @@ def remedies(
         batches = [
             _remedy(RemedyKind.BATCH, record, larger_plan, larger_schedule, larger, hardware, calibration)
             for larger in _larger_batches(record, workload, workload_at, costs)
-            for larger_plan, larger_schedule in _with_room(plan, larger, schedule, room)
+            for larger_plan, larger_schedule in _with_room(plan, larger, room)
         ]
         found += sorted(batches, key=lambda remedy: (-remedy.speedup, remedy.num_samples))[:1]
     worthwhile = [remedy for remedy in found if remedy.speedup >= _LEAST_SPEEDUP]
@@ -241,8 +241,8 @@ def least_compute_s(workload: Workload, costs: CostModel) -> float:
     return float(program.seconds(PriceList(costs)).min(axis=0).sum())
 
 
-def _with_room(plan: Plan, larger: Workload, schedule: Schedule, room: Room) -> Iterator[tuple[Plan, Schedule]]:
-    """The plan for a larger batch, or one close to it, if one fits; ``schedule`` is the plan's own."""
+def _with_room(plan: Plan, larger: Workload, room: Room) -> Iterator[tuple[Plan, Schedule]]:
+    """The plan for a larger batch, or one close to it, if one fits."""
     layout = layout_of(larger, plan.chunk_bytes)
     plan = plan.model_copy(update={"workload_id": larger.identity})
     if not may_have_room(larger, layout, room):
