@@ -83,8 +83,8 @@ class MemoryLedger:
         """Whether what operations are given and nobody knew is on the device, and not data that is being prepared."""
         self.place: Callable[[], Hashable] | None = None
         """Where the model is, which is noted of what operations make; None: nowhere."""
-        self.on_forget: Callable[[Hashable, int], None] | None = None
-        """Called when a watched storage goes, with the place that was noted of it and its bytes."""
+        self.on_forget: Callable[[int, Hashable, int], None] | None = None
+        """Called when a watched storage goes, with its address, the place that was noted of it and its bytes."""
         self._lock = threading.RLock()
         self._watched: dict[int, _Watched] = {}
         self._inputs: dict[int, _Watched] = {}
@@ -370,7 +370,7 @@ class MemoryLedger:
             if entry is not None:
                 self._count(-entry.size_bytes, entry.content)
                 if self.on_forget is not None:
-                    self.on_forget(entry.place, entry.size_bytes)
+                    self.on_forget(key, entry.place, entry.size_bytes)
 
     def _hold(self, more_bytes: int, content: Content | None, *, is_named: bool) -> None:
         held = self.named if is_named else self.watched

@@ -32,7 +32,7 @@ class Beside:
         self._bytes.clear()
         self.late_bytes.clear()
 
-    def _forgotten(self, made_in: Hashable, size_bytes: int) -> None:
+    def _forgotten(self, key: int, made_in: Hashable, size_bytes: int) -> None:
         now = self._place()
         if now is None or not isinstance(now[1], int) or not isinstance(made_in, tuple):
             return

@@ -123,7 +123,7 @@ class Sheet:
 
     def _shared_input(self, given: ObservedInput) -> tuple[Any, ...]:
         label = f"bytes of what blocks {list(given.blocks)} are given"
-        return (self._add(given.size_bytes, label), given.blocks, given.kept, given.checkpointed)
+        return (self._add(given.size_bytes, label), given.blocks, given.kept, given.checkpointed, given.made_by)
 
     def _observation(self, mode: ActivationMode, key: PhaseKey, observation: Observation) -> None:
         kind, section = key
@@ -307,8 +307,8 @@ def piece_of_sheet(sheet: Sheet, numbers: Sequence[int], **rest: Any) -> FamilyP
         sections=tuple(sections),
         places=tuple(places),
         shared_inputs=tuple(
-            FamilySharedInput(size=numbers[size], blocks=blocks, kept=kept, checkpointed=checkpointed)
-            for size, blocks, kept, checkpointed in shared_inputs
+            FamilySharedInput(size=numbers[size], blocks=blocks, kept=kept, checkpointed=checkpointed, made_by=made_by)
+            for size, blocks, kept, checkpointed, made_by in shared_inputs
         ),
         staying_inputs=staying_inputs,
         batch={name: tuple(numbers[dim] for dim in dims) for name, dims in batch},

@@ -267,13 +267,14 @@ def _shared_inputs(traced: Sequence[Sequence[ObservedInput]], number: _Number) -
     if len({len(given) for given in traced}) != 1:
         raise NotPolynomialError("blocks are given other tensors in one trace than in another.")
     for same in zip(*traced, strict=True):
-        if len({(given.blocks, given.kept, given.checkpointed) for given in same}) != 1:
+        if len({(given.blocks, given.kept, given.checkpointed, given.made_by) for given in same}) != 1:
             raise NotPolynomialError("tensors that blocks are given go elsewhere in one trace than in another.")
         yield FamilySharedInput(
             size=number([given.size_bytes for given in same], "bytes of what blocks are given"),
             blocks=same[0].blocks,
             kept=same[0].kept,
             checkpointed=same[0].checkpointed,
+            made_by=same[0].made_by,
         )
 
 

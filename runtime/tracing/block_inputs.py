@@ -59,6 +59,8 @@ class GivenTensors:
         self._alive: dict[int, tuple[GivenTensor, weakref.ref[Any]]] = {}
         self._returned: dict[int, weakref.ref[torch.Tensor]] = {}
         """By identity, the tensors that blocks have returned."""
+        self._keys: set[int] = set()
+        """Addresses of storages that blocks were given, or the model has returned, and that are alive."""
         self._within: int | None = None
         """The block whose forward runs."""
         self._runs = BlockRuns(model, blocks, on_enter=self._see, on_leave=self._see_returned)
@@ -69,7 +71,14 @@ class GivenTensors:
         self.found = []
         self._alive.clear()
         self._returned.clear()
+        self._keys.clear()
         self._within = None
+
+    def was_given(self, key: int) -> bool:
+        """Whether blocks were given the storage at an address, which is going, or the model has returned it."""
+        was_given = key in self._keys
+        self._keys.discard(key)
+        return was_given
 
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An operation has read these."""
@@ -91,7 +100,8 @@ class GivenTensors:
     def _see(self, block: int, arguments: Any) -> None:
         # Recomputation calls the forward of a block and not the block, so it does not come by here.
         self._within = block
-        for _, given in self._counted(arguments):
+        for tensor, given in self._counted(arguments):
+            self._keys.add(tensor.untyped_storage()._cdata)
             if block not in given.blocks:
                 given.blocks.append(block)
 
@@ -124,6 +134,8 @@ class GivenTensors:
 
     def _see_end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         for tensor in tensors_in(output):
+            # A loop may hold the output while backward runs.
+            self._keys.add(tensor.untyped_storage()._cdata)
             known = self._alive.get(tensor.untyped_storage()._cdata)
             if known is not None:
                 known[0].is_used_outside = True

@@ -10,7 +10,7 @@ from torch import nn
 
 from ...shared.observed.assembly import TracedModel, TracedShape
 from ...shared.observed.observation import Observation
-from ...shared.observed.observed_inputs import PhaseKey
+from ...shared.observed.observed_inputs import ObservedInput, PhaseKey
 from ...shared.schema.plan import ActivationMode
 from ...shared.schema.schedule import OuterSection, TaskKind
 from ...shared.schema.workload import BlockId
@@ -22,6 +22,7 @@ from ..osft.subspaces import described_subspaces
 from ..quantized.states import described
 from ..routing.value_dependence import ValueWatch, joined
 from .block_inputs import shared_inputs, staying_inputs
+from .held_tensors import held_to_the_end
 from .observing import SeenIterations, most_kept_bytes
 
 TRACED_MODES: Final = (ActivationMode.KEEP, ActivationMode.CHECKPOINT)
@@ -61,13 +62,14 @@ def traced_shape(model: nn.Module, batch: Batch, seen: Seen, stands_for: Sequenc
     num_samples, num_tokens = count_samples_and_tokens(batch)
     kept, again = seen[ActivationMode.KEEP], seen[ActivationMode.CHECKPOINT]
     shared = shared_inputs(kept.given, again.given, stands_for)
+    held = held_to_the_end(kept.made, again.made, stands_for)
     return TracedShape(
         batch_shapes=batch_shapes(batch),
         num_samples=num_samples,
         num_tokens=num_tokens,
         resident_bytes=_resident_bytes(model, batch) + most_kept_bytes(seen.values(), stands_for),
-        observed=_while_frames_return(_casts_until_backward(seen)),
-        shared_inputs=shared,
+        observed=_while_frames_return(_casts_until_backward(seen, held)),
+        shared_inputs=shared + held,
         staying_inputs=staying_inputs(kept.given, again.given, again.output_bytes, shared, stands_for),
     )
 
@@ -92,20 +94,27 @@ def _resident_bytes(model: nn.Module, batch: Batch) -> int:
     return sum(seen.values())
 
 
-def _casts_until_backward(seen: Seen) -> dict[ActivationMode, dict[PhaseKey, Observation]]:
+def _casts_until_backward(
+    seen: Seen, held: Sequence[ObservedInput]
+) -> dict[ActivationMode, dict[PhaseKey, Observation]]:
     """Observations in which what checkpointed blocks leave until the model's forward ends goes with their backwards.
 
     Autocast keeps the casts of weights until then.  Blocks in another mode have them saved for their backward, so that
     the epilogue, of which there is one for all mixtures, frees none.  Were they freed nowhere, every micro-batch would
     add them to the account once more.  What the first block reads goes in the epilogue where blocks keep what they
     save, and with that block's backward where they are checkpointed: so the first one, which stands for no other, has
-    what is left.  They come in the order in which autocast let go of them, which is none.
+    what is left.  They come in the order in which autocast let go of them, which is none.  ``held`` are those of which
+    it is known who keeps them: they are shared inputs.
     """
     kept, again = (seen[mode] for mode in (ActivationMode.KEEP, ActivationMode.CHECKPOINT))
     sections = dict(again.sections)
     epilogue: PhaseKey = (TaskKind.FORWARD, OuterSection.EPILOGUE)
     more = {b: size - kept.outlived_bytes.get(b, 0) for b, size in again.outlived_bytes.items()}
     left_bytes = kept.sections[epilogue].net_bytes - sections[epilogue].net_bytes
+    for given in held:
+        if given.made_by is not None and given.kept[0] is TaskKind.BACKWARD:
+            more[given.made_by] = more.get(given.made_by, 0) - given.size_bytes
+            left_bytes -= given.size_bytes
     for block, size_bytes in sorted(more.items(), reverse=True):
         key: PhaseKey = (TaskKind.BACKWARD, BlockId(block))
         gone_bytes = max(0, min(size_bytes, left_bytes))

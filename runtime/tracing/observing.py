@@ -39,6 +39,7 @@ from ..tiles.loss_function import beneath_tiles
 from ..tiles.passes import passes_heard
 from .block_inputs import GivenTensor, GivenTensors
 from .expensive_results import ExpensiveResults
+from .held_tensors import MadeStorage, MadeStorages
 from .operations import observe_call
 
 _FORWARDS: Final = frozenset({TaskKind.FORWARD, TaskKind.TEACHER_FORWARD})
@@ -92,6 +93,8 @@ class SectionObserver:
         """Of loops over tiles, since the last operation."""
         self.outlived_bytes: dict[int, int] = {}
         """By block: what its forward made that lived until the forward of the epilogue, and no longer."""
+        self.made = MadeStorages()
+        """What forwards of blocks made beyond their section."""
         self._results = ExpensiveResults()
         self.given: GivenTensors | None = None
         """Who wants to know what operations read."""
@@ -130,6 +133,7 @@ class SectionObserver:
         self.sections.clear()
         self.row_reads.restart()
         self.outlived_bytes.clear()
+        self.made.restart()
         self._with_gradient.clear()
         self._heard.clear()
         self._results.forget()
@@ -177,6 +181,7 @@ class SectionObserver:
         self.values.note(self._key, operator, args)
         if self.given is not None:
             self.given.note(args, kwargs)
+        self.made.note(self.place(), args, kwargs)
         call = observe_call(operator, args, kwargs, result)
         if call is not None:
             current.calls.append(call)
@@ -218,8 +223,10 @@ class SectionObserver:
             if seen is not None:
                 (seen.forward if kind in _FORWARDS else seen.backward).add(section)
 
-    def _forgotten(self, made_in: Hashable, size_bytes: int) -> None:
-        if self.place() == (TaskKind.FORWARD, OuterSection.EPILOGUE) and isinstance(made_in, tuple):
+    def _forgotten(self, key: int, made_in: Hashable, size_bytes: int) -> None:
+        gone, is_given = self.place(), self.given is not None and self.given.was_given(key)
+        self.made.forgotten(key, made_in, size_bytes, gone, is_given=is_given)
+        if gone == (TaskKind.FORWARD, OuterSection.EPILOGUE) and isinstance(made_in, tuple):
             kind, section = made_in
             if kind is TaskKind.FORWARD and isinstance(section, int):
                 self.outlived_bytes[section] = self.outlived_bytes.get(section, 0) + size_bytes
@@ -302,6 +309,7 @@ def observe_sections(
                 break
         found = given.found
         outlived_bytes = dict(observer.outlived_bytes)
+        made = observer.made.found
         kept_bytes = kept_beside(ledger, [*lasting, *buffers.there(), *_dropped(model, held)], blocks)
     finally:
         del graph
@@ -312,7 +320,7 @@ def observe_sections(
         outputs.remove()
     _note_blocks(observer, blocks, outputs, tallies)
     return SeenIterations(
-        observer.sections, found, kept_bytes, outlived_bytes, observer.uses, observer.lookups, observer.values
+        observer.sections, found, kept_bytes, outlived_bytes, observer.uses, observer.lookups, observer.values, made
     )
 
 
@@ -442,6 +450,8 @@ class SeenIterations:
     """``RowReads.lookups``"""
     values: ValueWatch = field(default_factory=ValueWatch)
     """Which blocks' memory may depend on values."""
+    made: list[MadeStorage] = field(default_factory=list)
+    """What blocks made that no block was given, and that lived beyond its section."""
 
     @property
     def output_bytes(self) -> list[int]:

@@ -159,11 +159,20 @@ class ActivationAccount:
         """(K,) of what the prologue's forward leaves, the bytes that the epilogue's forward lets go of."""
         self.prologue_output: IntArray = prologue_bytes - self.passing
         """(K,) the rest."""
+        self.passing_of_blocks: IntArray = np.where(is_checkpoint, np.minimum(self.shared.made, self.outputs), 0)
+        """(K, n) the same of what forwards of checkpointed blocks leave; of other blocks it counts as output."""
+        self.outputs -= self.passing_of_blocks
         between = self._between_blocks()
         self.outputs += between
         self.saved -= between
         self.travelling = self.swapped + input_bytes
         self.outputs[:, :-1] = np.maximum(self.outputs[:, :-1] - input_bytes[:, 1:], 0)
+
+    @property
+    def _left_by_blocks(self) -> IntArray:
+        """(K, n) what forwards of blocks leave on the device."""
+        left: IntArray = self.outputs + self.saved + self.passing_of_blocks
+        return left
 
     def micro_batches(self, micro_batches: int, *, always_add: bool = False) -> tuple[list[_MicroBatch], IntArray]:
         """Every distinct micro-batch, and (M,) the number of each micro-batch among them.
@@ -185,12 +194,19 @@ class ActivationAccount:
     @property
     def epilogue_forward(self) -> IntArray:
         """(K,) bytes that the epilogue's forward leaves, less those that it lets go of."""
-        return self.workload.epilogue_forward.net_bytes + self.shared.let_go_later[:, -1]
+        let_go: IntArray = self.shared.let_go_later[:, -1] - self.shared.made.sum(axis=1)
+        return self.workload.epilogue_forward.net_bytes + let_go
+
+    @property
+    def all_passing(self) -> IntArray:
+        """(K,) of what the forwards of the prologue and of blocks leave, the bytes that the epilogue's lets go of."""
+        passing: IntArray = self.passing + self.passing_of_blocks.sum(axis=1)
+        return passing
 
     @property
     def epilogue_saved(self) -> IntArray:
         """(K,) bytes that the epilogue's forward makes and leaves."""
-        saved: IntArray = np.maximum(0, self.epilogue_forward + self.passing)
+        saved: IntArray = np.maximum(0, self.epilogue_forward + self.all_passing)
         return saved
 
     def _between_blocks(self) -> IntArray:
@@ -234,8 +250,8 @@ class ActivationAccount:
         alive = np.zeros((len(level), 3 * num_blocks + 4), dtype=np.int64)
         alive[:, 0] = left
         alive[:, 1] = left + self.prologue_output + self.passing
-        alive[:, 2 : num_blocks + 2] = alive[:, 1:2] + (self.outputs + self.saved).cumsum(axis=1)
-        alive[:, num_blocks + 2] = alive[:, num_blocks + 1] - self.passing + self.epilogue_saved
+        alive[:, 2 : num_blocks + 2] = alive[:, 1:2] + self._left_by_blocks.cumsum(axis=1)
+        alive[:, num_blocks + 2] = alive[:, num_blocks + 1] - self.all_passing + self.epilogue_saved
         own = self.own_gradient_bytes(is_later)
         held, levels = self._held(left), self._levels(level, own)
         after = np.maximum(held, levels)
@@ -360,7 +376,9 @@ class SharedBytes:
     freed_now: IntArray
     """(K, n) bytes that go with it although it does not count them off."""
     gone: IntArray
-    """(K,) bytes that no block holds, so that the epilogue's forward lets them go."""
+    """(K,) bytes from before the blocks that no block holds, so that the epilogue's forward lets them go."""
+    made: IntArray
+    """(K, n) the same of what each block makes, which the epilogue's forward does not count off."""
 
     @classmethod
     def of(cls, inputs: Iterable[SharedInput], is_checkpoint: BoolArray) -> Self:
@@ -369,6 +387,7 @@ class SharedBytes:
         let_go_later = np.zeros((num_rows, num_blocks + 1), dtype=np.int64)
         freed_later, freed_now = (np.zeros((num_rows, num_blocks), dtype=np.int64) for _ in range(2))
         gone = np.zeros(num_rows, dtype=np.int64)
+        made = np.zeros((num_rows, num_blocks), dtype=np.int64)
         for shared in inputs:
             holds = _in_mode(shared.kept_by, shared.checkpointed_by, is_checkpoint)
             counts = _in_mode(shared.freed_in_kept, shared.freed_in_checkpointed, is_checkpoint)
@@ -376,12 +395,15 @@ class SharedBytes:
             rows = np.flatnonzero(holds.any(axis=1))
             goes = np.zeros_like(holds)
             goes[rows, holds[rows].argmax(axis=1)] = True
-            if shared.let_go_by is None:
-                gone += ~holds.any(axis=1) * shared.size_bytes
-            let_go_later[rows, num_blocks if shared.let_go_by is None else shared.let_go_by] += shared.size_bytes
+            if shared.made_by is not None:
+                made[:, shared.made_by] += ~holds.any(axis=1) * shared.size_bytes
+            else:
+                if shared.let_go_by is None:
+                    gone += ~holds.any(axis=1) * shared.size_bytes
+                let_go_later[rows, num_blocks if shared.let_go_by is None else shared.let_go_by] += shared.size_bytes
             freed_later += (counts & ~goes) * shared.size_bytes
             freed_now += (goes & ~counts) * shared.size_bytes
-        return cls(let_go_later, freed_later, freed_now, gone)
+        return cls(let_go_later, freed_later, freed_now, gone, made)
 
 
 def _in_mode(kept: tuple[int, ...], checkpointed: tuple[int, ...], is_checkpoint: BoolArray) -> BoolArray:

@@ -303,6 +303,14 @@ class FullTraining(Sections):
                 (self.forwards[:, :1], Operand.SAVED),
                 (self.forwards[:, -1:], Operand.CONSUMED),
             )
+        if len(passing := np.flatnonzero(account.passing_of_blocks[0])):
+            self._buffers(
+                Content.ACTIVATIONS,
+                account.passing_of_blocks[0, passing],
+                self._blocks[passing],
+                (self.forwards[:, 1:-1][:, passing], Operand.SAVED),
+                (np.repeat(self.forwards[:, -1:], len(passing), axis=1), Operand.CONSUMED),
+            )
         taking = np.concatenate([self.backwards[:, 1:], spread(device_adam, self.micro_batch.shape)[:, None]], axis=1)
         handed = self._buffers(
             Content.INCOMING_GRADIENT,
@@ -356,7 +364,8 @@ class FullTraining(Sections):
             forwards.append(forward.with_shared(held_bytes=held[block]))
             backward = profile.checkpoint_backward if again else backward
             backwards.append(backward.with_shared(held_bytes=later[block], freed_bytes=now[block]))
-        forwards.append(workload.epilogue_forward.with_shared(held_bytes=held[-1]))
+        gone_bytes = int(shared.made[0].sum())
+        forwards.append(workload.epilogue_forward.with_shared(held_bytes=held[-1], freed_bytes=gone_bytes))
         backwards = [workload.epilogue_backward, *backwards[::-1], workload.prologue_backward]
         is_new = self.family.has_new_gradients[::-1].tolist()
         adding = [phase if new else phase.adding for phase, new in zip(backwards, is_new, strict=True)]

@@ -92,6 +92,20 @@ class FamilySharedInput(FrozenModel):
     blocks: tuple[int, ...]
     kept: tuple[TaskKind, int | OuterSection]
     checkpointed: tuple[TaskKind, int | OuterSection]
+    made_by: int | None = None
+    """A file has the field where there is one."""
+
+    @model_serializer(mode="wrap")
+    def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        if self.made_by is None:
+            fields.pop("made_by", None)
+        return fields
+
+    def at(self, size_bytes: int) -> ObservedInput:
+        """It, of so many bytes."""
+        made_by = None if self.made_by is None else BlockId(self.made_by)
+        return ObservedInput(size_bytes, self.blocks, phase_key(self.kept), phase_key(self.checkpointed), made_by)
 
 
 class FamilyPiece(FrozenModel):
@@ -177,10 +191,7 @@ class FamilyPiece(FrozenModel):
         return replace(
             self._facts(numbers),
             observed=observed,
-            shared_inputs=tuple(
-                ObservedInput(numbers[given.size], given.blocks, phase_key(given.kept), phase_key(given.checkpointed))
-                for given in self.shared_inputs
-            ),
+            shared_inputs=tuple(given.at(numbers[given.size]) for given in self.shared_inputs),
             staying_inputs=self.staying_inputs,
         )
 

@@ -29,7 +29,7 @@ from pydantic import NonNegativeInt, PositiveInt, model_validator
 from ..basics.documents import Document, FrozenModel
 from ..observed.assembly import TracedModel, TracedShape
 from ..observed.observation import Observation, Repeated
-from ..observed.observed_inputs import ObservedInput, PhaseKey
+from ..observed.observed_inputs import PhaseKey
 from ..schema.plan import ActivationMode
 from ..schema.workload import DType, Workload
 from .calls import FamilyCall, Number, call_at
@@ -320,10 +320,7 @@ class _Shared:
             whole,
             resident_bytes=numbers[self._piece.resident],
             observed=self._sharings.edited(self._piece.places, own.observed, self._base.observed, self._values),
-            shared_inputs=tuple(
-                ObservedInput(numbers[given.size], given.blocks, phase_key(given.kept), phase_key(given.checkpointed))
-                for given in self._piece.shared_inputs
-            ),
+            shared_inputs=tuple(given.at(numbers[given.size]) for given in self._piece.shared_inputs),
             staying_inputs=self._base.staying_inputs,
             sequence_ranks=self._values[-1],
         )

@@ -99,7 +99,7 @@ def assemble(
     """
     num_observed = 1 + max(model.stands_for)
     observed = unshared(shape.observed, shape.shared_inputs)
-    assembly = _Assembly(num_observed, observed, seconds or {}, is_compiled=shape.compiled is not None)
+    assembly = _Assembly(num_observed, observed, seconds or {}, shape)
     profiles, profile_of_observed = assembly.profiles()
     profile_of = [profile_of_observed[observed] for observed in model.stands_for]
     does: dict[str, Any] = {
@@ -204,10 +204,10 @@ class _Assembly:
         num_blocks: int,
         observed: Mapping[ActivationMode, Mapping[PhaseKey, Observation]],
         seconds: Seconds,
-        *,
-        is_compiled: bool = False,
+        shape: TracedShape | None = None,
     ) -> None:
-        self._is_compiled = is_compiled
+        self._is_compiled = shape is not None and shape.compiled is not None
+        self._has_casts = shape is not None and shape.float8 is not None
         self._num_blocks = num_blocks
         self._observed = observed
         self._seconds = seconds
@@ -253,6 +253,7 @@ class _Assembly:
             selective=selective_recomputations(
                 *(checkpointed[kind, section] for kind in (TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD)),
                 is_compiled=self._is_compiled,
+                has_casts=self._has_casts,
             ),
         )
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from ..phases.shared_inputs import SharedInput
 from ..schema.plan import ActivationMode
 from ..schema.schedule import OuterSection, Section, TaskKind
+from ..schema.workload import BlockId
 from .observation import Observation
 
 PhaseKey = tuple[TaskKind, Section]
@@ -19,7 +20,7 @@ PhaseKey = tuple[TaskKind, Section]
 
 @dataclass(frozen=True, slots=True)
 class ObservedInput:
-    """A tensor that was given to blocks, or that one has returned and none was given."""
+    """A tensor that was given to blocks, or that one has made and none was given."""
 
     size_bytes: int
     blocks: tuple[int, ...]
@@ -28,6 +29,9 @@ class ObservedInput:
     """Where it went with all blocks in mode KEEP."""
     checkpointed: PhaseKey
     """Where it went with all blocks in mode CHECKPOINT."""
+    made_by: BlockId | None = None
+    """The observed block that made it, if it goes with the epilogue's forward unless one of ``blocks``, which have read
+    it and were not given it, keeps it."""
 
     @property
     def let_go_by(self) -> Section | None:
@@ -81,6 +85,11 @@ class ObservedInput:
 
     def shared_inputs(self, stands_for: Sequence[int]) -> Iterator[SharedInput]:
         """It as a workload has it; of what blocks return to their caller alone, that of each of them."""
+        if self.made_by is not None:
+            for block, observed in enumerate(stands_for):
+                if observed == self.made_by:
+                    yield self._made_in(block, stands_for)
+            return
         if self.blocks:
             yield self.shared_input(stands_for)
             return
@@ -88,6 +97,19 @@ class ObservedInput:
             if observed == self.let_go_by:
                 made_by = (block - 1,)
                 yield SharedInput(size_bytes=self.size_bytes, let_go_by=block, kept_by=made_by, freed_in_kept=made_by)
+
+    def _made_in(self, block: int, stands_for: Sequence[int]) -> SharedInput:
+        """What ``block`` makes and others may read; only blocks that stand for none but themselves share it."""
+        kind, gone_with = self.kept
+        if kind is TaskKind.FORWARD:
+            return SharedInput(size_bytes=self.size_bytes, made_by=block)
+        alone = self.blocks == (self.made_by,)
+        return SharedInput(
+            size_bytes=self.size_bytes,
+            made_by=block,
+            kept_by=(block,) if alone else tuple(b for b, seen in enumerate(stands_for) if seen in self.blocks),
+            freed_in_kept=(block,) if alone else tuple(b for b, seen in enumerate(stands_for) if seen == gone_with),
+        )
 
     def shared_input(self, stands_for: Sequence[int]) -> SharedInput:
         """It as a workload has it, if blocks are given it."""
@@ -115,6 +137,10 @@ def unshared(
         for mode, gone in ((ActivationMode.KEEP, given.kept), (ActivationMode.CHECKPOINT, given.checkpointed)):
             sections, by = found[mode], given.let_go_by
             assert by is not None
+            if given.made_by is not None:
+                if gone[0] is TaskKind.FORWARD:
+                    sections[gone] = _without(sections[gone], -given.size_bytes, within=False)
+                continue
             let_go: PhaseKey = (TaskKind.FORWARD, by)
             if gone != let_go:
                 # Where a block holds it, all levels are raised again: this one, or for the epilogue any.

@@ -38,14 +38,21 @@ _MOST_BEFORE: Final = 8
 
 
 def selective_recomputations(
-    forward: Observation, recompute: Observation, backward: Observation, *, is_compiled: bool = False
+    forward: Observation,
+    recompute: Observation,
+    backward: Observation,
+    *,
+    is_compiled: bool = False,
+    has_casts: bool = False,
 ) -> tuple[SelectiveRecomputation, ...]:
     """For every stride, of a block whose checkpointed forward, recomputation and backward were seen.
 
-    ``is_compiled``: the three are what compiled code does.
+    ``is_compiled``: the three are what compiled code does.  ``has_casts``: the recomputation may cast what the forward
+    does not, as products in float8 do.  A cast of autocast that an earlier block's forward made for this one too is
+    none of these: PyTorch refuses a recomputation that calls an operator which the forward did not.
     None where results of one cannot be handed to the other: the recomputation runs other operations, or in tiles.
     """
-    origins = _origins(forward, recompute)
+    origins = _origins(forward, recompute, has_casts=has_casts)
     in_tiles = forward.passes or forward.repeated or recompute.passes or recompute.repeated
     if in_tiles or origins is None:
         return ()
@@ -58,20 +65,22 @@ def selective_recomputations(
     return tuple(found)
 
 
-def _origins(forward: Observation, recompute: Observation) -> list[int | None] | None:
+def _origins(forward: Observation, recompute: Observation, *, has_casts: bool) -> list[int | None] | None:
     """Of every call of the recomputation, the forward's call that it repeats; None if it repeats it in no order.
 
     A few calls may come before: they belong to the backward of the section behind, which hands its gradient on, by a
     cast or a sum.
     """
     for num_before in range(min(_MOST_BEFORE, len(recompute.calls)) + 1):
-        repeated = _repeated(forward.calls, recompute.calls[num_before:])
+        repeated = _repeated(forward.calls, recompute.calls[num_before:], has_casts=has_casts)
         if repeated is not None:
             return [*[None] * num_before, *repeated]
     return None
 
 
-def _repeated(first: Sequence[OperatorCall], again: Sequence[OperatorCall]) -> list[int | None] | None:
+def _repeated(
+    first: Sequence[OperatorCall], again: Sequence[OperatorCall], *, has_casts: bool
+) -> list[int | None] | None:
     """Of every call of ``again``, the one of ``first`` whose turn it is; None for a cast that ``first`` does not do."""
     origins: list[int | None] = []
     turn = 0
@@ -79,7 +88,7 @@ def _repeated(first: Sequence[OperatorCall], again: Sequence[OperatorCall]) -> l
         if turn < len(first) and call.name == first[turn].name:
             origins.append(turn)
             turn += 1
-        elif call.name == CAST:
+        elif has_casts and call.name == CAST:
             origins.append(None)
         else:
             return None

@@ -11,6 +11,11 @@ backward that it goes with.
 
 What a block returns beside its output, attention weights for one, goes so too: no block is given it, and the model's
 own forward holds it until it has what the next block returns.  Then it goes, unless the block that made it keeps it.
+
+Of what a block makes, some is held until the whole forward ends: what the model gathers in a list, the last block's
+output, casts of weights that autocast keeps.  No block is given it.  It goes with the epilogue's forward, unless a
+block in mode KEEP has read it: then it goes with that block's backward.  Phases of the epilogue count none of it off,
+since a block that was traced may stand for many.
 """
 
 from __future__ import annotations
@@ -36,6 +41,8 @@ class SharedInput(FrozenModel):
     """Blocks whose backward in mode KEEP or SWAP counts it off."""
     freed_in_checkpointed: tuple[NonNegativeInt, ...] = ()
     """Blocks whose backward in mode CHECKPOINT counts it off."""
+    made_by: NonNegativeInt | None = None
+    """The block that makes it, if no block is given it and the model's own forward holds it until its end."""
 
     @property
     def is_returned(self) -> bool:
@@ -46,4 +53,4 @@ class SharedInput(FrozenModel):
     def blocks(self) -> set[int]:
         """All blocks that it names."""
         held = {*self.kept_by, *self.checkpointed_by, *self.freed_in_kept, *self.freed_in_checkpointed}
-        return held if self.let_go_by is None else held | {self.let_go_by}
+        return held | {block for block in (self.let_go_by, self.made_by) if block is not None}

@@ -108,6 +108,8 @@ class _Walk:
         self.micro_batch = 0
         self.level_bytes = 0
         self.gone_bytes = 0
+        self.made: Counter[BlockId] = Counter()
+        """What each block makes and the epilogue's forward lets go of, since no block keeps it."""
         self.held, self.kept, self.freed = self._shared_inputs()
         self.passing_bytes = min(self.gone_bytes, max(0, phases_of_prologue(claim)[0].net_bytes))
         self.between_bytes: Counter[BlockId] = Counter()
@@ -132,9 +134,11 @@ class _Walk:
                 if block in (shared.freed_in_checkpointed if is_checkpointed else shared.freed_in_kept):
                     counted.add(block)
             goes = set() if goes_with is None else {goes_with}
-            if not goes and shared.let_go_by is None:
+            if not goes and shared.made_by is not None:
+                self.made[BlockId(shared.made_by)] += shared.size_bytes
+            elif not goes and shared.let_go_by is None:
                 self.gone_bytes += shared.size_bytes
-            if goes:
+            if goes and shared.made_by is None:
                 held[OuterSection.EPILOGUE if shared.let_go_by is None else BlockId(shared.let_go_by)] += (
                     shared.size_bytes
                 )
@@ -166,7 +170,7 @@ class _Walk:
         if section is OuterSection.PROLOGUE:
             return phases_of_prologue(self.claim)[0]
         if section is OuterSection.EPILOGUE:
-            return workload.epilogue_forward.with_shared(held_bytes=self.held[section])
+            return workload.epilogue_forward.with_shared(held_bytes=self.held[section], freed_bytes=self.made.total())
         phase = workload.profile_of(section).forward_in(self._mode(section))
         return phase.with_shared(held_bytes=self.held[section])
 
@@ -236,6 +240,11 @@ class _Walk:
         size_bytes = 0 if isinstance(section, OuterSection) else self.claim.offloaded_inputs.get(section, 0)
         return {self._called(Content.SWAPPED, section): size_bytes} if size_bytes else {}
 
+    def _passing_of_blocks(self) -> dict[Name, int]:
+        """What recomputed blocks have made that goes with the epilogue's forward."""
+        found = {self._called(Content.ACTIVATIONS, b): 0 for b in self.blocks if self._mode(b).is_recomputed}
+        return {name: size_bytes for name in found if (size_bytes := self.alive.get(name, 0))}
+
     def _kept_results(self, block: BlockId, left_bytes: int) -> dict[Name, int]:
         """What a block in mode SELECTIVE keeps of the bytes that its forward leaves."""
         size_bytes = min(self.claim.workload.profile_of(block).kept_bytes, left_bytes)
@@ -250,12 +259,15 @@ class _Walk:
         if section is OuterSection.PROLOGUE:
             makes = {output: max(0, phase.net_bytes) - self.passing_bytes} | passing
         elif section is OuterSection.EPILOGUE:
-            makes = {saved: max(0, phase.net_bytes + self.passing_bytes)}
+            passing |= self._passing_of_blocks()
+            makes = {saved: max(0, phase.net_bytes + sum(passing.values()))}
             drops = set(passing)
         elif self._mode(section).is_recomputed:
             makes = {output: max(0, phase.net_bytes)}
             if kept := self._kept_results(section, makes[output]):
                 makes = {output: makes[output] - sum(kept.values())} | kept
+            if passing_bytes := min(self.made[section], makes[output]):
+                makes = {**makes, output: makes[output] - passing_bytes, saved: passing_bytes}
         else:
             output_bytes, saved_bytes = self._made_by_block(section)
             makes = {output: output_bytes, saved: saved_bytes} | self._swapped(section)

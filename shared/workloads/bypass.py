@@ -63,7 +63,7 @@ def bypass_workload(
         )
     for student in {id(one): one for one in of_pair}.values():
         _check_pair(teacher, student)
-    passing_bytes = sum(shared.size_bytes for shared in teacher.shared_inputs if not shared.is_returned)
+    passing_bytes = sum(s.size_bytes for s in teacher.shared_inputs if not s.is_returned and s.made_by is None)
     passing_bytes = min(passing_bytes, max(0, teacher.prologue_forward.net_bytes))
     made = _Pairs(teacher, loss, is_learnt or (lambda block, name: True))
     given_bytes = max(0, teacher.prologue_forward.net_bytes) - passing_bytes

@@ -209,6 +209,7 @@ def _renumbered(given: Sequence[ObservedInput], shown: Sequence[tuple[int, int]]
             blocks=tuple(number for number, seen in enumerate(old) if seen in each.blocks),
             kept=key(each.kept),
             checkpointed=key(each.checkpointed),
+            made_by=None if each.made_by is None else BlockId(old.index(each.made_by)),
         )
         for each in given
     )
