@@ -60,7 +60,8 @@ class GivenTensors:
         self._returned: dict[int, weakref.ref[torch.Tensor]] = {}
         """By identity, the tensors that blocks have returned."""
         self._keys: set[int] = set()
-        """Addresses of storages that blocks were given, or the model has returned, and that are alive."""
+        """Addresses of living storages that blocks were given, or that the last block or the model has returned."""
+        self._last = len(blocks) - 1
         self._within: int | None = None
         """The block whose forward runs."""
         self._runs = BlockRuns(model, blocks, on_enter=self._see, on_leave=self._see_returned)
@@ -75,7 +76,7 @@ class GivenTensors:
         self._within = None
 
     def was_given(self, key: int) -> bool:
-        """Whether blocks were given the storage at an address, which is going, or the model has returned it."""
+        """Whether blocks were given the storage at an address, which is going, or the last one or the model gave it."""
         was_given = key in self._keys
         self._keys.discard(key)
         return was_given
@@ -108,6 +109,9 @@ class GivenTensors:
     def _see_returned(self, block: int, arguments: Any, output: Any) -> None:
         self._within = None
         for tensor, given in self._counted(output):
+            if block == self._last:
+                # Shipped families count it as an output until the epilogue's backward, an upper bound.
+                self._keys.add(tensor.untyped_storage()._cdata)
             if given.made_by is None and not given.blocks:
                 given.made_by = block
             self._follow(tensor, given)

@@ -12,8 +12,8 @@ backward that it goes with.
 What a block returns beside its output, attention weights for one, goes so too: no block is given it, and the model's
 own forward holds it until it has what the next block returns.  Then it goes, unless the block that made it keeps it.
 
-Of what a block makes, some is held until the whole forward ends: what the model gathers in a list, the last block's
-output, casts of weights that autocast keeps.  No block is given it.  It goes with the epilogue's forward, unless a
+Of what a block makes, some is held until the whole forward ends: what the model gathers in a list of all blocks but
+the last, casts of weights that autocast keeps.  No block is given it.  It goes with the epilogue's forward, unless a
 block in mode KEEP has read it: then it goes with that block's backward.  Phases of the epilogue count none of it off,
 since a block that was traced may stand for many.
 """
