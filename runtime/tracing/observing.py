@@ -307,9 +307,8 @@ def observe_sections(
                 on_iteration()
             if number >= passes and has_settled(ledger, model, before_bytes, number):
                 break
-        found = given.found
+        found, made = given.found, observer.made.found
         outlived_bytes = dict(observer.outlived_bytes)
-        made = observer.made.found
         kept_bytes = kept_beside(ledger, [*lasting, *buffers.there(), *_dropped(model, held)], blocks)
     finally:
         del graph
