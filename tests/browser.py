@@ -98,7 +98,7 @@ class Browser:
             answer = self._read()
             if answer.get("id") == self._number:
                 assert "error" not in answer, f"{method}: {answer['error']}"
-                return answer["result"]  # type: ignore[no-any-return]
+                return answer["result"]
             self.events.append(answer)
 
     def _read(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class Browser:
                 raise EOFError
             self._pending += piece
         message, _, self._pending = self._pending.partition(b"\0")
-        return json.loads(message)  # type: ignore[no-any-return]
+        return json.loads(message)
 
     def _wait_for(self, method: str) -> None:
         while not any(event.get("method") == method for event in self.events):

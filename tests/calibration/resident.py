@@ -11,6 +11,7 @@ import json
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -71,7 +72,7 @@ def train(model: nn.Module, plan: Plan, workload: Workload, batch: dict[str, tor
             training.step()
 
 
-def measure(width: int, knobs: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
+def measure(width: int, knobs: dict[str, Any], dtype: torch.dtype) -> dict[str, int]:
     """What one plan's account says, and what the training added to the process at most."""
     batch = {"x": torch.randn(256, width).to(dtype)}
     with torch.device("meta"):

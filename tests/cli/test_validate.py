@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -118,7 +119,7 @@ def test_a_model_of_one_s_own_is_judged(protwin_here: Protwin, here: Path, monke
     ids=lambda value: " ".join(value[3:]) if isinstance(value, tuple) else "",
 )
 def test_what_makes_no_sense_is_refused(protwin_here: Protwin, here: Path, options: tuple[str, ...], said: str) -> None:
-    known = {"hardware_name": HERE.name, "machine": HERE.name, "software": software_versions()}
+    known: dict[str, Any] = {"hardware_name": HERE.name, "machine": HERE.name, "software": software_versions()}
     Calibration(**known).save(here / "good.json")
     Calibration(**known | {"machine": "another"}).save(here / "other.json")
     Calibration(**known | {"software": {"torch": "0.1"}}).save(here / "old.json")

@@ -38,6 +38,7 @@ def plan_of(
     n_persist = round(persistent * len(layout.chunks))
     fewest = layout.min_buffers(n_persist)
     chosen = tuple(modes[block % len(modes)] for block in range(blocks))
+    counts: dict[str, Any] = mode_counts(chosen)
     return Plan(
         workload_id=case.workload.identity,
         chunk_bytes=chunk_bytes,
@@ -45,7 +46,7 @@ def plan_of(
         n_buffer=fewest + 1 if fewest else 0,
         prefetch_depth=changes.pop("prefetch_depth", 2),
         activation_modes=chosen,
-        **mode_counts(chosen),
+        **counts,
         **changes,
     )
 

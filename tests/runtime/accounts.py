@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import torch
 
@@ -37,6 +38,7 @@ def plan_of(case: Case, mixture: str, residency: str, *, micro_batches: int = 1)
     num_chunks = len(layout.chunks)
     n_persist = {"persistent": num_chunks, "mixed": num_chunks // 3}.get(residency, 0)
     n_host_stepped = {"host-stepped": num_chunks, "mixed": num_chunks // 3}.get(residency, 0)
+    counts: dict[str, Any] = mode_counts(modes)
     return Plan(
         workload_id=workload.identity,
         method=workload.method,
@@ -45,7 +47,7 @@ def plan_of(case: Case, mixture: str, residency: str, *, micro_batches: int = 1)
         n_host_stepped=n_host_stepped,
         n_buffer=layout.min_buffers(n_persist + n_host_stepped) + (residency != "persistent"),
         prefetch_depth=2,
-        **mode_counts(modes),
+        **counts,
         activation_modes=modes,
         micro_batches=micro_batches,
     )

@@ -143,7 +143,7 @@ def watched_stretches(training: Training, ledger: MemoryLedger) -> Iterator[list
         settle(training)
         found.append(ledger.peak_bytes)
     finally:
-        metering.begin_task = begin_task  # type: ignore[method-assign]
+        metering.begin_task = begin_task  # type: ignore[assignment, method-assign]
 
 
 def excesses(schedule: Schedule, measured_bytes: Sequence[int], iterations: int) -> dict[str, int]:

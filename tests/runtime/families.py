@@ -117,7 +117,7 @@ FROZEN = {
 def family_cases(steps: int = STEPS) -> dict[str, Case]:
     """Every family in three parameter groups, and some of them partly frozen."""
     found = {}
-    kinds = [(name, name, ()) for name in families()]
+    kinds: list[tuple[str, str, tuple[str, ...]]] = [(name, name, ()) for name in families()]
     kinds += [(name, family, prefixes) for name, (family, prefixes) in FROZEN.items()]
     for name, kind, prefixes in kinds:
         family = families()[kind]

@@ -132,7 +132,7 @@ class Store:
 
 
 def _serve(writable: int) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))  # type: ignore[attr-defined]
     os.write(writable, str(store.port).encode())
     time.sleep(3600)
 

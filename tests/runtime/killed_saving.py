@@ -45,7 +45,7 @@ def removed_first(
     os.rename(part, path)
 
 
-VARIANTS = {"right": checkpoints.replaced_folder, "in place": in_place, "removed first": removed_first}
+VARIANTS = {"right": checkpoints.replaced_folder, "in place": in_place, "removed first": removed_first}  # type: ignore[attr-defined]
 
 
 def killed_before(number: int, folder: Path) -> str | None:
@@ -85,11 +85,11 @@ def kills(variant: str, parent: Path) -> list[dict[str, Any]]:
     number = 0
     while True:
         number += 1
-        checkpoints.replaced_folder = VARIANTS["right"]
+        checkpoints.replaced_folder = VARIANTS["right"]  # type: ignore[attr-defined]
         folder = parent / str(number) / "saved"
         folder.parent.mkdir(parents=True)
         save(1, folder)
-        checkpoints.replaced_folder = VARIANTS[variant]
+        checkpoints.replaced_folder = VARIANTS[variant]  # type: ignore[attr-defined]
         operation = killed_before(number, folder)
         try:
             loaded: int | str = loaded_step(folder)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -13,10 +15,24 @@ from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import Workload
 from tests.runtime.models import Case
-from tests.runtime.tracing.test_tracing import hooks_of, same
 from tests.runtime.watchdog import lanes_alive
 
 CHUNK_BYTES = 9_000
+
+
+def hooks_of(model: nn.Module) -> list[list[Any]]:
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return [list(getattr(module, kind).values()) for module in model.modules() for kind in kinds]
+
+
+def same(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor | np.ndarray):
+        return bool((first == second).all())
+    if isinstance(first, Mapping):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(same, first, second))
+    return bool(first == second)
 
 
 def plan_for(workload: Workload, *, n_persist: int = 2, more_buffers: int = 1) -> Plan:
@@ -57,7 +73,7 @@ def ordinary_facts(model: nn.Module) -> dict[str, Any]:
         "gradient hooks": [list((p._post_accumulate_grad_hooks or {}).values()) for p in model.parameters()],
         "attributes": [sorted(vars(module)) for module in model.modules()],
         "flags": [module.training for module in model.modules()],
-        "use_cache": model.config.use_cache,
+        "use_cache": model.config.use_cache,  # type: ignore[union-attr]
         "threads": torch.get_num_threads(),
     }
 

@@ -139,7 +139,7 @@ def uncached(model: nn.Module) -> nn.Module:
     A cache gives attention a copy of its keys with other strides, over which kernels may add in another order.
     """
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False):
             config.use_cache = False
     return model
@@ -302,7 +302,7 @@ def _half_frozen_llama() -> nn.Module:
 
 def _narrow_blocks() -> nn.Module:
     """Blocks in bfloat16 between ends in float32, as mixed models have them."""
-    model = hand_written()
+    model: Any = hand_written()
     for layer in model.stack:
         layer.up.to(torch.bfloat16).register_forward_pre_hook(lambda _, args: (args[0].bfloat16(),))
         layer.up.register_forward_hook(lambda _, args, output: output.float())

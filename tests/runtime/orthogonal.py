@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, lru_cache, partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from protwin.runtime import CpuDevice, add_lora, make_orthogonal, trace
-from protwin.runtime.model.batches import Batch
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import Workload
 from tests.runtime.equality import different
@@ -35,7 +35,7 @@ class AutocastCase(Case):
     limit.
     """
 
-    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return super().loss(model, batch)
 

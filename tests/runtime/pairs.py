@@ -123,7 +123,7 @@ class Combined:
         """Losses, weights and the training."""
         model, batches = self.build(), self.batches()
         mlp_tiles, loss_tiles = self.tiles()
-        counts = {
+        counts: dict[str, Any] = {
             "mlp_tiles": [mlp_tiles] if mlp_tiles > 1 else [],
             "loss_tiles": [loss_tiles] if loss_tiles > 1 else [],
         }

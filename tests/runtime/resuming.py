@@ -74,7 +74,7 @@ def other_weights(model: nn.Module) -> nn.Module:
 
 
 def start(case: Case, model: nn.Module, plan: Plan, **changes: Any) -> Training:
-    chosen = {"optimizer": case.make_optimizer, "parameter_groups": case.groups(model)} | changes
+    chosen: dict[str, Any] = {"optimizer": case.make_optimizer, "parameter_groups": case.groups(model)} | changes
     return carry_out(model, plan, case.workload, **chosen)
 
 

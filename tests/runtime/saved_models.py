@@ -81,7 +81,7 @@ class HostPeak(TorchDispatchMode):
         for name, (reference, is_file) in [*self._known.items()]:
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             if storage is None:
-                del self._known[name]
+                del self._known[name]  # type: ignore[unreachable]
             elif not is_file:
                 found += storage.nbytes()
         return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from protwin.shared.phases.distillation import Distillation
 from protwin.shared.schema.plan import Plan, TrainingMethod
 from protwin.shared.schema.workload import Block, BlockProfile, OuterSection, Parameter, Phase, Uses, Workload
@@ -64,5 +66,5 @@ def pairs(num_pairs: int) -> Workload:
 
 def bypass_plan(workload: Workload, **knobs: object) -> Plan:
     """Everything offloaded, one buffer, one chunk per block."""
-    fields = {"n_persist": 0, "n_buffer": 1, "chunk_bytes": 4_096} | knobs
+    fields: dict[str, Any] = {"n_persist": 0, "n_buffer": 1, "chunk_bytes": 4_096} | knobs
     return Plan(workload_id=workload.identity, method=TrainingMethod.BYPASS, **fields)

@@ -124,7 +124,8 @@ def full_report(example: LaidOut, **changes: object) -> str:
 
 def chart_bars(html: str) -> list[list[Element]]:
     """The bars of every lane chart."""
-    charts, page = [], parse(html)
+    charts: list[list[Element]] = []
+    page = parse(html)
     for element in page.elements:
         if element.tag == "svg" and "lanes" in (element.attributes.get("class") or ""):
             charts.append([])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -166,7 +167,7 @@ def cases(draw: DrawFn) -> Case:
     """Plans of the space that is searched, with and without contention, measured and modelled."""
     model = draw(workloads(measured=None))
     has_disk = draw(st.booleans())
-    sorts = {"optimizers": any_optimizer(model), "host_gradients": any_host_gradients(model)}
+    sorts: dict[str, Any] = {"optimizers": any_optimizer(model), "host_gradients": any_host_gradients(model)}
     chosen, layout = draw(plans(model, **sorts, has_disk=has_disk))
     # Blocks that keep results are a workload of their own to the search's tables (``tests/sim/brute_force.py``).
     chosen = chosen.model_copy(update={"activation_modes": None, "n_selective": 0})

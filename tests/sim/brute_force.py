@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 from hypothesis import assume
 from hypothesis import strategies as st
@@ -119,16 +121,15 @@ def brute_force(
     outcomes = []
     mlp = (1, *(tiling.mlp_tiles for tiling in model.tilings))
     loss = (1, *(tiling.loss_tiles for tiling in model.loss_tilings))
-    tiles = [
+    tiles: list[dict[str, Any]] = [
         {"mlp_tiles": of_mlp, "loss_tiles": of_loss}
         for of_mlp, of_loss in product(mlp, loss)
         if of_mlp in (space.mlp_tiles or mlp) and of_loss in (space.loss_tiles or loss)
     ]
     counts = product(space.n_checkpoint or (), space.n_swap or (), space.n_offload_input or (0,))
     every_modes = list(product(counts, space.product_stride or (0, 1)))
-    knobs = (space.chunk_bytes, tiles, space.n_buffer, space.prefetch_depth, every_modes)
-    chunk_sizes, *others = (() if values is None else values for values in knobs)
-    for chunk_bytes in chunk_sizes:
+    others: tuple[Iterable[Any], ...] = (tiles, space.n_buffer or (), space.prefetch_depth, every_modes)
+    for chunk_bytes in space.chunk_bytes or ():
         layout = layout_of(model, chunk_bytes)
         kept = kept_counts(space, len(layout.chunks))
         for (n_persist, n_host_stepped), on_disk, in_tiles, n_buffer, depth, modes in product(
@@ -219,14 +220,14 @@ def cases_with_disk(
     model = draw(models)
     box = draw(hardware()).model_copy(update={"disk": draw(disks()), "name": model.measured_on})
     space = SearchSpace(
-        chunk_bytes=draw(st.sampled_from((512, 2048))),
+        chunk_bytes=(draw(st.sampled_from((512, 2048))),),
         n_persist=tuple({0, draw(st.integers(0, 2))}),
         n_disk_state=draw(st.sampled_from(((0, 1), (0, 2), (1, 3)))),
         n_disk=draw(st.sampled_from(((0,), (0, 1), (1,)))),
         n_staging=draw(st.sampled_from(((1,), (2,), (1, 3)))),
         n_buffer=tuple({1000, draw(st.integers(0, 4))}),
-        prefetch_depth=draw(st.integers(1, 2)),
-        n_checkpoint=draw(st.integers(0, 1)),
+        prefetch_depth=(draw(st.integers(1, 2)),),
+        n_checkpoint=(draw(st.integers(0, 1)),),
     )
     step = StepSpec(draw(st.sampled_from((1, 1, 2))), draw(st.sampled_from((None, None, 1.0))))
     assume(disk_counts(space))
@@ -242,10 +243,10 @@ def cases_with_long_knobs(draw: DrawFn, models: st.SearchStrategy[Workload] = _M
     box = draw(hardware()).model_copy(update={"name": model.measured_on})
     every = st.sampled_from((None, None, (1, 2), (2, 5)))
     space = SearchSpace(
-        chunk_bytes=draw(st.sampled_from((512, 2048))),
+        chunk_bytes=(draw(st.sampled_from((512, 2048))),),
         n_persist=tuple({0, draw(st.integers(0, 4))}),
-        n_buffer=1000,
-        prefetch_depth=draw(st.integers(1, 2)),
+        n_buffer=(1000,),
+        prefetch_depth=(draw(st.integers(1, 2)),),
         n_checkpoint=tuple({0, draw(st.integers(0, model.num_blocks))}),
         n_swap=draw(st.sampled_from(((0,), (0,), (0, 1)))),
         n_offload_input=draw(st.sampled_from(((0,), (0, 1), (0, 2), (0, 1, 2)))),

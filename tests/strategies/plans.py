@@ -6,7 +6,7 @@ Every draw shrinks towards one chunk and KEEP everywhere.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
@@ -71,7 +71,11 @@ def plans(
     modes = None
     n_checkpoint = draw(st.integers(0, workload.num_blocks))
     n_swap = draw(st.integers(0, workload.num_blocks - n_checkpoint))
-    counts = {"n_checkpoint": n_checkpoint, "n_swap": n_swap, "n_offload_input": draw(st.integers(0, n_checkpoint))}
+    counts: dict[str, Any] = {
+        "n_checkpoint": n_checkpoint,
+        "n_swap": n_swap,
+        "n_offload_input": draw(st.integers(0, n_checkpoint)),
+    }
     keeps_results = all(profile.selective for profile in workload.profiles)
     if keeps_results:
         counts["n_selective"] = draw(st.integers(0, n_checkpoint - counts["n_offload_input"]))
@@ -114,7 +118,7 @@ def planned_workloads(
 ) -> PlannedWorkload:
     """A random workload with a random plan for it."""
     workload = draw(workloads(max_blocks, measured, min_parameters))
-    chosen = {"optimizers": any_optimizer(workload), "host_gradients": any_host_gradients(workload)}
+    chosen: dict[str, Any] = {"optimizers": any_optimizer(workload), "host_gradients": any_host_gradients(workload)}
     plan, layout = draw(plans(workload, **chosen, has_disk=has_disk))
     return PlannedWorkload(workload, plan, layout)
 

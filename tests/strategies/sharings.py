@@ -35,15 +35,14 @@ def sharings(
 
     def shared(profile: BlockProfile) -> BlockProfile:
         """In either mode something, or nothing, is exchanged."""
-        phases = {}
+        phases: dict[str, Phase] = {}
         for names in (("forward", "checkpoint_forward"), ("backward", "checkpoint_backward"), ("recompute",)):
             is_any = exchanges is not None or draw(st.booleans())
             for name in names:
-                sizes = exchanges
-                if exchanges is None:
-                    most = 3 if is_any else 0
-                    is_needed = is_any and name != "recompute"
-                    sizes = tuple(draw(st.lists(st.integers(0, 10**8), min_size=int(is_needed), max_size=most)))
+                most = 3 if is_any else 0
+                is_needed = is_any and name != "recompute"
+                drawn = st.lists(st.integers(0, 10**8), min_size=int(is_needed), max_size=most).map(tuple)
+                sizes = draw(drawn) if exchanges is None else exchanges
                 if name == "recompute" and not phases["backward"].exchanges:
                     sizes = ()
                 phases[name] = draw(_exchanging(getattr(profile, name), sizes))

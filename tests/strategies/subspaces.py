@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from hypothesis import strategies as st
-from hypothesis.strategies import DrawFn, SearchStrategy
+from hypothesis.strategies import DrawFn
 
 from protwin.shared.layout.layout import Layout, layout_of, why_not_on_device
 from protwin.shared.schema.plan import ParallelMode, Plan, ProjectionPlace, TrainingMethod, why_not_held
@@ -98,8 +98,8 @@ def projected_plans(
     return PlannedWorkload(workload, Plan(**plan.model_dump()), layout)
 
 
-@st.composite
-def plans_of_subspaces(draw: DrawFn, workload: Workload, **chosen: SearchStrategy[Any]) -> tuple[Plan, Layout]:
+@st.composite  # type: ignore[arg-type]
+def plans_of_subspaces(draw: DrawFn, workload: Workload, **chosen: Any) -> tuple[Plan, Layout]:
     """A plan of one rank that ``workload`` can follow, and its layout; ``chosen``: as of ``plans``."""
     drawn, _ = draw(plans(workload, **chosen))
     layout = layout_of(workload, drawn.chunk_bytes)

@@ -104,7 +104,7 @@ def test_it_costs_what_pefts_costs(seed: int) -> None:
         dropout = 0.0
     # Of a base in float32 that is nothing else.
     is_wide = seed % 3 == 0
-    options = {"dropout": dropout, "use_dora": use_dora, "dtype": torch.float32 if is_wide else None}
+    options: dict[str, Any] = {"dropout": dropout, "use_dora": use_dora, "dtype": torch.float32 if is_wide else None}
     add_lora(own, rank=rank, targets=targets, **options)
     theirs = of_peft(theirs, rank, targets, rank, is_wide=is_wide, lora_dropout=dropout, use_dora=use_dora)
     found, expected = trace(own, batch), trace(theirs, batch)

@@ -48,7 +48,7 @@ def tell(signals: Signals) -> None:
         signals.doing = Doing.TRAINING
         return found
 
-    Distilling.save, Distilling.resume = saved, resumed  # type: ignore[method-assign]
+    Distilling.save, Distilling.resume = saved, resumed  # type: ignore[assignment, method-assign]
 
 
 def in_a_process(do: Callable[[], None], signals: Signals, lifetime_s: float | None) -> dict[str, Any]:

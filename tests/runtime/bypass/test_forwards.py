@@ -85,7 +85,7 @@ def test_blocks_of_a_run_learn_what_each_learns_alone(
     other_way = partial(torch.autocast, "cpu", dtype=torch.bfloat16, enabled=autocast is None)
     batches = data().source(asked).batches(0)
     steps = [list(islice(batches, 3)) for _ in range(STEPS)]
-    rates = {"lr": asked.learning_rate, "betas": asked.betas, "weight_decay": asked.weight_decay}
+    rates: dict[str, Any] = {"lr": asked.learning_rate, "betas": asked.betas, "weight_decay": asked.weight_decay}
     optimizer = partial(torch.optim.AdamW, **rates, fused=True)
 
     def alone(way: Any) -> dict[str, torch.Tensor]:

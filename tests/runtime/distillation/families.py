@@ -112,6 +112,7 @@ class DictModel(nn.Module):
     def __init__(self, inner: int, width: int = 24) -> None:
         super().__init__()
         self.entry = nn.Linear(5, width)
+        self.scale: torch.Tensor
         self.register_buffer("scale", torch.tensor(1.25))
         self.stack = nn.ModuleList(DictBlock(width, inner) for _ in range(LAYERS))
         self.exit = nn.Linear(width, 3)

@@ -51,7 +51,7 @@ def test_the_bits_are_those_of_models_that_were_loaded(name: str, seed: int, fol
     family = reference.family
     teacher, student = saved(name, folders)
     before = [*teacher.parameters(), *student.parameters()]
-    given = {"optimizer": adamw, "device": CpuDevice()}
+    given: dict[str, Any] = {"optimizer": adamw, "device": CpuDevice()}
     with TemporaryDirectory(dir=FAST_FOLDER) as disk, quiet():
         weights: Any = {"teacher_weights": folders[0], "student_weights": SavedWeights(folders[1])}
         with distil(teacher, student, plan, workload, mse, disk_folder=disk, **weights, **given) as training:

@@ -185,7 +185,7 @@ def test_a_checkpointed_block_leaves_what_a_kept_one_does_in_whatever_order_cast
     """Gradients alone: were a cast freed nowhere, every block that is like this one would leak it in every step."""
     config = {"model_type": "bert", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5}
     config |= {"num_attention_heads": 2, "vocab_size": 60, "architectures": ["BertForSequenceClassification"]}
-    given = {"name": "bert", "batch_size": 2, "sequence_length": 24, "dtype": "float32"}
+    given: dict[str, Any] = {"name": "bert", "batch_size": 2, "sequence_length": 24, "dtype": "float32"}
     options = TrainingOptions(autocast=DType.FLOAT16)
     own = facts._casts_until_backward
     found = []

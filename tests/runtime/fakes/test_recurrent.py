@@ -116,7 +116,7 @@ def test_multiplications_are_those_of_the_steps(sizes: dict[str, Any]) -> None:
 
 def test_an_lstm_that_a_cpu_has_run_multiplies_as_much() -> None:
     """One call a layer there, one for all on a GPU: of one layer they are the same products."""
-    sizes = {"kind": "LSTM", "hidden_size": 8}
+    sizes: dict[str, Any] = {"kind": "LSTM", "hidden_size": 8}
     real = trace(Recurrent(**sizes), batch(**sizes, device="cpu"), loss=loss_of, repeats=0)
     for phase, wanted in zip(("forward", "backward"), calls(fake(sizes)), strict=True):
         found = [o for o in getattr(real.profiles[real.blocks[1].profile], phase).operations if "rnn" in o.name]

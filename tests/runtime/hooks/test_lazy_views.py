@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ def test_weights_equal_the_plain_loops(block: type[nn.Module], mode: ActivationM
     model = copy.deepcopy(plain)
     workload = trace(model, batch, loss=lambda output, _: output, repeats=0)
     modes = (CHECKPOINT if mode is OFFLOAD_INPUT else SWAP, mode)
-    knobs = mode_counts(modes)
+    knobs: dict[str, Any] = mode_counts(modes)
     plan = Plan(
         workload_id=workload.identity, chunk_bytes=2**13, n_persist=0, n_buffer=3, activation_modes=modes, **knobs
     )

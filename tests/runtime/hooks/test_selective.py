@@ -162,7 +162,7 @@ def built(name: str) -> nn.Module:
 @contextmanager
 def checkpointed_by_torch(model: nn.Module, contexts: Callable[[], Any] | None) -> Iterator[None]:
     """Every block under torch's own checkpointing."""
-    more = {} if contexts is None else {"context_fn": contexts}
+    more: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
     blocks = [block.module for block in find_blocks(model)]
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, **more)

@@ -44,13 +44,13 @@ def loop(
     accelerator = kind(cpu=True, gradient_accumulation_steps=steps, **options)
     optimizer = adamw([{"params": list(model.parameters())}])
     scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=2, num_training_steps=20)
-    loader = DataLoader(rows(num_rows), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    loader: Any = DataLoader(rows(num_rows), batch_size=2, shuffle=True)  # type: ignore[arg-type]
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     seen = []
     if resume is not None:
         accelerator.load_state(str(resume))
     for epoch in range(0 if resume is None else 1, 2):
-        loader.set_epoch(epoch)  # type: ignore[attr-defined]
+        loader.set_epoch(epoch)
         for batch in loader:
             with accelerator.accumulate(model):
                 loss = model(**batch).loss

@@ -39,7 +39,7 @@ def rows(number: int = NUM_ROWS, *, lengths: Sequence[int] = (12,), seed: int = 
     return found
 
 
-class Logs(TrainerCallback):
+class Logs(TrainerCallback):  # type: ignore[misc]
     """Keeps what the Trainer logs, but for what clocks say."""
 
     def __init__(self) -> None:

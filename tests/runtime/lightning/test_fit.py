@@ -89,7 +89,10 @@ def test_a_searched_plan_and_a_resume_under_another(plain: Any, planned: Any, fo
 
 @pytest.mark.slow
 def test_a_plateau_stops_early_and_the_plan_is_given(planned: Any, tmp_path: Path) -> None:
-    stop = {"callbacks": [EarlyStopping("val_loss", patience=1, min_delta=1.0)], "module": {"plateau": True}}
+    stop: dict[str, Any] = {
+        "callbacks": [EarlyStopping("val_loss", patience=1, min_delta=1.0)],
+        "module": {"plateau": True},
+    }
     plain = Fit(tmp_path, **stop).fitted(gpt2())
     stop["callbacks"] = [EarlyStopping("val_loss", patience=1, min_delta=1.0)]
     check_same(plain, Fit(tmp_path, **stop).fitted(gpt2(), **plan(planned, n_checkpoint=1)))

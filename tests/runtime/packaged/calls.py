@@ -31,7 +31,7 @@ class _Alive(TorchDispatchMode):
     """Bytes of storages that operations made."""
 
     def __init__(self, given: list[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in given}
         self.now = self.most = 0
 
@@ -184,13 +184,13 @@ def cases() -> dict[str, tuple[str, Callable[[], Mapping[str, Any]]]]:
             add("chunk_kda", _delta_rule, sizes, has_state, is_kimi=True)
     for dtype in (HALF, FULL):
         for flag in (False, True):
-            for sizes in _SPACE_SIZES:
-                add("mamba_chunk_scan_combined", _scan, sizes, dtype, flag)
+            for shape in _SPACE_SIZES:
+                add("mamba_chunk_scan_combined", _scan, shape, dtype, flag)
                 for has_map in (False, True):
-                    add("mamba_split_conv1d_scan_combined", _layer, sizes, dtype, flag, has_map)
-            for sizes in _SCAN_SIZES:
-                add("selective_scan_fn", _selective, sizes, dtype, flag)
-                add("mamba_inner_fn", _inner, sizes, dtype, flag)
+                    add("mamba_split_conv1d_scan_combined", _layer, shape, dtype, flag, has_map)
+            for widths in _SCAN_SIZES:
+                add("selective_scan_fn", _selective, widths, dtype, flag)
+                add("mamba_inner_fn", _inner, widths, dtype, flag)
     for is_last in (False, True):
         for has_bias in (False, True):
             add("causal_conv1d_fn", _convolution, is_last, has_bias)

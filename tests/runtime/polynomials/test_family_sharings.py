@@ -45,9 +45,9 @@ def fitted(kind: str) -> Known:
     return family, tilings, sharings
 
 
-def shared(known: Known, ranks: int, batch_size: int, sequence_length: int, **tiles: list[int]) -> Workload:
+def shared(known: Known, ranks: int, batch_size: int, sequence_length: int, **tiles: Any) -> Workload:
     family, tilings, sharings = known
-    shape = {"batch_size": batch_size, "sequence_length": sequence_length}
+    shape: dict[str, Any] = {"batch_size": batch_size, "sequence_length": sequence_length}
     whole = family.at(**shape) if tilings is None else tilings.workload(family, **shape, **tiles)
     return sharings.workload(whole, family, tilings, sequence_ranks=[ranks], **tiles)
 
@@ -61,7 +61,7 @@ def check(configuration: dict[str, Any], known: Known, *, seed: int, times: int 
         ranks, batch = rng.choice(piece.ranks), 1 if piece.most[0] == 1 else rng.randint(2, 5)
         longest = min(90, (piece.most[1] or 2**40) // ranks)
         tokens = max(-(-piece.least[1] // ranks), rng.randint(min(20, longest), longest))
-        tiles = {"mlp_tiles": [rng.randint(2, 7)], "loss_tiles": [rng.randint(2, 10)]}
+        tiles: dict[str, Any] = {"mlp_tiles": [rng.randint(2, 7)], "loss_tiles": [rng.randint(2, 10)]}
         if not has_tiles or tilings is None or tilings.why_no_mlp_tiles or not piece.has_mlp_tiles:
             tiles["mlp_tiles"] = []
         if not has_tiles or tilings is None or tilings.why_no_loss_tiles or piece.loss is None:

@@ -63,8 +63,8 @@ def check(
     """Compare at shapes and numbers of tiles by ``seed``."""
     rng = random.Random(seed)
     for _ in range(times):
-        shape = {"batch_size": rng.choice((1, 2, 5)), "sequence_length": rng.randint(20, 90)}
-        asked = {
+        shape: dict[str, Any] = {"batch_size": rng.choice((1, 2, 5)), "sequence_length": rng.randint(20, 90)}
+        asked: dict[str, Any] = {
             "mlp_tiles": [rng.randint(2, 7)] if tilings.why_no_mlp_tiles is None else [],
             "loss_tiles": [rng.randint(2, 10)] if tilings.why_no_loss_tiles is None else [],
         }
@@ -92,7 +92,7 @@ def test_float32_is_another_family(kind: str) -> None:
 def test_wrong_passes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of one length each, or a first pass like the others, are not what a trace sees."""
     family, tilings = shipped("llama-3-8b")
-    asked = {"mlp_tiles": [5], "loss_tiles": [4], "batch_size": 1, "sequence_length": 63}
+    asked: dict[str, Any] = {"mlp_tiles": [5], "loss_tiles": [4], "batch_size": 1, "sequence_length": 63}
     right = tilings.workload(family, **asked)
     passes = tilings_module._passes
 

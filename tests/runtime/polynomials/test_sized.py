@@ -80,7 +80,7 @@ def compared(model: str, draw: random.Random, how: Quantization | None, dtype: s
     """A drawn shape and rank of a shipped program equals its trace."""
     quantized = None if how is None else QuantizationOptions(how=how)
     options = TrainingOptions(lora=LoraOptions(rank=draw.randrange(1, 33), targets=targets), quantized=quantized)
-    shape = {"batch_size": draw.choice((1, 2, 5)), "sequence_length": draw.randrange(2, 400)}
+    shape: dict[str, Any] = {"batch_size": draw.choice((1, 2, 5)), "sequence_length": draw.randrange(2, 400)}
     asked: dict[str, Any] = {"dtype": dtype, "options": options}
     found = untraced_workload(WorkloadRequest(model, **shape, **asked))
     assert found is not None

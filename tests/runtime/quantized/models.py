@@ -23,13 +23,13 @@ def packed(linear: nn.Linear, kind: str, *, double: bool, blocksize: int, comput
     sizes, has_bias = (linear.in_features, linear.out_features), linear.bias is not None
     made: Any
     if kind == "int8":
-        made = bnb.nn.Linear8bitLt(*sizes, bias=has_bias, has_fp16_weights=False)
-        made.weight = bnb.nn.Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False)
+        made = bnb.nn.Linear8bitLt(*sizes, bias=has_bias, has_fp16_weights=False)  # type: ignore[attr-defined]
+        made.weight = bnb.nn.Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False)  # type: ignore[attr-defined]
     else:
-        made = bnb.nn.Linear4bit(
+        made = bnb.nn.Linear4bit(  # type: ignore[attr-defined]
             *sizes, bias=has_bias, compute_dtype=compute, compress_statistics=double, quant_type=kind
         )
-        made.weight = bnb.nn.Params4bit(
+        made.weight = bnb.nn.Params4bit(  # type: ignore[attr-defined]
             linear.weight.data,
             requires_grad=False,
             compress_statistics=double,
@@ -41,7 +41,7 @@ def packed(linear: nn.Linear, kind: str, *, double: bool, blocksize: int, comput
     return made.to("cpu")
 
 
-def packed_blocks(model: nn.Module, kind: str, **how: Any) -> nn.Module:
+def packed_blocks(model: Any, kind: str, **how: Any) -> nn.Module:
     """``model`` with every linear map of its blocks packed, in place, and frozen."""
     how = {"double": False, "blocksize": 64, "compute": None} | how
     for block in model.model.layers:
@@ -77,7 +77,7 @@ def qlora(
 
 def head_too() -> nn.Module:
     """The same with a packed head."""
-    model = packed_blocks(llama(num_layers=3), "nf4")
+    model: Any = packed_blocks(llama(num_layers=3), "nf4")
     model.lm_head = packed(model.lm_head, "nf4", double=False, blocksize=64, compute=None).requires_grad_(False)
     return adapted(model)
 

@@ -54,17 +54,18 @@ class Gated(HandWritten):
 
     def __init__(self) -> None:
         super().__init__()
+        layer: Any
         for layer in self.stack:
             layer.gate = nn.Parameter(torch.randn(24))
             layer.uses_gate = True
             layer.register_forward_hook(_gated)
 
 
-def _gated(layer: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+def _gated(layer: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
     return output * layer.gate if layer.uses_gate else output
 
 
-def _gates(model: nn.Module, rank: int) -> None:
+def _gates(model: Any, rank: int) -> None:
     """On each rank other gates are open; the last block's on none but rank 0, the first one's on none."""
     for number, layer in enumerate(model.stack):
         layer.uses_gate = number > 0 and (rank == 0 or number % 2 == 1) and number < len(model.stack)
@@ -76,7 +77,7 @@ def _gated_model() -> nn.Module:
 
 
 def _gated_model_without_dropout() -> nn.Module:
-    model = _gated_model()
+    model: Any = _gated_model()
     for layer in model.stack:
         layer.dropout.p = 0.0
     return model
@@ -213,11 +214,12 @@ class ByHand(nn.Module):
 def limited(model: nn.Module, max_norm: float, *, is_wide: bool) -> float:
     """Limit the norm of all gradients, as torch does; ``is_wide``: taken in float64, as ranks with parts add it up."""
     parameters = [p for p in model.parameters() if p.grad is not None]
+    gradients = [p.grad for p in parameters if p.grad is not None]
     if not is_wide:
         return float(nn.utils.clip_grad_norm_(parameters, max_norm))
-    norm = torch.cat([p.grad.double().flatten() for p in parameters]).norm().float()
-    for parameter in parameters:
-        parameter.grad.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    norm = torch.cat([gradient.double().flatten() for gradient in gradients]).norm().float()
+    for gradient in gradients:
+        gradient.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return float(norm)
 
 

@@ -18,6 +18,7 @@ from protwin.runtime.chunks.sharded_chunk import ShardedChunk
 from protwin.runtime.lanes.rank_work import RankWork
 from protwin.runtime.ranks import ordered_sums
 from protwin.shared.schema.plan import ParallelMode, Plan
+from protwin.shared.schema.schedule import TaskId
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from tests.runtime.deferred_cuda import DeferredCuda, backward, cuda_device
 from tests.runtime.models import SEED, differences
@@ -126,7 +127,7 @@ def _room_of_the_lanes_own() -> Iterator[None]:
     """Memory for what is added up is taken on the collective's stream, and freed while others still read it."""
     right = RankWork._scatter
 
-    def wrong(self: RankWork, chunk: ShardedChunk, key: tuple[int, int, int], task: int) -> None:
+    def wrong(self: RankWork, chunk: ShardedChunk, key: tuple[int, int, int], task: TaskId) -> None:
         self._rooms[key] = self._room(chunk, is_first=key[1] == 0)
         right(self, chunk, key, task)
 

@@ -130,6 +130,7 @@ def shared_text(rank: int, path: Path) -> None:
     )
     plain, losses = uncached(_small()), []
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=1e-3)
+    batch: Any
     for batch in batches:
         loss = plain(**batch).loss
         loss.backward()
@@ -137,8 +138,8 @@ def shared_text(rank: int, path: Path) -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
     model = _small()
-    options = {"learning_rate": 1e-3, "optimizer_options": {"eps": 1e-3, "weight_decay": 1e-2}}
-    fixed = {"steps": STEPS, "tell": None, "probe_s": 0.05, "plan": plan, "workload": workload}
+    options: dict[str, Any] = {"learning_rate": 1e-3, "optimizer_options": {"eps": 1e-3, "weight_decay": 1e-2}}
+    fixed: dict[str, Any] = {"steps": STEPS, "tell": None, "probe_s": 0.05, "plan": plan, "workload": workload}
     with patch("protwin.runtime.ranks.rank_probe.measure_collectives", partial(measure_collectives, sizes=(2**12,))):
         found = protwin.train(model, path, **shape, **options, **fixed)
     torch.testing.assert_close(torch.tensor(found.losses), torch.tensor(losses), rtol=4e-6, atol=0)

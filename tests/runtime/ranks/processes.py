@@ -68,7 +68,7 @@ class Ranks:
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         # As torchrun's agent does: the store is served here, at a port that is free.
-        self._store = dist.TCPStore(
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
         self._traced: set[tuple[int, str]] = set()

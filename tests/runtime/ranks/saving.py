@@ -30,7 +30,7 @@ STEPS = 4
 
 
 def start(case: Case, model: nn.Module, plan: Plan, **changes: Any) -> Training:
-    chosen = {"optimizer": case.make_optimizer, "parameter_groups": case.groups(model)} | changes
+    chosen: dict[str, Any] = {"optimizer": case.make_optimizer, "parameter_groups": case.groups(model)} | changes
     return carry_out(model, plan, case.workload, **chosen)
 
 
@@ -98,7 +98,7 @@ def interrupted(rank: int, name: str, before: Plan, after: Plan, folder: Path) -
     """Two steps under one plan, the rest under another; what differs from one that nothing interrupted."""
     first = begun(rank, name, before, folder, 2)
     then = gone_on(rank, name, after, folder, STEPS)
-    return compare.__wrapped__(rank, name, before, first.losses + then.losses, then.state), then.resumed
+    return compare.__wrapped__(rank, name, before, first.losses + then.losses, then.state), then.resumed  # type: ignore[attr-defined]
 
 
 @in_default_group
@@ -161,7 +161,7 @@ def refused(rank: int, name: str, plan: Plan, folder: Path) -> tuple[str, bool]:
         except ProtwinError as error:
             message = f"{type(error).__name__}: {error}"
         losses += steps_of(case, model, training, rank, STEPS)
-    return message, compare.__wrapped__(rank, name, plan, losses, snapshot(model)) == []
+    return message, compare.__wrapped__(rank, name, plan, losses, snapshot(model)) == []  # type: ignore[attr-defined]
 
 
 @in_default_group
@@ -174,7 +174,7 @@ def unsaved(rank: int, name: str, plan: Plan, folder: Path, fails_on: int) -> tu
         losses = steps_of(case, model, training, rank, 2)
         training.save(folder)
         losses += steps_of(case, model, training, rank, 3)
-        with patch.object(pieces, "sync", full if rank == fails_on else pieces.sync):
+        with patch.object(pieces, "sync", full if rank == fails_on else pieces.sync):  # type: ignore[attr-defined]
             try:
                 training.save(folder)
                 message = ""
@@ -183,7 +183,7 @@ def unsaved(rank: int, name: str, plan: Plan, folder: Path, fails_on: int) -> tu
         losses += steps_of(case, model, training, rank, STEPS)
         step = training.resume(folder).step
         losses = losses[:2] + steps_of(case, model, training, rank, STEPS)
-    return message, compare.__wrapped__(rank, name, plan, losses, snapshot(model)) == [], step
+    return message, compare.__wrapped__(rank, name, plan, losses, snapshot(model)) == [], step  # type: ignore[attr-defined]
 
 
 def full(stream: object) -> None:
@@ -202,7 +202,7 @@ def weights_differ(rank: int, name: str, plan: Plan, weights: list[dict[str, tor
 
 def _random_states_of_rank_0(self: SavedByRanks, path: Path, manifest: Manifest, place: RankPlace) -> None:
     _READ(self, path, manifest, place)
-    self.training["random"] = self.of_rank(0)["random"]
+    self.training["random"] = self.of_rank(0)["random"]  # type: ignore[index]
 
 
 def _one_scalar_off(self: ShardedChunk) -> list[tuple[str, nn.Parameter, int, torch.Tensor]]:
@@ -243,4 +243,4 @@ def interrupted_wrong(rank: int, variant: str, name: str, before: Plan, after: P
     where, what, wrong = _WRONG[variant]
     with patch.object(where, what, wrong):
         then = gone_on(rank, name, after, folder, STEPS)
-    return compare.__wrapped__(rank, name, before, first.losses + then.losses, then.state)
+    return compare.__wrapped__(rank, name, before, first.losses + then.losses, then.state)  # type: ignore[attr-defined]

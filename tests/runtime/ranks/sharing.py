@@ -81,7 +81,7 @@ def batches(name: str, count: int = 12) -> list[Batch]:
 
 @cache
 def workload(name: str) -> Workload:
-    tiles = {"mlp_tiles": (2,), "loss_tiles": (3,)} if name == "tiled" else {}
+    tiles: dict[str, Any] = {"mlp_tiles": (2,), "loss_tiles": (3,)} if name == "tiled" else {}
     ranks = {"llama": (2, 4), "sliding windows": (4,), "padded": (2, 4)}.get(name, (2,))
     return protwin.runtime.trace(build(name), batches(name)[0], repeats=0, sequence_ranks=ranks, **tiles)
 
@@ -103,7 +103,7 @@ class Trained:
 @cache
 def plainly(name: str, num_groups: int, micro_batches: int, max_norm: float | None, dtype: torch.dtype) -> Trained:
     """One rank with whole batches, the mean over those of a step."""
-    model = build(name).to(dtype)
+    model: Any = build(name).to(dtype)
     model.config.use_cache = False
     optimizer = optimizer_of(groups(model))
     losses, of_step = [], num_groups * micro_batches

@@ -11,7 +11,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from protwin.runtime import CpuDevice, LossScaling, add_lora, carry_out, make_orthogonal, trace
+from protwin.runtime import CpuDevice, LossScaling, Training, add_lora, carry_out, make_orthogonal, trace
+from protwin.runtime.optimizers.loss_scaling import LossScaler
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import Workload
@@ -34,7 +35,7 @@ sgd = partial(torch.optim.SGD, lr=0.2, momentum=0.9, fused=True)
 def batches(*, is_packed: bool = False) -> list[Batch]:
     """Two samples of 24 tokens; labels are ignored in other numbers on each half."""
     generator = torch.Generator().manual_seed(3)
-    found = []
+    found: list[Batch] = []
     for number in range(STEPS):
         tokens = torch.randint(3, 64, (2, sum(LENGTHS)), generator=generator)
         labels = tokens.clone()
@@ -89,7 +90,8 @@ def case_of(name: str) -> Case:
 
 @lru_cache
 def traced(name: str, *, is_tiled: bool) -> Workload:
-    case, tiles = case_of(name), {"mlp_tiles": [MLP_TILES], "loss_tiles": [LOSS_TILES]} if is_tiled else {}
+    case = case_of(name)
+    tiles: dict[str, Any] = {"mlp_tiles": [MLP_TILES], "loss_tiles": [LOSS_TILES]} if is_tiled else {}
     return trace(case.build(), case.batches[0], repeats=0, sequence_ranks=RANKS, **tiles)
 
 
@@ -105,6 +107,12 @@ class Outcome:
     """As far as training moves a weight, in the same measure."""
     skipped: list[bool]
     """Of every step, whether it was given up, since a gradient had overflowed."""
+
+
+def _scale_of(training: Training) -> float:
+    scaler = training.loss_scaler
+    assert scaler is None or isinstance(scaler, LossScaler)
+    return 1.0 if scaler is None else scaler.scale
 
 
 @in_default_group
@@ -131,9 +139,9 @@ def outcome(rank: int, name: str, plan: Plan, workload: Workload, wrong: str | N
             losses.append(loss.item())
             (loss if scaling is None else training.scale(loss)).backward()
             del loss
-            scales.append(1.0 if scaling is None else training.loss_scaler.scale)
+            scales.append(_scale_of(training))
             training.step()
-        scales.append(1.0 if scaling is None else training.loss_scaler.scale)
+        scales.append(_scale_of(training))
     skipped = [after < before for before, after in pairwise(scales)]
     plain = case.plain_with(1, MAX_NORM) if scaling is None else scaled_plainly(case, skipped)
     # A rank that gave whole weights up has them on the meta device.

@@ -178,7 +178,9 @@ def carry_together(rank: int, leg: Leg, variant: str | None = None) -> Went:
 
 
 def _new_scales(of_ranks: Any) -> Any:
-    return {name: state | {"num_good_steps": 0} for name, state in joined(of_ranks).items()}
+    scales = joined(of_ranks)
+    assert scales is not None
+    return {name: state | {"num_good_steps": 0} for name, state in scales.items()}
 
 
 def _buffers_of_the_first_stage(self: SavedByRanks, rank: int) -> dict[str, Any]:
@@ -191,7 +193,7 @@ joined, of_rank = joined_stages._scales, SavedByRanks.of_rank
 WRONG: dict[str | None, Callable[[], AbstractContextManager[Any]]] = {
     None: nullcontext,
     "random states": lambda: mock.patch.object(state_module, "set_random_states"),
-    "moments": lambda: mock.patch.object(state_module.OptimizerState, "place"),
+    "moments": lambda: mock.patch.object(state_module.OptimizerState, "place"),  # type: ignore[attr-defined]
     "ends": lambda: mock.patch.object(state_module.CheckpointState, "_outside", return_value=[]),
     "scales begin anew": lambda: mock.patch.object(joined_stages, "_scales", _new_scales),
     "buffers of the first stage": lambda: mock.patch.object(SavedByRanks, "of_rank", _buffers_of_the_first_stage),
@@ -223,7 +225,7 @@ def refused(rank: int, leg: Leg, folder: Path, spoil: str | None) -> tuple[str, 
 def killed_while_saving(rank: int, leg: Leg, victim: int, at_save: int, where: str) -> None:
     """The ``victim`` is killed in its save number ``at_save``: before it writes its part, or what comes behind that."""
     saves = count()
-    write_parts, write = rank_checkpoint._write_parts, rank_checkpoint.PieceWriter.write
+    write_parts, write = rank_checkpoint._write_parts, rank_checkpoint.PieceWriter.write  # type: ignore[attr-defined]
 
     def die(place: str) -> None:
         if rank == victim and place == where and next(saves) == at_save:
@@ -242,7 +244,7 @@ def killed_while_saving(rank: int, leg: Leg, victim: int, at_save: int, where: s
     with (
         without_a_word(),
         mock.patch.object(rank_checkpoint, "_write_parts", dying_parts),
-        mock.patch.object(rank_checkpoint.PieceWriter, "write", dying_write),
+        mock.patch.object(rank_checkpoint.PieceWriter, "write", dying_write),  # type: ignore[attr-defined]
     ):
         carry(rank, leg)
 

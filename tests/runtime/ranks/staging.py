@@ -59,6 +59,8 @@ class CountingBlock(DictBlock):
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__(width, inner)
+        self.mean: torch.Tensor
+        self.calls: torch.Tensor
         self.register_buffer("mean", torch.zeros(width))
         self.register_buffer("calls", torch.zeros(()), persistent=False)
         self.num_calls = 0
@@ -262,14 +264,14 @@ def distil_stage(
     wrong += [
         f"teacher.{n}" for n, tensor in before.items() if not tensor.is_meta and not torch.equal(tensor, after[n])
     ]
-    for pair, (block, alone) in enumerate(zip(family.blocks, reference.learnt, strict=True)):
+    for pair, (path, alone) in enumerate(zip(family.blocks, reference.learnt, strict=True)):
         of_replica = [step[replica :: pipeline.num_replicas] for step in alone.losses]
         if [[of_pairs[pair] for of_pairs in step] for step in losses] != of_replica:
-            wrong.append(f"losses of {block}")
-        if block in own:
-            wrong += [f"student.{block}.{n}" for n in unlike(alone, student.get_submodule(block))]
-        if block in own and state is not None:
-            prefix = f"student.{block}."
+            wrong.append(f"losses of {path}")
+        if path in own:
+            wrong += [f"student.{path}.{n}" for n in unlike(alone, student.get_submodule(path))]
+        if path in own and state is not None:
+            prefix = f"student.{path}."
             moments = {n.removeprefix(prefix): s for n, s in state.items() if n.startswith(prefix)}
             wrong += unlike_moments(alone, moments)
     return OfStage(

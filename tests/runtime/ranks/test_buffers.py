@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -46,7 +47,7 @@ def case() -> Case:
 
 
 def plan_of(**knobs: object) -> Plan:
-    given = {"n_persist": 2, "n_buffer": 4, "parallel": ParallelMode.REPLICATED, "num_ranks": 2} | knobs
+    given: dict[str, Any] = {"n_persist": 2, "n_buffer": 4, "parallel": ParallelMode.REPLICATED, "num_ranks": 2} | knobs
     return Plan(workload_id=case().workload.identity, chunk_bytes=9_000, **given)
 
 

@@ -95,7 +95,7 @@ def trained(rank: int, name: str, plan: Plan, kind: str, folder: str) -> tuple[b
     case = all_cases(NUM_BATCHES)[name]
     expected = reference(name, rank, plan, NUM_BATCHES)
     model = model_of(case, rank, kind)
-    options = {"weights": folder} if kind == "files" else {}
+    options: dict[str, Any] = {"weights": folder} if kind == "files" else {}
     _, losses = run(case, model, plan, rank, CpuDevice(), **options)
     places = {parameter.device.type for parameter in model.parameters()}
     return losses == expected.losses, [] if "meta" in places else differences(model, expected.weights), places
@@ -165,7 +165,7 @@ def start(rank: int, name: str, plan: Plan, kind: str, folder: str, *, holds_ori
     model = model_of(case, rank, kind)
     schedule = compile_schedule(plan, case.workload)
     layout = build_layout(case.workload.parameters, num_blocks=case.workload.num_blocks, chunk_bytes=plan.chunk_bytes)
-    options = {"weights": folder} if kind == "files" else {}
+    options: dict[str, Any] = {"weights": folder} if kind == "files" else {}
     kept = [parameter.data for parameter in model.parameters()] if holds_originals else []
     with HostPeak(*(tensor for tensor in model.parameters() if not tensor.is_meta)) as memory:
         before_bytes = memory.bytes

@@ -37,7 +37,7 @@ def loss_of(output: torch.Tensor, _: Any, *, classes: torch.Tensor) -> torch.Ten
 
 
 def plan_of(workload: Workload, **changes: Any) -> Plan:
-    knobs = {"n_persist": 2, "n_buffer": 3, "parallel": ParallelMode.REPLICATED, "num_ranks": 2}
+    knobs: dict[str, Any] = {"n_persist": 2, "n_buffer": 3, "parallel": ParallelMode.REPLICATED, "num_ranks": 2}
     return Plan(workload_id=workload.identity, chunk_bytes=CHUNK_BYTES, **(knobs | changes))
 
 

@@ -7,6 +7,7 @@ import re
 from itertools import pairwise, product
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def plan_of(
     sequence_ranks: int,
     mixture: str = "mixed",
     residency: str = "persistent",
-    **knobs: object,
+    **knobs: Any,
 ) -> Plan:
     found = workload(name)
     layout = layout_of(found, CHUNK_BYTES)

@@ -64,9 +64,9 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {"llama": weighted_llama, "mixtra
 def batches_of(rank: int, micro_batches: int) -> list[Sequence[Batch]]:
     """Of every step: three samples each, other tokens on each rank, and other labels that do not count."""
     generator = torch.Generator().manual_seed(100 + rank)
-    steps = []
+    steps: list[Sequence[Batch]] = []
     for _ in range(NUM_STEPS):
-        of_step = []
+        of_step: list[Batch] = []
         for _ in range(micro_batches):
             tokens = torch.randint(3, 64, (3, LENGTH), generator=generator)
             labels = tokens.clone()
@@ -109,7 +109,7 @@ def _shared_by_tiles() -> AbstractContextManager[Any]:
 
 def _shared_loss() -> AbstractContextManager[Any]:
     """Wrong: the same of the head's."""
-    own = _Sums.gradients.fget
+    own = _Sums.gradients.fget  # type: ignore[attr-defined]
     assert own is not None
     return mock.patch.object(
         _Sums, "gradients", property(lambda sums: [None if g is None else g.div_(3) for g in own(sums)])

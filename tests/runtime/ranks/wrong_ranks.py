@@ -75,6 +75,7 @@ def _left_before_it_was_averaged() -> Iterator[None]:
     work = RankWork.work
 
     def skipping(self: RankWork, task: Task, iteration: int) -> Callable[[], None]:
+        assert task.chunk is not None
         return work(self, task, iteration) if self._placed.chunks[task.chunk].is_persistent else lambda: None
 
     with mock.patch.object(RankWork, "work", skipping):

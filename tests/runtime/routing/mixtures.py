@@ -99,11 +99,11 @@ def skewed(name: str, skew: float, seed: int) -> nn.Module:
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "embed" in parameter_name:
-                parameter += 2 * along
+                parameter.add_(2 * along)
             elif "gate.weight" in parameter_name:
                 preference = torch.randn(len(parameter), 1, generator=chance)
                 # Of experts that pass a threshold each by itself, the worst case is that all pass.
-                parameter += skew * (preference.abs() if name == "threshold" else preference) * along
+                parameter.add_(skew * (preference.abs() if name == "threshold" else preference) * along)
     return model
 
 

@@ -19,7 +19,7 @@ from protwin.shared.students.families import FAMILIES
 from .teachers import DENSE, batches, logits, make_teacher, student_of, teacher_of
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
-EXACT = {"rtol": 1e-11, "atol": 1e-12}
+EXACT: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-12}
 
 
 def array(tensor: torch.Tensor) -> Array:

@@ -44,7 +44,7 @@ def weighted(logits: Any, labels: torch.Tensor, vocab_size: int, **_: Any) -> to
 def batches(steps: int) -> list[Batch]:
     """Three samples each, whose labels do not all count."""
     generator = torch.Generator().manual_seed(7)
-    found = []
+    found: list[Batch] = []
     for _ in range(steps):
         tokens = torch.randint(3, WORDS, (SAMPLES, LENGTH), generator=generator)
         labels = tokens.clone()
@@ -76,7 +76,7 @@ def case_of(family: str) -> TiledCase:
     """With a loss of weighted tokens in every other family, and a frozen part where that is more than a name."""
 
     def build() -> nn.Module:
-        model = small(family).train()
+        model: Any = small(family).train()
         if len(family) % 2:
             model.loss_function = weighted
         return frozen(model, *([n for n, _ in model.named_parameters() if "norm" in n or "ln_" in n][:2] or ["none"]))

@@ -72,6 +72,6 @@ def small(name: str) -> nn.Module:
             if size > MOST_PARAMETERS:
                 raise NotBuiltError(f"{size:,} parameters are the least that it could be given")
             torch.manual_seed(0)
-            return build(config).eval()  # type: ignore[no-any-return]
+            return build(config).eval()
     except Exception as error:
         raise NotBuiltError(f"{type(error).__name__}: {error}"[:200]) from error

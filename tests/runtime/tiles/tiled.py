@@ -73,7 +73,7 @@ def made(kind: Callable[[], nn.Module]) -> nn.Module:
 
 
 def tile(module: nn.Module, num_tiles: int, kind: type[TiledModule] = TiledModule) -> None:
-    module.forward = kind("mlp", module, module.forward, num_tiles).run  # type: ignore[method-assign]
+    module.forward = kind("mlp", module, module.forward, num_tiles).run
 
 
 def results(module: nn.Module, x: torch.Tensor, *, num_backwards: int = 1, **given: torch.Tensor) -> Result:

@@ -44,13 +44,12 @@ class Held:
                 "attributes": [sorted(module.__dict__) for module in model.modules()],
                 "hooks": [_hooks(module) for module in model.modules()],
                 "hooks of gradients": [
-                    (len(p._backward_hooks or ()), len(p._post_accumulate_grad_hooks or ()))  # type: ignore[arg-type]
-                    for p in model.parameters()
+                    (len(p._backward_hooks or ()), len(p._post_accumulate_grad_hooks or ())) for p in model.parameters()
                 ],
                 "cache": [getattr(getattr(module, "config", None), "use_cache", None) for module in model.modules()],
                 "random states": (
                     random.getstate(),
-                    [part.tolist() if isinstance(part, np.ndarray) else part for part in state],
+                    [part.tolist() if isinstance(part, np.ndarray) else part for part in state],  # type: ignore[unreachable]
                     _bits(torch.get_rng_state()),
                 ),
                 "threads": sorted(thread.name for thread in threading.enumerate()),

@@ -182,7 +182,7 @@ def test_polynomials_give_what_a_trace_gives(name: str) -> None:
     configuration = CONFIGURATIONS[name]
     family = family_of_configuration(configuration, name=name)
     for length in (256, 320):
-        asked = {"batch_size": 2, "sequence_length": length}
+        asked: dict[str, Any] = {"batch_size": 2, "sequence_length": length}
         assert family.at(**asked) == workload_of_configuration(configuration, name=name, **asked)
     found = family.at(batch_size=2, sequence_length=320).quadratic
     assert (found is None) == (name == "llama")

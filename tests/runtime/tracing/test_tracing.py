@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,16 +19,12 @@ from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import Plan
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
+from tests.runtime.life_cycle import hooks_of, same
 from tests.runtime.models import gpt2, hand_written, llama, point_batches, snapshot, token_batches
 
 # -- left as found ---------------------------------------------------------------------------------------------------
 
 WIDTH = 16
-
-
-def hooks_of(model: nn.Module) -> list[list[Any]]:
-    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return [list(getattr(module, kind).values()) for module in model.modules() for kind in kinds]
 
 
 def everything(model: nn.Module) -> dict[str, Any]:
@@ -49,16 +45,6 @@ def everything(model: nn.Module) -> dict[str, Any]:
         "modes": list(_get_current_dispatch_mode_stack()),
         "gradients enabled": torch.is_grad_enabled(),
     }
-
-
-def same(first: Any, second: Any) -> bool:
-    if isinstance(first, torch.Tensor | np.ndarray):
-        return bool((first == second).all())
-    if isinstance(first, Mapping):
-        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
-    if isinstance(first, list | tuple):
-        return len(first) == len(second) and all(map(same, first, second))
-    return bool(first == second)
 
 
 def check_left(before: dict[str, Any], model: nn.Module) -> None:

@@ -112,7 +112,7 @@ def test_an_auxiliary_loss_on_an_attribute_and_what_the_advice_comes_to() -> Non
         trace(WithAuxiliaryLoss(KeepsAside), POINTS, repeats=0)
     model, plain = WithAuxiliaryLoss(ReturnsIt), WithAuxiliaryLoss(ReturnsIt)
     modes = (ActivationMode.SWAP, ActivationMode.CHECKPOINT, ActivationMode.KEEP, ActivationMode.CHECKPOINT)
-    knobs = {"n_swap": 1, "n_checkpoint": 2, "activation_modes": modes}
+    knobs: dict[str, Any] = {"n_swap": 1, "n_checkpoint": 2, "activation_modes": modes}
     optimizer = torch.optim.AdamW(plain.parameters(), fused=True)
     with ends_in_time(), carry_out(model, *plan_of(model, **knobs)) as training:
         for _ in range(3):
@@ -379,7 +379,7 @@ def test_blocks_that_append_to_what_they_are_given(mode: ActivationMode) -> None
     """Recomputation finds the lists as forward found them, and leaves them alone."""
     model, plain = WithLists(), WithLists()
     number = "n_swap" if mode is ActivationMode.SWAP else "n_checkpoint"
-    knobs = {"activation_modes": (mode,) * 4} | ({} if mode is ActivationMode.KEEP else {number: 4})
+    knobs: dict[str, Any] = {"activation_modes": (mode,) * 4} | ({} if mode is ActivationMode.KEEP else {number: 4})
     optimizer = torch.optim.AdamW(plain.parameters(), fused=True)
     with ends_in_time(), carry_out(model, *plan_of(model, **knobs)) as training:
         for _ in range(3):

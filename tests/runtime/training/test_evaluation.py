@@ -31,7 +31,7 @@ def case() -> Case:
 
 
 def start(case: Case, model: nn.Module, plan: Plan | None = None, **settings: Any) -> Training:
-    chosen = {"optimizer": case.make_optimizer, "parameter_groups": case.groups(model)} | settings
+    chosen: dict[str, Any] = {"optimizer": case.make_optimizer, "parameter_groups": case.groups(model)} | settings
     return carry_out(model, plan or plan_for(case.workload), case.workload, **chosen)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -86,7 +87,9 @@ class Stack(nn.Module):
 def plan_of(workload: Workload, *, is_offloaded: bool) -> Plan:
     """Every parameter in a chunk of its own, on the host or on the device."""
     num_chunks = len(layout_of(workload, 1).chunks)
-    places = {"n_persist": 0, "n_buffer": num_chunks} if is_offloaded else {"n_persist": num_chunks, "n_buffer": 0}
+    places: dict[str, Any] = (
+        {"n_persist": 0, "n_buffer": num_chunks} if is_offloaded else {"n_persist": num_chunks, "n_buffer": 0}
+    )
     return Plan(workload_id=workload.identity, chunk_bytes=1, **places)
 
 

@@ -150,7 +150,7 @@ def test_at_no_time_is_there_more_than_what_stays_and_one_chunk(is_on_disk: bool
     save(case.build(), tmp_path)
     layout = build_layout(case.workload.parameters, num_blocks=case.workload.num_blocks, chunk_bytes=9_000)
     num_chunks = len(layout.chunks)
-    on_disk = {"n_disk_state": num_chunks, "n_disk": num_chunks, "n_staging": 2} if is_on_disk else {}
+    on_disk: dict[str, Any] = {"n_disk_state": num_chunks, "n_disk": num_chunks, "n_staging": 2} if is_on_disk else {}
     plan = Plan(
         workload_id=case.workload.identity,
         chunk_bytes=9_000,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -96,7 +97,7 @@ def test_what_lies_on_the_disk_is_projected_in_its_places(limit: float | None) -
     """
     case = orthogonal_cases()["llama, some maps and the head" if limit else "hand-written"]
     layout = layout_of(case.workload, 2**13)
-    knobs = {"n_disk_state": len(layout.chunks), "n_disk": len(layout.chunks) // 2 + 1, "n_staging": 2}
+    knobs: dict[str, Any] = {"n_disk_state": len(layout.chunks), "n_disk": len(layout.chunks) // 2 + 1, "n_staging": 2}
     plan = Plan(
         workload_id=case.workload.identity,
         method=TrainingMethod.OSFT,

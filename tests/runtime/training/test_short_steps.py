@@ -99,7 +99,7 @@ def test_an_optimizer_that_is_made_already() -> None:
         ready.step()
         ready.zero_grad()
     plan = plan_for(case.workload)
-    options = {"optimizer": torch.optim.AdamW, "parameter_groups": made.param_groups}
+    options: dict[str, Any] = {"optimizer": torch.optim.AdamW, "parameter_groups": made.param_groups}
     with ends_in_time(), carry_out(model, plan, case.workload, **options) as training:
         for batch in case.batches:
             case.loss(model, batch).backward()

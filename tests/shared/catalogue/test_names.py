@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -158,7 +159,7 @@ def test_a_folder_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.M
 )
 def test_element_types_as_people_write_them(written: str, dtype: str) -> None:
     assert DType(written) is DType(dtype)
-    shape = {"batch_size": 1, "sequence_length": 64}
+    shape: dict[str, Any] = {"batch_size": 1, "sequence_length": 64}
     assert load_workload("gpt2", dtype=written, **shape) == load_workload("gpt2", dtype=dtype, **shape)
     with pytest.raises(ValueError, match="tf32"):
         DType("tf32")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
@@ -21,7 +22,7 @@ DEPTHS = (1, 2, 3, 7, 30)
 
 def bare(tasks: tuple[Task, ...]) -> list[Task]:
     """Without what a family does not know of its plans: what tasks read, write and make, and their phases."""
-    nothing = {"allocates": (), "frees": (), "reads": (), "writes": (), "phase": None}
+    nothing: dict[str, Any] = {"allocates": (), "frees": (), "reads": (), "writes": (), "phase": None}
     return [replace(task, **nothing) for task in tasks]
 
 

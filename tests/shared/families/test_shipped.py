@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib.resources import files
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -126,7 +127,7 @@ def test_impossible_shapes_of_a_shipped_family() -> None:
     assert family is not None
     for field in ("batch_size", "sequence_length"):
         for value in (0, -3, 2**62):
-            shape = {"batch_size": 1, "sequence_length": 128} | {field: value}
+            shape: dict[str, Any] = {"batch_size": 1, "sequence_length": 128} | {field: value}
             with pytest.raises(WorkloadError, match=f"^{field} is {value}"):
                 family.at(**shape)
 

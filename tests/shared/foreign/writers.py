@@ -64,7 +64,7 @@ def deepspeed_run(rng: random.Random) -> AskedRun:
 def deepspeed(run: AskedRun, rng: random.Random) -> dict[str, Any]:
     """``run`` as a DeepSpeed configuration; what it leaves open is ``auto`` or not there."""
 
-    def or_auto(value: Any) -> dict[str, Any]:
+    def or_auto(value: Any) -> Any:
         return value if value is not None else rng.choice(["auto", None])
 
     assert run.split is not None
@@ -230,7 +230,7 @@ def torchtitan(run: AskedRun, *, is_old: bool) -> dict[str, Any]:
     }
     if run.global_batch_size is not None:
         training["global_batch_size"] = run.global_batch_size
-    content = {
+    content: dict[str, Any] = {
         "job": {"description": "a run"},
         "model": {"name": "llama3" if name.startswith("llama") else "qwen3", "flavor": size.upper()},
         "optimizer": {"name": "Adam" if run.optimizer is Optimizer.ADAM else "AdamW", "lr": 1e-4},
@@ -331,26 +331,25 @@ def axolotl(run: AskedRun, rng: random.Random) -> dict[str, Any]:
         content["peft_use_dora"] = run.lora.use_dora
         content |= {"lora_target_modules": list(run.lora.targets)} if run.lora.targets else {"lora_target_linear": True}
         if run.quantized is not None:
-            ways = {
+            ways: dict[QuantizedType, list[dict[str, Any]]] = {
                 QuantizedType.INT8: [{"load_in_8bit": True}],
                 QuantizedType.NF4: [{"adapter": "qlora"}, {"load_in_4bit": True}],
                 QuantizedType.GPTQ: [{"gptq": True}],
             }
             content |= rng.choice(ways[run.quantized.how.type])
     if run.split is not Split.NOTHING:
-        names = {Split.GRADIENTS: "SHARD_GRAD_OP", Split.PARAMETERS: "FULL_SHARD"}
+        strategies = {Split.GRADIENTS: "SHARD_GRAD_OP", Split.PARAMETERS: "FULL_SHARD"}
         assert run.split is not None
         offloads = run.parameters_on is Place.HOST
         if run.runtime is Runtime.FSDP2:
             reshards = {"reshard_after_forward": run.split is Split.PARAMETERS, "offload_params": offloads}
-            content |= {"fsdp_config": reshards} | rng.choice(
-                [{"fsdp": ["full_shard", "auto_wrap"]}, {"fsdp_version": 2}]
-            )
+            ways_on: list[dict[str, Any]] = [{"fsdp": ["full_shard", "auto_wrap"]}, {"fsdp_version": 2}]
+            content |= {"fsdp_config": reshards} | rng.choice(ways_on)
         else:
             post = run.runtime is Runtime.FSDP_BACKWARD_POST
             content["fsdp"] = ["full_shard", "auto_wrap"]
             content["fsdp_config"] = {
-                "fsdp_sharding_strategy": names[run.split],
+                "fsdp_sharding_strategy": strategies[run.split],
                 "fsdp_offload_params": offloads,
                 "fsdp_backward_prefetch": "BACKWARD_POST" if post else "BACKWARD_PRE",
             }

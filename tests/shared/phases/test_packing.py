@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -92,7 +93,7 @@ def test_one_sample_attends_as_it_does_unpacked() -> None:
 
 def test_no_mask_exists_beyond_a_sliding_window() -> None:
     """Mistral's mask of 8,192 x 8,192 is there without packing alone."""
-    long = {"batch_size": 1, "sequence_length": 8192}
+    long: dict[str, Any] = {"batch_size": 1, "sequence_length": 8192}
     found = load_workload("mistral-7b", packed_lengths="4096,2048,2048", **long)
     plain = load_workload("mistral-7b", **long)
     assert plain.prologue_forward.net_bytes - found.prologue_forward.net_bytes == 8192**2

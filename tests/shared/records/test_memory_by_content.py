@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -21,7 +23,7 @@ from tests.shared.laid_out import MIB, decoder_workload, laid_out
 NUM_BLOCKS = 6
 
 
-def simulated(plan_changes: dict[str, int]) -> tuple[Record, Schedule]:
+def simulated(plan_changes: dict[str, Any]) -> tuple[Record, Schedule]:
     """A decoder on a slow link, so that copies and CPU Adam reach into the next iteration."""
     workload = decoder_workload(NUM_BLOCKS)
     layout = build_layout(workload.parameters, num_blocks=NUM_BLOCKS, chunk_bytes=8 * MIB)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -30,7 +31,7 @@ def test_the_identity_of_a_workload_covers_what_is_learnt_and_by_which_loss() ->
     workload = pairs(2)
     distillation = workload.distillation
     assert distillation is not None
-    changes = [
+    changes: dict[str, Any] = [
         {"loss": "cosine"},
         {"keys_to_learn": (KeyToLearn.SUBBLOCK_FFN,)},
         {"keys_to_learn": (KeyToLearn.SUBBLOCK_ATTENTION, KeyToLearn.SUBBLOCK_FFN)},

@@ -24,7 +24,7 @@ from tests.shared.small_models import chain
 from tests.strategies.sharings import changed, shared_workloads, sharings
 from tests.strategies.workloads import workloads
 
-ROW = {"workload_id": "1", "chunk_bytes": 1, "n_persist": 0, "n_buffer": 1}
+ROW: dict[str, Any] = {"workload_id": "1", "chunk_bytes": 1, "n_persist": 0, "n_buffer": 1}
 
 
 def read(kind: Any, text: str) -> Any:

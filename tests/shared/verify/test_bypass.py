@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -87,7 +88,7 @@ def of_compute(schedule: Schedule) -> list[tuple[TaskKind, object]]:
     return [(t.kind, t.section) for t in schedule.tasks if t.lane is Lane.COMPUTE]
 
 
-def changed(schedule: Schedule, task: Task, **fields: object) -> Schedule:
+def changed(schedule: Schedule, task: Task, **fields: Any) -> Schedule:
     tasks = list(schedule.tasks)
     tasks[task.id] = replace(task, **fields)
     return replace(schedule, tasks=tuple(tasks))

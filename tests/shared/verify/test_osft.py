@@ -307,11 +307,13 @@ def test_no_exchange_with_owners_is_left_out(kind: TaskKind) -> None:
     tasks[-1] = replace(tasks[-1], frees=(*tasks[-1].frees, *left_out.frees))
     others = []
     for task in tasks:
-        used = {
+        used: dict[str, Any] = {
             field: tuple(number[b] for b in getattr(task, field) if b in number)
             for field in ("allocates", "frees", "reads", "writes")
         }
-        waits = {field: _instead(getattr(task, field), left_out) for field in ("after", "after_previous")}
+        waits: dict[str, Any] = {
+            field: _instead(getattr(task, field), left_out) for field in ("after", "after_previous")
+        }
         others.append(replace(task, **used, **waits))
     changed = faults.renumbered(replace(schedule, buffers=buffers), others)
     rejected(case, changed, "ranks do nothing too much and .*_owners|projects against|projection (reads|frees)")

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -89,7 +90,7 @@ def test_every_dropped_dependency_that_matters_is_rejected() -> None:
         assert is_accepted(changed_schedule, case) == (guarantees(changed_schedule) == intact), fault
 
 
-def changed(schedule: Schedule, task: Task, **fields: object) -> Schedule:
+def changed(schedule: Schedule, task: Task, **fields: Any) -> Schedule:
     tasks = list(schedule.tasks)
     tasks[task.id] = replace(task, **fields)
     return replace(schedule, tasks=tuple(tasks))

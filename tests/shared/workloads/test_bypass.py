@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 
@@ -26,7 +28,7 @@ PHASES = ("forward", "backward", "checkpoint_forward", "recompute", "checkpoint_
 
 def resident_plan(workload: Workload, **knobs: object) -> Plan:
     layout = layout_of(workload, GIB)
-    fields = {"n_persist": len(layout.chunks), "n_buffer": 0} | knobs
+    fields: dict[str, Any] = {"n_persist": len(layout.chunks), "n_buffer": 0} | knobs
     return Plan(workload_id=workload.identity, method=TrainingMethod.BYPASS, chunk_bytes=GIB, **fields)
 
 

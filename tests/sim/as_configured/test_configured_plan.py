@@ -187,7 +187,7 @@ def test_one_rank_keeps_offloads_or_has_its_host_step() -> None:
 
 
 def test_groups_of_shards_are_of_a_node_of_a_size_or_of_a_number() -> None:
-    far = {"on": "a100-80gb-x8", "split": Split.PARAMETERS, "num_ranks": 32}
+    far: dict[str, Any] = {"on": "a100-80gb-x8", "split": Split.PARAMETERS, "num_ranks": 32}
     assert planned(**far)[0].plan.shard_ranks is None
     assert planned(**far, shards_within_node=True)[0].plan.shard_ranks == 8
     assert planned(**far, shard_ranks=4)[0].plan.shard_ranks == 4
@@ -267,7 +267,12 @@ def test_sizes_of_a_step_agree(seed: int) -> None:
     rng = random.Random(seed)
     size, number, ranks = rng.randint(1, 9), rng.randint(1, 9), rng.choice([1, 2, 8])
     of_all = size * number * ranks
-    given = {"batch_size": size, "micro_batches": number, "global_batch_size": of_all, "num_ranks": ranks}
+    given: dict[str, Any] = {
+        "batch_size": size,
+        "micro_batches": number,
+        "global_batch_size": of_all,
+        "num_ranks": ranks,
+    }
     for left_out in ("micro_batches", "batch_size", "global_batch_size"):
         settled = settled_of(**{**given, left_out: None})
         assert (settled.batch_size, settled.micro_batches, settled.num_ranks) == (size, number, ranks)

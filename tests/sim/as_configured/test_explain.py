@@ -134,7 +134,11 @@ def test_inputs_that_eight_bits_keep_are_left_out_without_torch_and_it_is_told(m
 
 @pytest.mark.slow
 def test_inputs_that_eight_bits_keep_are_in_the_run_and_not_in_the_plan_beside_it() -> None:
-    given = {"lora": LoraOptions(rank=8, targets=("q_proj",)), "quantized": INT8, "sequence_length": 1024}
+    given: dict[str, Any] = {
+        "lora": LoraOptions(rank=8, targets=("q_proj",)),
+        "quantized": INT8,
+        "sequence_length": 1024,
+    }
     found = told_of(**given)
     assert found.found is not None
     plan = found.found.prediction

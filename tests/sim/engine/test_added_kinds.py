@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,7 +99,7 @@ def with_pauses(schedule: Schedule) -> Schedule:
         is_adam = task.kind is TaskKind.DEVICE_ADAM
         tasks.append(replace(task, after=(*task.after, *notes)) if is_adam else task)
         if task.kind is TaskKind.BACKWARD and isinstance(task.section, int):
-            named = {"section": task.section, "micro_batch": task.micro_batch}
+            named: dict[str, Any] = {"section": task.section, "micro_batch": task.micro_batch}
             pause, note = TaskId(fresh), TaskId(fresh + 1)
             tasks.append(Task(pause, PAUSE, **named, stated_s=PAUSE_S))
             tasks.append(Task(note, NOTE, **named, after=(pause,), stated_s=NOTE_S))

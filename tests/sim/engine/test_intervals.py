@@ -60,7 +60,7 @@ CERTAIN: Final[FOUND] = {kind: factor.model_copy(update={"relative_std": 0.0}) f
 
 def calibration(factors: FOUND, **fields: Any) -> Calibration:
     """Of the hand-made machine and model, exact but for what is given."""
-    known = {"iteration_error_frac": 0.0, "fitted_to": ("hand-made",), "num_runs": 5} | fields
+    known: dict[str, Any] = {"iteration_error_frac": 0.0, "fitted_to": ("hand-made",), "num_runs": 5} | fields
     return Calibration(hardware_name=MACHINE, machine="here", factors=factors, **known)
 
 

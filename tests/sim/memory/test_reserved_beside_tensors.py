@@ -283,7 +283,7 @@ def test_a_fall_of_just_what_is_held_is_none() -> None:
 
 
 def test_compiled_blocks_keep_nothing_in_vain() -> None:
-    shape = {"batch_size": 2, "sequence_length": 512}
+    shape: dict[str, Any] = {"batch_size": 2, "sequence_length": 512}
     eager = load_workload("llama-3.2-1b", **shape).profiles[0]
     compiled = load_workload("llama-3.2-1b", **shape, options=TrainingOptions(compiled="blocks")).profiles[0]
     output_bytes = 2 * 512 * 2048 * 2  # of the last product, which no backward reads

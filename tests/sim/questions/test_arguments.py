@@ -57,12 +57,12 @@ def test_parts_of_a_request_refuse_what_they_cannot_be(made: Any) -> None:
 
 
 def test_a_request_refuses_what_it_cannot_be(machine: Hardware, workload: Workload) -> None:
-    good = {"workload": workload, "hardware": machine}
+    good: dict[str, Any] = {"workload": workload, "hardware": machine}
     for field in fields(SearchRequest):
         for value in wrong_for(field.name):
             if not (field.name.endswith("_bytes") and value == "no such thing"):
                 check_refused(field.name, value, lambda n=field.name, v=value: SearchRequest(**good | {n: v}))  # type: ignore[misc]
-    batch = {"num_samples": 4, "workload_at": lambda size: workload}
+    batch: dict[str, Any] = {"num_samples": 4, "workload_at": lambda size: workload}
     for field in fields(GlobalBatch):
         for value in wrong_for(field.name):
             check_refused(field.name, value, lambda n=field.name, v=value: GlobalBatch(**batch | {n: v}))  # type: ignore[misc]

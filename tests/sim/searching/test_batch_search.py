@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +37,9 @@ def at_size(model: Workload, size: int, fixed_s: float) -> Workload:
 
     profile = model.profiles[0]
     names = {"forward": 0, "backward": 256, "checkpoint_forward": 0, "recompute": 0, "checkpoint_backward": 256}
-    phases = {name: grown(getattr(profile, name), gradient_bytes) for name, gradient_bytes in names.items()}
+    phases: dict[str, Any] = {
+        name: grown(getattr(profile, name), gradient_bytes) for name, gradient_bytes in names.items()
+    }
     sections = ("prologue_forward", "epilogue_forward", "epilogue_backward", "prologue_backward")
     return model.model_copy(
         update={

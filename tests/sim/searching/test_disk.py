@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -38,7 +39,7 @@ CHUNK_HOST_BYTES = 2 * 256 + 64 * 8 + 4
 """Parameters, gradients and state of a block of the hand-made model."""
 
 
-def _request(num_blocks: int = 6, *, host_bytes: int, disk: Disk | None = DISK, **options: object) -> SearchRequest:
+def _request(num_blocks: int = 6, *, host_bytes: int, disk: Disk | None = DISK, **options: Any) -> SearchRequest:
     space = SearchSpace(chunk_bytes=256, prefetch_depth=1, n_checkpoint=(0, num_blocks))
     box = machine().model_copy(update={"disk": disk})
     model = workload(num_blocks=num_blocks)
@@ -60,7 +61,7 @@ def test_the_choices_of_a_placement_are_enough_and_one_chunk_less_is_not(
     step = StepSpec(data.draw(st.sampled_from((1, 2))))
 
     def host_bytes(*on_disk: int) -> int:
-        knobs = dict(zip(("n_disk_state", "n_disk", "n_staging"), on_disk, strict=True))
+        knobs: dict[str, Any] = dict(zip(("n_disk_state", "n_disk", "n_staging"), on_disk, strict=True))
         plan = Plan(
             workload_id=model.identity,
             chunk_bytes=chunk_bytes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -197,7 +198,7 @@ def every_plan(model: Workload, box: Hardware) -> Case:
 # -- the three reasons -----------------------------------------------------------------------------------------------
 
 
-def message_of(device_bytes: int | None, host_bytes: int | None, box: Hardware | None = None, **space: int) -> str:
+def message_of(device_bytes: int | None, host_bytes: int | None, box: Hardware | None = None, **space: Any) -> str:
     with pytest.raises(InfeasibleError) as raised:
         search(
             fastest_request(

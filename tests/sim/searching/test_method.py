@@ -6,6 +6,7 @@ Its residency brings every chunk in two halves, and its compute rests after ever
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,7 +125,7 @@ def test_its_plans_are_verified_replayed_and_bounded_like_any_other(found: Case)
         verify_schedule(schedule, found.plan, found.workload, found.layout)
     family = replace(found.family(), policies=METHOD.policies)
     assert family_peaks(family, found.mode)[0, 0] == guaranteed_device_peak(schedule).size_bytes
-    whole = {"layout": found.layout, "method": METHOD, "schedule": schedule}
+    whole: dict[str, Any] = {"layout": found.layout, "method": METHOD, "schedule": schedule}
     _, timing = simulate_plan(found.plan, found.workload, found.costs, found.contention, **whole)
     replayed_s = Replayer(found.contention).periods_s([ReplayPlan(family, 0, int(found.mode[0]))])[0]
     assert np.isnan(replayed_s) or replayed_s == pytest.approx(timing.iteration_s, rel=(1 - REPLAY_FRAC) / 2)

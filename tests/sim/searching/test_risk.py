@@ -30,7 +30,7 @@ def calibration(host_std: float, **fields: Any) -> Calibration:
     """Compute is known, and what copies and the host take is not."""
     stds = dict.fromkeys(TaskKind, 0.0) | dict.fromkeys(_HOST, host_std)
     factors = {kind: Factor(relative_std=std) for kind, std in stds.items()}
-    known = {"iteration_error_frac": 0.001, "fitted_to": ("hand-made",), "num_runs": 9} | fields
+    known: dict[str, Any] = {"iteration_error_frac": 0.001, "fitted_to": ("hand-made",), "num_runs": 9} | fields
     return Calibration(hardware_name=MACHINE, machine="here", factors=factors, **known)
 
 

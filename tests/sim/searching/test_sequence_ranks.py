@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -255,7 +256,7 @@ def test_the_search_finds_what_brute_force_finds(data: st.DataObject) -> None:
     assert result.prediction.iteration_s == pytest.approx(min(found.values()), rel=1e-6)
 
 
-def _request(model: Workload, **wanted: object) -> SearchRequest:
+def _request(model: Workload, **wanted: Any) -> SearchRequest:
     step = Step(num_ranks=8, modes=(ParallelMode.SHARDED,))
     return fastest_request(workload=model, hardware=known_machine("h100-80gb-x8"), **{"step": step} | wanted)
 
