@@ -208,12 +208,13 @@ def plan_for(workload: Workload) -> Plan:
     """Every chunk on the host, every other block checkpointed."""
     modes = tuple((ActivationMode.CHECKPOINT, ActivationMode.KEEP)[block % 2] for block in range(workload.num_blocks))
     chunk_bytes = max(4096, max(parameter.size_bytes for parameter in workload.parameters))
+    counts: dict[str, Any] = mode_counts(modes)
     return Plan(
         workload_id=workload.identity,
         chunk_bytes=chunk_bytes,
         n_persist=0,
         n_buffer=layout_of(workload, chunk_bytes).min_buffers(0),
-        **mode_counts(modes),
+        **counts,
         activation_modes=modes,
     )
 

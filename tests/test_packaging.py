@@ -115,7 +115,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
     built = copy.parent / "wheels"
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", built, copy]
+    options = ["--no-deps", "--no-build-isolation", "--wheel-dir", str(built)]
+    command = [sys.executable, "-m", "pip", "wheel", *options, str(copy)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     (path,) = built.glob("protwin-*.whl")

@@ -69,7 +69,7 @@ def test_every_option_of_a_command_is_on_its_page() -> None:
     """Held against what the command prints for --help, which is another way through the same definitions."""
     for name, command in root_command().commands.items():
         section = (DOCS / "commands.md").read_text().split(f"\n## protwin {name}\n")[1].split("\n## ")[0]
-        printed = CliRunner().invoke(command.load(), ["--help"]).output
+        printed = CliRunner().invoke(command.load(), ["--help"]).output  # type: ignore[attr-defined]
         shown = set(re.findall(r"^  (?:-\w, )?(--[a-z][\w-]+)", printed, re.MULTILINE)) - {"--help"}
         assert shown <= set(re.findall(r"`(?:-\w, )?(--[a-z][\w-]+)", section)), name
         has_help_alone = len(re.findall(r"^  -", printed, re.MULTILINE)) == 1

@@ -107,7 +107,7 @@ def unimported(program: str) -> set[str]:
     used = {".".join(one[:2]) for one in dotted if one is not None and one[0] == "protwin"}
     # What the name itself gives needs no package: ``import protwin`` and ``protwin.train``.
     own = (
-        {f"protwin.{name}" for name in protwin.__all__}
+        {f"protwin.{name}" for name in protwin.__all__}  # type: ignore[attr-defined]
         if any(name.startswith("protwin") for name in imported)
         else set()
     )

@@ -16,10 +16,12 @@ from safetensors.numpy import save_file
 from protwin.calibration.commands.bypass_inputs import BypassInputs
 from protwin.shared.basics.errors import FileError
 from protwin.shared.catalogue.machines import machine
-from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.plan import Plan, TrainingMethod
 from tests.runtime.runs.settings import LLAMA
 
-PLAN = Plan(workload_id="1234", method="bypass", chunk_bytes=4096, n_persist=1, n_buffer=8, prefetch_depth=2)
+PLAN = Plan(
+    workload_id="1234", method=TrainingMethod.BYPASS, chunk_bytes=4096, n_persist=1, n_buffer=8, prefetch_depth=2
+)
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def save_weights(folder: Path, *, name: str = "w", shape: tuple[int, ...] = (4, 
     save_file({name: np.full(shape, value, np.float32)}, folder / "teacher" / "model.safetensors")
 
 
-def append(name: str) -> Callable[[Path], None]:
+def append(name: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_text((folder / name).read_text() + " \n")
 
 
@@ -92,7 +94,8 @@ def test_each_file_and_each_option_counts(tmp_path: Path, inputs: BypassInputs, 
         CHANGED[name](tmp_path)
     elif isinstance(value, tuple):
         value = tuple(tmp_path / one for one in value)
-    changed = replace(inputs, **({name: value} if name in OTHER else {}))
+    other: dict[str, Any] = {name: value} if name in OTHER else {}
+    changed = replace(inputs, **other)
     assert before is not None
     assert changed.fingerprint not in (before, None)
 

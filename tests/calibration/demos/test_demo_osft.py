@@ -88,7 +88,7 @@ def test_what_a_way_learns_is_of_its_own_copy() -> None:
     anew = orthogonal_maps(prepared(base, Way.OSFT, SMALL, 0))
     for path, module in frozen.items():
         assert module.u_high is not None
-        assert torch.equal(module.u_high, anew[path].u_high), "frozen factors are as they were"
+        assert torch.equal(module.u_high, anew[path].u_high), "frozen factors are as they were"  # type: ignore[arg-type]
 
 
 def test_the_chart_has_every_way_on_both_texts() -> None:

@@ -159,7 +159,7 @@ def test_what_arrived_bytes_cost_comes_back() -> None:
     assert found.calibration.arrival(TaskKind.DEVICE_ADAM) == 0
     # The wrong variant knows that they cost nothing, and takes offloaded plans for faster than they are.
     nothing = {kind: {Coefficient.ARRIVAL_S_PER_BYTE: Prior(0.0, 1e-20)} for kind in arrival}
-    blind = fit(pairs, box, contention=SLOW, machine="here", software={}, priors=nothing)
+    blind = fit(pairs, box, contention=SLOW, machine="here", software={}, priors=nothing)  # type: ignore[arg-type]
     errors = {
         name: [
             abs(simulate(plan, workload, MACHINE, one.calibration).iteration_s / truth_s - 1)
@@ -177,7 +177,7 @@ def test_a_kind_that_no_run_had_keeps_what_was_known() -> None:
     known = {Coefficient.SLOPE: Prior(3.0, 0.3), Coefficient.OVERHEAD_S: Prior(1e-3, 1e-4)}
     priors = {TaskKind.ALL_REDUCE: known, TaskKind.FORWARD: {Coefficient.SLOPE: Prior(9.0, 1e-9)}}
     pairs = runs_of(a_workload(), true_calibration())[:1]
-    found = fit(pairs, MACHINE, machine="here", software={}, priors=priors).calibration
+    found = fit(pairs, MACHINE, machine="here", software={}, priors=priors).calibration  # type: ignore[arg-type]
     kept = found.factors[TaskKind.ALL_REDUCE]
     assert (kept.value, kept.relative_std, kept.num_pairs) == pytest.approx((3.0, 0.1, 0))
     assert found.overhead(TaskKind.ALL_REDUCE) == 1e-3

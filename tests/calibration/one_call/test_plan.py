@@ -19,7 +19,7 @@ from protwin.sim import SearchSpace, search
 from tests.calibration.fitting.test_budgeted import HERE
 from tests.runtime.models import differences, hand_written, llama, point_batches, snapshot, token_batches
 
-FEW = SearchSpace(chunk_bytes=20_000, n_checkpoint=1)
+FEW = SearchSpace(chunk_bytes=(20_000,), n_checkpoint=(1,))
 
 
 def test_a_name_needs_no_torch_and_importing_needs_nothing() -> None:
@@ -95,4 +95,4 @@ def test_what_lacks_something_is_refused_with_what_it_lacks() -> None:
     with pytest.raises(InfeasibleError):
         ask(llama(num_layers=2), batch=token_batches(1)[0], budget=1000)
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
-        protwin.trian  # noqa: B018
+        protwin.trian  # noqa: B018  # type: ignore[attr-defined]

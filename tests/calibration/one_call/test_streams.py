@@ -46,7 +46,7 @@ def test_rows_of_every_form_give_the_same_batches(tmp_path: Path) -> None:
     streams = {name: stream_of(data, TEXT) for name, data in tables(tmp_path).items()}
     expected = list(islice(streams["rows.jsonl"].batches(), 7))
     assert len(flat(expected)) == 14
-    assert expected[0]["input_ids"].shape == (2, 24)
+    assert expected[0]["input_ids"].shape == (2, 24)  # type: ignore[call-overload, index]
     for stream in list(streams.values())[1:]:
         assert same(islice(stream.batches(), 7), expected)
         assert stream.num_batches(1) == streams["rows.jsonl"].num_batches(1)
@@ -149,7 +149,7 @@ def test_ranks_that_share_sequences_have_their_groups_batches(tmp_path: Path) ->
     for rank, shared in (*((rank, 2) for rank in range(4)), *((group, 1) for group in range(2))):
         stream = stream_of(path, replace(TEXT, rank=rank, num_ranks=4 // (3 - shared)))
         stream.share(shared)
-        found.append([batch["input_ids"].tolist() for batch in islice(stream.batches(), 3)])
+        found.append([batch["input_ids"].tolist() for batch in islice(stream.batches(), 3)])  # type: ignore[call-overload, index]
     assert found[0] == found[1] == found[4]
     assert found[2] == found[3] == found[5]
     assert found[0] != found[2]

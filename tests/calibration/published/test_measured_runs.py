@@ -130,7 +130,7 @@ def made_up(measured: Measured) -> MeasuredRun:
         (Measured(tokens_per_s_per_device=300), 2.0),
         (Measured(samples_per_s=6), 4.0),
         (Measured(iteration_s=5), 5.0),
-        (Measured(allocated_bytes="1GiB"), None),
+        (Measured(allocated_bytes="1GiB"), None),  # type: ignore[arg-type]
     ],
 )
 def test_units_become_seconds(measured: Measured, seconds: float | None) -> None:
@@ -253,8 +253,8 @@ def test_errors_by_hand() -> None:
     assert too_slow.error_frac == pytest.approx(0.2)
     assert too_slow.difference is Difference.ACTIVATIONS
     spread = Spread.of([too_fast, too_slow])
-    assert (spread.num, spread.low, spread.high) == (2, pytest.approx(-0.5), pytest.approx(0.2))
-    assert (spread.mean, spread.covering) == (pytest.approx(0.35), pytest.approx(0.5))
+    assert (spread.num, spread.low, spread.high) == (2, pytest.approx(-0.5), pytest.approx(0.2))  # type: ignore[comparison-overlap]
+    assert (spread.mean, spread.covering) == (pytest.approx(0.35), pytest.approx(0.5))  # type: ignore[comparison-overlap]
 
 
 @given(st.lists(st.tuples(seconds, seconds, seconds, seconds), min_size=1, max_size=30))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from protwin.calibration.published.measured_runs import MEASURED_RUNS, MemoryKind
@@ -76,7 +78,8 @@ def test_the_margin_covers_what_was_measured() -> None:
 def test_errors_of_memory_are_summed_up_by_class() -> None:
     """Of a prediction that is a tenth too much, and then a tenth too little, in turn."""
     measured = [run for run in MEASURED_RUNS if run.measured.memory is not None]
-    predicted, errors = dict(KEPT.predicted), {}
+    predicted = dict(KEPT.predicted)
+    errors: dict[Any, list[float]] = {}
     for number, run in enumerate(measured):
         assert run.measured.memory is not None
         _, size_bytes = run.measured.memory

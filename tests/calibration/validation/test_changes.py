@@ -129,10 +129,10 @@ class Coverage:
         known = as_it_changed(plain, rounds, fitted)
         for name, plan in judged.items():
             measured_s = quiet_seconds([seconds_of(burst) for burst in bursts[name]])
-            widened, plain = intervals(plan, [known, known.model_copy(update={"states": ()})])
+            widened, as_fitted = intervals(plan, [known, known.model_copy(update={"states": ()})])
             self.num_all += 1
             self.num_inside += widened.contains(measured_s)
-            self.num_without += plain.contains(measured_s)
+            self.num_without += as_fitted.contains(measured_s)
         return rounds.change
 
 

@@ -101,7 +101,7 @@ def test_a_subclass_of_parameters_is_itself_again() -> None:
 
     case = case_of()
     model = case.build()
-    layer = model.model.layers[-1].mlp.down_proj
+    layer = model.model.layers[-1].mlp.down_proj  # type: ignore[index, union-attr]
     layer.weight = Named(layer.weight.detach())
     with start(model) as training:
         step(model, training)

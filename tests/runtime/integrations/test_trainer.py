@@ -153,7 +153,7 @@ def test_a_trainer_of_ones_own(workload: Workload, tmp_path: Path) -> None:
     """A subclass with its own loss, and a class that was made of it, keep what is theirs."""
     from transformers import Trainer
 
-    class Own(Trainer):
+    class Own(Trainer):  # type: ignore[misc]
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             found = super().compute_loss(*args, **kwargs)
             return (found[0] * 2, found[1]) if isinstance(found, tuple) else found * 2

@@ -60,7 +60,7 @@ def test_less_is_kept_than_by_the_reference(config: Any, kernels: tuple[KernelPa
     assert [block.profile for block in found.blocks] == [block.profile for block in plain.blocks]
     assert [p.output_bytes for p in found.profiles] == [p.output_bytes for p in plain.profiles]
     assert Workload.from_mapping(json.loads(found.to_json()), origin="test") == found
-    told = " ".join(str(row) for row in workload_tables(found)[0].rows)
+    told = " ".join(str(row) for row in workload_tables(found)[0].rows)  # type: ignore[union-attr]
     assert f"of {', '.join(found.kernels_taken)}" in told
 
 

@@ -26,7 +26,8 @@ PEAK_BYTES = 220_000
 
 
 def answer(model: nn.Module, **fields: Any) -> Planned:
-    return planned(model, CASE.batches[0], PlanRequest(**{"hardware": HERE, "name": "llama"} | fields))
+    asked: dict[str, Any] = {"hardware": HERE, "name": "llama"} | fields
+    return planned(model, CASE.batches[0], PlanRequest(**asked))
 
 
 def test_what_is_planned_trains_to_the_bits_of_the_plain_loop_within_the_budget() -> None:

@@ -114,7 +114,7 @@ def test_slow_transfers_of_timed_iterations_show_in_the_curve(monkeypatch: pytes
         record = training.record()
         fourth = next(task for task in record.tasks if task.name == "forward 3")
         there = watched.memory.over_time(lambda _: (0.0, 0.0))
-        watched_bytes = level_at(there.times_s, there.levels_bytes, watched.spans[fourth.task].start)
+        watched_bytes = level_at(there.times_s, there.levels_bytes, watched.spans[fourth.task].start)  # type: ignore[index]
         assert training.peak_device_bytes >= record.peak_device_bytes
     curve = curve_of(record)
     assert curve.peak_bytes <= record.guaranteed_peak_device_bytes

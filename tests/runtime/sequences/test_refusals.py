@@ -51,13 +51,13 @@ def test_ranks_divide_heads_or_replicate_them(heads: int, key_heads: int, allowe
                 check_heads(heads, key_heads, ranks, "it")
 
 
-class _Mixing(LlamaForCausalLM):
+class _Mixing(LlamaForCausalLM):  # type: ignore[misc]
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
         self.model.layers[0].mixing = nn.Conv1d(24, 24, 3)
 
 
-class _OwnLoss(LlamaForCausalLM):
+class _OwnLoss(LlamaForCausalLM):  # type: ignore[misc]
     def forward(self, input_ids: Any = None, position_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
         output = super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
         output.loss = nn.functional.cross_entropy(output.logits.flatten(0, 1), labels.flatten())

@@ -8,7 +8,7 @@ from protwin.shared.basics.errors import PlanError
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.plan_check import check_plan
 from protwin.shared.schema.training_options import LoraOptions, TrainingOptions
-from protwin.shared.schema.workload import Workload
+from protwin.shared.schema.workload import DType, Workload
 from protwin.shared.workloads.source import load_workload
 
 
@@ -26,7 +26,7 @@ PLAN = Plan(workload_id=MADE.identity, made_for=MADE.words, chunk_bytes=2**26, n
     [
         ({"lora": LoraOptions(rank=4)}, "trains 1,179,648 in", "trains 589,824 in", "--lora-rank"),
         (
-            {"lora": LoraOptions(rank=8, dtype="float32")},
+            {"lora": LoraOptions(rank=8, dtype=DType.FLOAT32)},
             "trains 1,179,648 in bfloat16",
             "trains 1,179,648 in float32",
             "--lora-dtype",

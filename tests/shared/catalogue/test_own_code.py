@@ -98,6 +98,7 @@ def test_code_is_refused_unless_it_is_trusted_and_its_files_are_named(tmp_path: 
     code = trusted_code(folder, configuration, is_trusted=True)
     assert code is not None
     assert (code.class_for("AutoModel"), code.class_for("AutoConfig")) == ("mine.Thing", None)
+    plain: dict[str, Any]
     for plain in ({}, {"auto_map": None}, {"auto_map": {}}):
         assert trusted_code(folder, plain, is_trusted=False) is None
     (folder / "other.py").unlink()

@@ -13,8 +13,9 @@ from protwin.runtime.polynomials.family_fit import NotPolynomialError, fit_piece
 from protwin.shared.basics.errors import WorkloadError
 from protwin.shared.families.family import FamilyPiece, Limit, OutsideFamilyError, WorkloadFamily
 from protwin.shared.families.shipped import write_family
-from protwin.shared.observed.assembly import PhaseKey, TracedModel, TracedShape, assemble
+from protwin.shared.observed.assembly import TracedModel, TracedShape, assemble
 from protwin.shared.observed.observation import Observation, OperatorCall, moved_bytes
+from protwin.shared.observed.observed_inputs import PhaseKey
 from protwin.shared.schema.plan import ActivationMode
 from protwin.shared.schema.schedule import OuterSection, TaskKind
 from protwin.shared.schema.workload import BlockId, DType, OperationClass, Parameter, Workload
@@ -89,7 +90,7 @@ def trace(batch: int, length: int, *, odd: Callable[[int, int], int] = lambda b,
             seen.output_bytes = rows
             seen.saved_bytes = [rows, scores, batch * 4]
             observed.setdefault(mode, {})[kind, section] = seen
-    shapes = {"input_ids": (batch, length), "labels": (batch, length)}
+    shapes: dict[str, tuple[int, ...]] = {"input_ids": (batch, length), "labels": (batch, length)}
     return TracedShape(shapes, batch, batch * length, 16 * batch * length, observed)
 
 

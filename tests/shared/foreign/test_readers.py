@@ -122,7 +122,7 @@ def test_every_field_of_the_installed_tool_is_in_one_of_the_tables(package: str,
 def test_a_key_is_in_one_part_of_its_table_and_has_a_reason(table: KeyTable) -> None:
     parts = [table.read, set(table.left_out), set(table.contradicts), table.without_effect]
     assert sum(map(len, parts)) == len(frozenset().union(*parts))
-    for why in [one.why for one in (*table.left_out.values(), *table.contradicts.values())]:
+    for why in [*(one.why for one in table.left_out.values()), *(one.why for one in table.contradicts.values())]:
         assert len(why.split()) > 2
 
 

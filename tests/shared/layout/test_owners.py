@@ -32,9 +32,9 @@ def test_every_scalar_is_sent_once_and_work_is_even(workload: Workload, chunk_by
             begins.append(at)
             at += region.size_bytes
         offset = next(placed.offset_bytes for placed in chunk.parameters if placed.index == one.index)
-        region = max(place for place, begin in enumerate(begins) if begin <= offset)
+        place = max(place for place, begin in enumerate(begins) if begin <= offset)
         for scalar in range(0, parameters[one.index].num_elements, 7):
-            rank = (offset - begins[region] + scalar * parameters[one.index].dtype.item_bytes) // shares[region]
+            rank = (offset - begins[place] + scalar * parameters[one.index].dtype.item_bytes) // shares[place]
             assert one.ends[rank] <= scalar < one.ends[rank + 1]
     load = [0] * num_shards
     work = []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -253,17 +254,17 @@ def test_a_bucket_that_goes_early_comes_late_or_is_smaller_is_refused() -> None:
     forward = [t for t in lane if t.kind is TaskKind.FORWARD][-1]
     first, *_, last = (t for t in lane if t.kind is TaskKind.BACKWARD)
 
-    def changed(**by_task: dict[str, tuple[int, ...]]) -> Schedule:
+    def changed(**by_task: Mapping[str, Any]) -> Schedule:
         tasks = [replace(task, **by_task.get(f"t{task.id}", {})) for task in schedule.tasks]
         return replace(schedule, tasks=tuple(tasks))
 
     def without(buffers: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(b for b in buffers if b != bucket)
 
-    less = {"frees": without(last.frees), "reads": without(last.reads)}
+    less: dict[str, Any] = {"frees": without(last.frees), "reads": without(last.reads)}
     early = changed(**{f"t{last.id}": less, f"t{first.id}": {"frees": (*first.frees, bucket)}})
-    gone = {"allocates": without(forward.allocates), "writes": without(forward.writes)}
-    come = {"allocates": (*first.allocates, bucket), "writes": (*first.writes, bucket)}
+    gone: dict[str, Any] = {"allocates": without(forward.allocates), "writes": without(forward.writes)}
+    come: dict[str, Any] = {"allocates": (*first.allocates, bucket), "writes": (*first.writes, bucket)}
     late = changed(**{f"t{forward.id}": gone, f"t{first.id}": come})
     small = replace(
         schedule, buffers=tuple(replace(b, size_bytes=36) if b.id == bucket else b for b in schedule.buffers)

@@ -18,7 +18,7 @@ from protwin.shared.optimizers.work import traffic_bytes
 from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.plan import ParallelMode, Plan
-from protwin.shared.schema.schedule import Content, Memory, TaskKind
+from protwin.shared.schema.schedule import ChunkId, Content, Memory, TaskKind
 from protwin.shared.schema.workload import DType, Parameter, Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.verify.verify import verify_schedule
@@ -85,7 +85,8 @@ def test_state_lies_where_its_chunk_is_stepped(
     schedule = compile_schedule(plan, model, layout)
     verify_schedule(schedule, plan, model, layout)
     held = {(b.content, b.memory, b.chunk): b.size_bytes for b in schedule.buffers if b.is_static}
-    for chunk, shape in enumerate(shapes):
+    for number, shape in enumerate(shapes):
+        chunk = ChunkId(number)
         count, narrow = prod(shape), dtype is DType.BFLOAT16
         place = Memory.DEVICE if chunk < n_persist else Memory.HOST
         kept = held[Content.OPTIMIZER_STATE, place, chunk]

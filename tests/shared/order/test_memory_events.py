@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -159,9 +160,9 @@ def shifted(schedule: Schedule, memory: MemoryEvents, *, room: int = 0, gone: in
     """Room made, or sources let go of, so many compute tasks later (negative: earlier)."""
     compute = schedule.lanes[Lane.COMPUTE]
 
-    def moved(table: object, by: int) -> dict[int, list[Copying]]:
-        found: dict[int, list[Copying]] = {}
-        for task, copies in table.items():  # type: ignore[attr-defined]
+    def moved(table: Mapping[TaskId, Sequence[Copying]], by: int) -> dict[TaskId, list[Copying]]:
+        found: dict[TaskId, list[Copying]] = {}
+        for task, copies in table.items():
             turns, place = divmod(compute.index(task) + by, len(compute))
             for copying in copies:
                 later = replace(copying, iterations_later=copying.iterations_later - turns)

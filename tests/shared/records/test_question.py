@@ -76,7 +76,7 @@ def test_figures_that_a_probe_measured_are_no_data_sheets() -> None:
     probed = sheet.model_copy(update={"device": device})
     replaced = override_hardware(probed, {"device": "rtx-4090"})
     words = [
-        dict(question_table(question_of(workload, _plan(workload), machine)).rows)["machine"]
+        {row[0]: row[1] for row in question_table(question_of(workload, _plan(workload), machine)).rows}["machine"]
         for machine in (sheet, probed, replaced)
     ]
     assert words[0] == "rtx-3090, by data sheets"

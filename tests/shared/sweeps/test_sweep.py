@@ -96,7 +96,7 @@ def test_crossovers_are_those_of_a_plain_search(seed: int) -> None:
     found = sweep(*points)
     for length in lengths:
         own = [one for one in points if one.sequence_length == length and one.offloads]
-        (crossing,) = [one for one in found.crossovers if one.sequence_length == length] or [None]
+        crossing = next((one for one in found.crossovers if one.sequence_length == length), None)
         assert (crossing is None) == (not own)
         if crossing is None:
             continue

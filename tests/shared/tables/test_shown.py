@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib import import_module
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -66,7 +67,7 @@ def test_a_result_says_the_plan_its_time_its_memory_and_the_proof() -> None:
 
 
 def test_every_tables_function_is_there() -> None:
-    kinds = [Schedule, *(kind for kind in Document.__subclasses__() if kind.TABLES)]
+    kinds: list[Any] = [Schedule, *(kind for kind in Document.__subclasses__() if kind.TABLES)]
     assert len(kinds) > 8
     for kind in kinds:
         module, _, function = kind.TABLES.partition(":")
@@ -110,7 +111,8 @@ def test_every_table_is_shown_counted_or_named(sizes: list[int], sentences: list
         Table(title=f"table {place}", columns=("name",), rows=[(f"row {place}.{row}.",) for row in range(size)])
         for place, size in enumerate(sizes)
     ]
-    parts = data.draw(st.permutations([*tables, *sentences]))
+    every: list[Table | str] = [*tables, *sentences]
+    parts = data.draw(st.permutations(every))
     text = screenful(parts)
     assert len(text.splitlines()) <= 40 + 3, "the line that names tables comes on top"
     assert text.count("A sentence.") == len(sentences)

@@ -90,7 +90,7 @@ def test_the_check_notices_cut_figures() -> None:
         for no_wrap in (True, False):
             table = RichTable()
             for _ in range(8):
-                table.add_column(Text("figure"), no_wrap=no_wrap, overflow=overflow)  # type: ignore[arg-type]
+                table.add_column(Text("figure"), no_wrap=no_wrap, overflow=overflow)
             table.add_row(*(Text("123456789.25") for _ in range(8)))
             out = StringIO()
             Console(file=out, width=60).print(table)

@@ -56,7 +56,7 @@ def test_the_key_ignores_the_order_of_fields() -> None:
 @pytest.mark.parametrize("package", ["protwin", "torch", "transformers"])
 def test_the_key_depends_on_software(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = cache_key(REQUEST)
-    installed = workload_cache.version
+    installed = workload_cache.version  # type: ignore[attr-defined]
     monkeypatch.setattr(workload_cache, "version", lambda name: "0.0.0" if name == package else installed(name))
     assert cache_key(REQUEST) != before
 

@@ -239,7 +239,7 @@ def test_students_are_traced_under_autocast_and_with_the_code_that_may_run(
     for text in ("one = 1", "two = 2"):
         (configuration.parent / "mine.py").write_text(text)
         codes.append(own_code(configuration.parent, {"auto_map": {"AutoConfig": "mine.Config"}}))
-    asked = [
+    asked: list[dict[str, Any]] = [
         {"options": FULL_TRAINING, "code": None},
         {"options": narrow, "code": None},
         *({"options": narrow, "code": code} for code in codes),

@@ -146,6 +146,8 @@ def test_searches_answer_the_same(found: brute_force.Case, share: float) -> None
         of_plan, in_numpy = _both(lambda: found.search(budget_bytes, 0.01))
         assert _without_intervals(of_plan) == _without_intervals(in_numpy)
         compiled_s, own_s = (result.prediction.iteration_interval_s for result in (of_plan, in_numpy))
+        assert compiled_s is not None
+        assert own_s is not None
         assert (compiled_s.low, compiled_s.high) == pytest.approx((own_s.low, own_s.high), rel=_ROUNDING_FRAC)
 
 
@@ -201,7 +203,7 @@ def test_arrays_of_other_shapes_do_not_reach_the_library() -> None:
 def test_integers_of_other_sizes_are_read_as_what_they_are() -> None:
     # The wrong variant hands over the address of 32-bit integers.
     waits = {(1, 0): np.array([[2, 4]], dtype=np.int32)}
-    of_lane = kernels.known_before(waits, (4, 2), 1)[1]
+    of_lane = kernels.known_before(waits, (4, 2), 1)[1]  # type: ignore[arg-type]
     assert of_lane[0, 0].tolist() == [2, 4]
 
 

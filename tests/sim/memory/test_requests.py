@@ -38,10 +38,11 @@ class Given(RequestLog):
 def requests(draw: DrawFn) -> tuple[list[int], list[int]]:
     """What is made for good, and an iteration that frees all it makes: by turns the latest, and any."""
     sizes = st.one_of(st.integers(1, 3 * MIB), st.integers(1, 60).map(lambda n: n * MIB), st.integers(1, 40 * MIB))
-    made, num_made = [], 0
+    made: list[int] = []
+    num_made = 0
     found: list[int] = []
     for _ in range(draw(st.integers(1, 40))):
-        if made and draw(st.booleans()):
+        if made and draw(st.booleans()):  # type: ignore[arg-type]
             place = -1 if draw(st.integers(0, 3)) else draw(st.integers(0, len(made) - 1))
             found.append(made.pop(place) - num_made)
         else:

@@ -28,7 +28,9 @@ from protwin.runtime.model.snapshot import without_cache
 from protwin.runtime.tracing.configurations import batch_of, workload_of_configuration
 from protwin.shared.catalogue.machines import machine
 from protwin.shared.layout.layout import layout_of
+from protwin.shared.phases.operations import Compiled
 from protwin.shared.phases.phase import Phase
+from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.training_options import TrainingOptions
 from protwin.shared.schema.workload import Workload
@@ -121,7 +123,7 @@ def reserved_by_loop(loop: Loop) -> int:
         state: list[torch.Tensor] = []
         with without_cache(model):
             for _ in range(4):
-                loss_of(model, batch, None).backward()  # type: ignore[no-untyped-call]
+                loss_of(model, batch, None).backward()
                 if not state:
                     state += [torch.zeros_like(p) for p in model.parameters() for _ in range(2)]
                 model.zero_grad()
@@ -155,7 +157,7 @@ def reserved_by_plan(workload: Workload, loop: Loop) -> int:
         n_persist=len(layout_of(workload, chunk_bytes).chunks),
         n_buffer=0,
         n_checkpoint=workload.num_blocks if loop.checkpointed else 0,
-        optimizer="adamw-bf16",
+        optimizer=Optimizer.ADAMW_BF16,
     )
     reserved = simulate(plan, workload, HARDWARE).device_reserved
     assert reserved is not None
@@ -285,7 +287,7 @@ def test_a_fall_of_just_what_is_held_is_none() -> None:
 def test_compiled_blocks_keep_nothing_in_vain() -> None:
     shape: dict[str, Any] = {"batch_size": 2, "sequence_length": 512}
     eager = load_workload("llama-3.2-1b", **shape).profiles[0]
-    compiled = load_workload("llama-3.2-1b", **shape, options=TrainingOptions(compiled="blocks")).profiles[0]
+    compiled = load_workload("llama-3.2-1b", **shape, options=TrainingOptions(compiled=Compiled.BLOCKS)).profiles[0]
     output_bytes = 2 * 512 * 2048 * 2  # of the last product, which no backward reads
     assert [of.unused_bytes for of in eager.selective] == [output_bytes, output_bytes]
     assert [of.unused_bytes for of in compiled.selective] == [0, 0]

@@ -23,7 +23,7 @@ from tests.sim.searching.test_batch_search import at_size
 REQUEST = fastest_request(
     workload=workload(num_blocks=4),
     hardware=machine(gather_s=0.1, offload_s=0.1, cpu_adam_s=0.1),
-    space=SearchSpace(chunk_bytes=256),
+    space=SearchSpace(chunk_bytes=(256,)),
     device_budget_bytes=6000,
 )
 """Chunks that leave the device make room for activations, which spares recomputing them."""

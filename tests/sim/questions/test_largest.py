@@ -74,7 +74,8 @@ def ask(monkeypatch: pytest.MonkeyPatch, models: list[str], hardware: Hardware, 
 
 
 def test_every_answer_is_that_of_a_search_of_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    models, hosts = ["gpt2", "gpt2-large"], [1 * GIB, 16 * GIB]
+    models = ["gpt2", "gpt2-large"]
+    hosts: list[int | None] = [1 * GIB, 16 * GIB]
     hardware = box(3 * GIB)
     by_size = sorted(models, key=lambda name: model_configuration(name).num_parameters or 0, reverse=True)
     expected = [

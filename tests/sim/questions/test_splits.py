@@ -113,7 +113,7 @@ def test_the_split_that_is_found_is_that_of_brute_force(
 
 def test_alike_stages_are_searched_once_and_few_of_all_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(splits, "search", lambda request: asked.append(request.workload.identity) or search(request))
+    monkeypatch.setattr(splits, "search", lambda request: asked.append(request.workload.identity) or search(request))  # type: ignore[func-returns-value]
     workload = large_pairs(12)
     request = fastest_request(
         workload=workload,
