@@ -95,4 +95,4 @@ def test_what_lacks_something_is_refused_with_what_it_lacks() -> None:
     with pytest.raises(InfeasibleError):
         ask(llama(num_layers=2), batch=token_batches(1)[0], budget=1000)
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
-        protwin.trian  # noqa: B018  # type: ignore[attr-defined]
+        protwin.trian  # type: ignore[attr-defined] # noqa: B018
