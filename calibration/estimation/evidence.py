@@ -4,7 +4,7 @@
 Least squares need of their rows nothing but sums of products.  So a calibration keeps these sums and not only what was
 estimated from them: new records add theirs, and the estimate is the one that all rows together would have given.  Of
 calibrations that keep none, the coefficients are known beforehand, as a normal distribution around their values.
-Before new records are added, what is known of the same tasks is multiplied by what is to be left of it (``forgotten``),
+Before new records are added, what is known of the same tasks is multiplied by a forgetting factor (``forgetting``),
 so that a machine that has changed is followed.
 """
 
@@ -65,15 +65,15 @@ def evidence_before(calibration: Calibration, kind: TaskKind) -> Evidence | None
     )
 
 
-def together(one: Evidence, other: Evidence, *, forgotten: float = 1.0) -> Evidence:
-    """Of all tasks; of ``one``, ``forgotten`` is left (0..1)."""
+def together(one: Evidence, other: Evidence, *, forgetting: float = 1.0) -> Evidence:
+    """Of all tasks; the sums of ``one`` are multiplied by ``forgetting`` (0..1) first: at 1 nothing is forgotten."""
     sums: dict[str, Any] = {}
     for name in Evidence.model_fields:
         old, new = getattr(one, name), getattr(other, name)
         if isinstance(new, tuple):
-            sums[name] = tuple(forgotten * a + b for a, b in zip(old, new, strict=True))
+            sums[name] = tuple(forgetting * a + b for a, b in zip(old, new, strict=True))
         else:
-            sums[name] = forgotten * old + new
+            sums[name] = forgetting * old + new
     return Evidence(**sums)
 
 

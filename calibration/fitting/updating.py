@@ -84,7 +84,7 @@ def updated(
     evidence = dict(known.evidence)
     for kind, of_kind in new.items():
         before = evidence_before(known, kind)
-        evidence[kind] = of_kind if before is None else together(before, of_kind, forgotten=forgetting)
+        evidence[kind] = of_kind if before is None else together(before, of_kind, forgetting=forgetting)
     estimates = {kind: estimate_evidence(evidence[kind], hardware) for kind in new}
     found = with_estimates(known, estimates)
     names = dict.fromkeys((*known.fitted_to, *(pair.workload.model_name for pair in pairs)))
@@ -266,11 +266,11 @@ def _alone(pair: Pair, hardware: Hardware, calibration: Calibration) -> Calibrat
 
 
 def _swapping(
-    known: Calibration, pairs: Sequence[Pair], hardware: Hardware, forgotten: float
+    known: Calibration, pairs: Sequence[Pair], hardware: Hardware, forgetting: float
 ) -> dict[TaskKind, MeanSeconds]:
     """What tasks of blocks that swap take longer: the mean over runs, of which those before count in part."""
     found = dict(known.swapping)
-    left = dict.fromkeys(found, forgotten)
+    left = dict.fromkeys(found, forgetting)
     for pair in (one for given in pairs for one in pairs_of(given.workload, given.measured)):
         if all(timing.kind is not TaskKind.ACTIVATION_OFFLOAD for timing in pair.measured.tasks):
             continue

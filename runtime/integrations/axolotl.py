@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .axolotl_section import PlanArgs, refuse
+from .axolotl_section import PlanArgs, checked_section
 from .trainer_class import planned_trainer
 
 if TYPE_CHECKING:
@@ -33,13 +33,13 @@ class PlanPlugin(BasePlugin):
 
     def pre_model_load(self, cfg: Any) -> None:
         """Weights begin on the host, whatever fits on the device: the plan brings them there."""
-        refuse(cfg)
+        checked_section(cfg)
         if not cfg.get("device_map"):
             cfg["device_map"] = {"": "cpu"}
 
     def get_trainer_cls(self, cfg: Any) -> type:
         """The Trainer that axolotl would take, and trains by a plan.  Raises ValueError if the file contradicts it."""
-        section = refuse(cfg)
+        section = checked_section(cfg)
         carrying_out = {"keep_last_step": True} if section.keep_last_step else {}
         return planned_trainer(_trainer_class(cfg), carry_out=carrying_out, **section.request)
 

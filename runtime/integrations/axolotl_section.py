@@ -180,11 +180,11 @@ class PlanArgs(BaseModel):
     def _goes_together(cls, data: Any) -> Any:
         """The manager of plugins keeps those of earlier files, so the plugin may not be this file's."""
         if isinstance(data, Mapping) and is_listed(data):
-            refuse(data)
+            checked_section(data)
         return data
 
 
-def refuse(configuration: Mapping[str, Any]) -> PlanSection:
+def checked_section(configuration: Mapping[str, Any]) -> PlanSection:
     """The section; raises ValueError, as validators do, that names everything that contradicts it."""
     try:
         section = section_of(configuration)

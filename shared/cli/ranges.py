@@ -26,8 +26,8 @@ def parse_numbers(text: str) -> Numbers:
     """The numbers of ``2048:131072``, ``1024:8192:1024``, ``1,2,4`` or ``8``, ascending, each once.
 
     ``A:B`` doubles A as long as it stays below B, and ends with B.  ``A:B:STEP`` adds the step as long as that leaves
-    no more than B.  Raises ProtwinError if the text is nothing of these, if a range is reversed, or if a number is
-    outside 1 to a billion.
+    no more than B.  Raises ProtwinError if the text is nothing of these, if a range is reversed, if a number is
+    outside 1 to a billion, or if there are too many.
     """
     parts = [_parsed(part, text) for part in text.split(",")]
     found = sorted({number for part in parts for number in part})

@@ -116,7 +116,10 @@ def moved_bytes(operation: Operation) -> float:
 
 
 def share_of(operation: Operation, device: Device, class_share: float) -> float:
-    """Share of the bandwidth that ``operation`` reaches: its own, else that of its class."""
+    """Share of the bandwidth that ``operation`` reaches.
+
+    That of its class, which is given, on CPUs and where the device states one; else what is known of its name.
+    """
     if device.kind is not DeviceKind.CUDA or operation.operation_class in device.efficiency:
         return class_share
     if operation.name == "sum" and operation.dtype in _HALF:
