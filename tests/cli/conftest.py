@@ -96,3 +96,13 @@ def protwin_here(
         return subprocess.CompletedProcess(arguments, int(ended.value.code or 0), output, errors)
 
     return run
+
+
+@pytest.fixture
+def without_torch(tmp_path: Path) -> dict[str, str]:
+    """Variables of a process in which importing torch or transformers ends it."""
+    folder = tmp_path / "blocked"
+    folder.mkdir()
+    for module in ("torch", "transformers"):
+        (folder / f"{module}.py").write_text(f"raise SystemExit('{module} was imported')\n")
+    return {"PYTHONPATH": str(folder)}

@@ -17,16 +17,6 @@ SMALL = ("--model", "gpt2", "--hardware", "rtx-3090", "--batch-size", "2", "--n-
 CONFIGURATION = {"model_type": "gpt2", "n_layer": 3, "n_head": 2, "n_embd": 64, "vocab_size": 256, "n_positions": 64}
 
 
-@pytest.fixture
-def without_torch(tmp_path: Path) -> dict[str, str]:
-    """Variables of a process in which importing torch or transformers ends it."""
-    folder = tmp_path / "blocked"
-    folder.mkdir()
-    for module in ("torch", "transformers"):
-        (folder / f"{module}.py").write_text(f"raise SystemExit('{module} was imported')\n")
-    return {"PYTHONPATH": str(folder)}
-
-
 def test_models_are_listed(protwin_here: Protwin) -> None:
     shown = protwin_here("models")
     assert shown.returncode == 0

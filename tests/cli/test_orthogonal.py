@@ -16,16 +16,6 @@ OSFT = ("--method", "osft", "--unfreeze-rank-ratio", "0.25")
 ON = ("--hardware", "rtx-3090")
 
 
-@pytest.fixture
-def without_torch(tmp_path: Path) -> dict[str, str]:
-    """Variables of a process in which importing torch or transformers ends it."""
-    blocked = tmp_path / "blocked"
-    blocked.mkdir()
-    for module in ("torch", "transformers"):
-        (blocked / f"{module}.py").write_text(f"raise SystemExit('{module} was imported')\n")
-    return {"PYTHONPATH": str(blocked)}
-
-
 @pytest.mark.slow
 def test_a_plan_is_searched_and_simulated_without_torch(
     protwin: Protwin, work: Path, without_torch: dict[str, str]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
+from itertools import islice
 
 from protwin.shared.basics.errors import ScheduleError
 from protwin.shared.compile.compile import compile_schedule
@@ -12,6 +14,7 @@ from protwin.shared.verify.claim import Claim
 from protwin.shared.verify.full_training import FULL_TRAINING
 from protwin.shared.verify.rules import Rule
 from protwin.shared.verify.verify import COMMON, verify_schedule
+from tests.shared import faults
 from tests.shared.abstract_machine import AbstractMachine
 from tests.shared.adversaries import holding
 from tests.shared.faults import Fault
@@ -29,6 +32,25 @@ def is_accepted(schedule: Schedule, case: PlannedWorkload) -> bool:
     except ScheduleError:
         return False
     return True
+
+
+def check_sound_and_faulty(case: PlannedWorkload, seed: int) -> None:
+    """The schedule that is compiled passes; with some fault of three families it does not."""
+    schedule = compiled(case)
+    verify_schedule(schedule, case.plan, case.workload, case.layout)
+    generator = random.Random(seed)
+    for family in generator.sample(faults.DATA_FAULTS, 3):
+        *_, fault = islice(family(schedule), generator.randrange(1, 300))
+        assert not is_accepted(fault.make(), case), fault
+
+
+def check_dropped_dependencies(case: PlannedWorkload) -> None:
+    """Schedules without one dependency are rejected exactly if that makes them guarantee less."""
+    schedule = compiled(case)
+    intact = guarantees(schedule)
+    for fault in faults.dropped_dependencies(schedule):
+        changed = fault.make()
+        assert is_accepted(changed, case) == (guarantees(changed) == intact), fault
 
 
 def only_rejections(faults: Iterable[Fault], case: PlannedWorkload, waiting: set[str]) -> None:

@@ -11,7 +11,6 @@ from unittest import mock
 import torch
 import transformers
 from torch import nn
-from torch.nn import functional
 
 from protwin.runtime import CpuDevice, carry_out
 from protwin.runtime.tiles import mlp
@@ -22,17 +21,11 @@ from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from tests.runtime.models import SEED, Batch, frozen, llama, snapshot, uncached
 from tests.runtime.ranks.beside_ddp import in_default_group
+from tests.runtime.tiles.random_tiles import weighted
 
 NUM_RANKS, NUM_STEPS, LENGTH = 2, 2, 11
 make_sgd = partial(torch.optim.SGD, lr=0.2, momentum=0.9, fused=True)
 Trained = tuple[list[float], dict[str, torch.Tensor]]
-
-
-def weighted(logits: Any, labels: torch.Tensor, vocab_size: int, **_: Any) -> torch.Tensor:
-    """A loss to which every token adds by its own weight: gradients that were a mean of tiles' would be others."""
-    flat, wanted = logits.float()[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1)
-    by_token = functional.cross_entropy(flat, wanted, reduction="none")
-    return (by_token * torch.linspace(0.1, 2.0, len(by_token))).sum() / len(by_token)
 
 
 def weighted_llama() -> nn.Module:

@@ -35,7 +35,7 @@ RATE: Final = 0.2
 
 
 def weighted(logits: Any, labels: torch.Tensor, vocab_size: int, **_: Any) -> torch.Tensor:
-    """A loss to which every token adds by its own weight."""
+    """A loss to which every token adds by its own weight: gradients that were a mean of tiles' would be others."""
     flat, wanted = logits.float()[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1)
     by_token = functional.cross_entropy(flat, wanted, reduction="none")
     return (by_token * torch.linspace(0.1, 2.0, len(by_token))).sum() / len(by_token)

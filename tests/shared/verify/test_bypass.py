@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -29,7 +27,7 @@ from tests.proof_size import examples, share
 from tests.shared import faults
 from tests.shared.bypass_models import bypass_plan, pairs
 from tests.shared.faults import Fault
-from tests.shared.verdicts import compiled, guarantees, is_accepted
+from tests.shared.verdicts import check_dropped_dependencies, check_sound_and_faulty, compiled, is_accepted
 from tests.strategies.pairs import bypass_cases
 from tests.strategies.plans import PlannedWorkload
 
@@ -39,22 +37,13 @@ SEEDS = st.integers(0, 2**32 - 1)
 @settings(max_examples=examples(1_000, 24))
 @given(bypass_cases(), SEEDS)
 def test_compiled_schedules_pass_and_faulty_ones_do_not(case: PlannedWorkload, seed: int) -> None:
-    schedule = compiled(case)
-    verify_schedule(schedule, case.plan, case.workload, case.layout)
-    generator = random.Random(seed)
-    for family in generator.sample(faults.DATA_FAULTS, 3):
-        *_, fault = islice(family(schedule), generator.randrange(1, 300))
-        assert not is_accepted(fault.make(), case), fault
+    check_sound_and_faulty(case, seed)
 
 
 @settings(max_examples=examples(100, 7))
 @given(bypass_cases(max_pairs=3))
 def test_every_dropped_dependency_that_matters_is_rejected(case: PlannedWorkload) -> None:
-    schedule = compiled(case)
-    intact = guarantees(schedule)
-    for fault in faults.dropped_dependencies(schedule):
-        changed = fault.make()
-        assert is_accepted(changed, case) == (guarantees(changed) == intact), fault
+    check_dropped_dependencies(case)
 
 
 # -- one schedule ----------------------------------------------------------------------------------------------------

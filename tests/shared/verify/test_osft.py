@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -24,7 +22,7 @@ from protwin.shared.verify.verify import verify_schedule
 from tests.proof_size import examples, share
 from tests.shared import faults
 from tests.shared.faults import Fault
-from tests.shared.verdicts import compiled, guarantees, is_accepted
+from tests.shared.verdicts import check_dropped_dependencies, check_sound_and_faulty, compiled, is_accepted
 from tests.sim import hand_made
 from tests.strategies.plans import PlannedWorkload
 from tests.strategies.subspaces import projected_plans
@@ -36,22 +34,13 @@ DEVICE, HOST = ProjectionPlace.DEVICE, ProjectionPlace.HOST
 @settings(max_examples=examples(1_000, 15))
 @given(projected_plans(), SEEDS)
 def test_compiled_schedules_pass_and_faulty_ones_do_not(case: PlannedWorkload, seed: int) -> None:
-    schedule = compiled(case)
-    verify_schedule(schedule, case.plan, case.workload, case.layout)
-    generator = random.Random(seed)
-    for family in generator.sample(faults.DATA_FAULTS, 3):
-        *_, fault = islice(family(schedule), generator.randrange(1, 300))
-        assert not is_accepted(fault.make(), case), fault
+    check_sound_and_faulty(case, seed)
 
 
 @settings(max_examples=examples(100, 4))
 @given(projected_plans(max_blocks=2))
 def test_every_dropped_dependency_that_matters_is_rejected(case: PlannedWorkload) -> None:
-    schedule = compiled(case)
-    intact = guarantees(schedule)
-    for fault in faults.dropped_dependencies(schedule):
-        changed = fault.make()
-        assert is_accepted(changed, case) == (guarantees(changed) == intact), fault
+    check_dropped_dependencies(case)
 
 
 # -- one schedule ----------------------------------------------------------------------------------------------------

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -25,7 +23,7 @@ from tests.shared import faults
 from tests.shared.bypass_models import bypass_plan, pairs
 from tests.shared.faults import Fault
 from tests.shared.small_models import OUTPUT_BYTES
-from tests.shared.verdicts import compiled, guarantees, is_accepted
+from tests.shared.verdicts import check_sound_and_faulty, compiled, guarantees, is_accepted
 from tests.strategies.pairs import cases_of_ranks
 from tests.strategies.plans import PlannedWorkload
 
@@ -33,12 +31,7 @@ from tests.strategies.plans import PlannedWorkload
 @settings(max_examples=examples(1_000, 12), deadline=None)
 @given(cases_of_ranks(), st.integers(0, 2**32 - 1))
 def test_compiled_schedules_pass_and_faulty_ones_do_not(case: PlannedWorkload, seed: int) -> None:
-    schedule = compiled(case)
-    verify_schedule(schedule, case.plan, case.workload, case.layout)
-    generator = random.Random(seed)
-    for family in generator.sample(faults.DATA_FAULTS, 3):
-        *_, fault = islice(family(schedule), generator.randrange(1, 300))
-        assert not is_accepted(fault.make(), case), fault
+    check_sound_and_faulty(case, seed)
 
 
 def example() -> PlannedWorkload:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
 
 import pytest
 from hypothesis import given, settings
@@ -34,7 +33,14 @@ from tests.shared.abstract_machine import AbstractMachine
 from tests.shared.adversaries import at_random, holding
 from tests.shared.faults import Fault
 from tests.shared.small_models import chain, parameter, plan, workload
-from tests.shared.verdicts import compiled, guarantees, is_accepted, only_rejections, violation
+from tests.shared.verdicts import (
+    check_dropped_dependencies,
+    check_sound_and_faulty,
+    compiled,
+    is_accepted,
+    only_rejections,
+    violation,
+)
 from tests.strategies.plans import PlannedWorkload, parallel_workloads, planned_workloads
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -61,12 +67,7 @@ def example() -> PlannedWorkload:
 @settings(max_examples=examples(2_000, 80))
 @given(planned_workloads(has_disk=True) | parallel_workloads(), SEEDS)
 def test_compiled_schedules_pass_and_faulty_ones_do_not(case: PlannedWorkload, seed: int) -> None:
-    schedule = compiled(case)
-    verify_schedule(schedule, case.plan, case.workload, case.layout)
-    generator = random.Random(seed)
-    for family in generator.sample(faults.DATA_FAULTS, 3):
-        *_, fault = islice(family(schedule), generator.randrange(1, 300))
-        assert not is_accepted(fault.make(), case), fault
+    check_sound_and_faulty(case, seed)
 
 
 @settings(max_examples=examples(60, 12))
@@ -90,11 +91,7 @@ def test_garbage_is_rejected_without_a_crash(case: PlannedWorkload, seed: int) -
 @settings(max_examples=examples(100, 10))
 @given(planned_workloads(has_disk=True))
 def test_every_dropped_dependency_that_matters_is_rejected(case: PlannedWorkload) -> None:
-    schedule = compiled(case)
-    intact = guarantees(schedule)
-    for fault in faults.dropped_dependencies(schedule):
-        changed = fault.make()
-        assert is_accepted(changed, case) == (guarantees(changed) == intact), fault
+    check_dropped_dependencies(case)
 
 
 @pytest.mark.slow

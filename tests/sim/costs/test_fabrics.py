@@ -14,13 +14,9 @@ from protwin.shared.catalogue.machines import cluster_names, machine, override_h
 from protwin.shared.schema.hardware import Hardware
 from protwin.sim.costs.collectives import Algorithm, Collective, Shape, hierarchical_s
 from protwin.sim.costs.fabrics import CALL_OVERHEAD_S, fabric_levels, flat_fabric, machine_collective
+from tests.sim.several_nodes import with_nodes
 
 GIB = 2**30
-
-
-def with_nodes(name: str, num_nodes: int, **changes: str) -> Hardware:
-    wanted = {"network.num_nodes": str(num_nodes)} | {key.replace("__", "."): value for key, value in changes.items()}
-    return override_hardware(machine(name), wanted)
 
 
 def bus_bytes_per_s(hardware: Hardware, num_ranks: int, algorithm: Algorithm | None = None) -> float:

@@ -18,14 +18,10 @@ from protwin.sim.costs.rank_lines import RankLine
 from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.memory.libraries import collective_bytes, rank_device_bytes
 from tests.shared.small_models import chain, plan
+from tests.sim.several_nodes import with_nodes
 
 GIB = 2**30
 COLLECTIVES = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
-
-
-def with_nodes(name: str, num_nodes: int, **changes: str) -> Hardware:
-    wanted = {"network.num_nodes": str(num_nodes)} | {key.replace("__", "."): value for key, value in changes.items()}
-    return override_hardware(machine(name), wanted)
 
 
 def lines(num_ranks: int, shard_ranks: int) -> tuple[RankLine, RankLine]:
