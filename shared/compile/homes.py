@@ -14,7 +14,7 @@ import numpy as np
 from ..drafts.program import NOT_THERE, BoolArray, BufferGroup, Draft, IntArray, Operand
 from ..layout.keeping import AS_PLANNED, BucketStay, Keeping, list_bytes, moment_bytes, num_with_masters
 from ..layout.shards import stepped_parts
-from ..optimizers.state import Stepped
+from ..optimizers.state import Stepped, master_bytes
 from ..schema.optimizer import Optimizer
 from ..schema.schedule import Content, Memory
 from .chunk_facts import integers
@@ -137,6 +137,13 @@ def visiting_bytes(family: Family) -> IntArray:
 def widened_scalars(family: Family) -> IntArray:
     """(C,) scalars of each chunk, or of a rank's part of it, of which a float32 copy is stepped."""
     return _of_stepped(family, num_with_masters)
+
+
+def largest_with_master(family: Family, chunk: int) -> int:
+    """Scalars of the largest parameter of a chunk of which a float32 copy is stepped; 0 without any."""
+    members = (family.facts.parameters[placed.index] for placed in family.layout.chunks[chunk].parameters)
+    optimizer = family.step.optimizer
+    return max((p.num_elements for p in members if p.trainable and master_bytes(p.dtype, optimizer)), default=0)
 
 
 def bytes_of_lists(family: Family, keeping: Keeping) -> int:

@@ -189,8 +189,8 @@ class Updates(Gradients):
         self.read_in_order(self.device_adam, whole, parts, *stepped)
         written = np.concatenate(stepped)
         draft.update(self.device_adam, written, np.arange(len(written)))
-        if self.widened_bytes:
-            draft.phases[int(self.device_adam[0])] = Phase(curve=((1.0, self.widened_bytes),))
+        if (phase := self.phase_of_step) is not None:
+            draft.phases[int(self.device_adam[0])] = phase
 
     def _wire_cpu_adams(self, homes: Homes) -> None:
         """CPU Adam reads gradients, and changes what it steps."""
@@ -210,6 +210,11 @@ class Updates(Gradients):
             _, staying, places = self.gradients_of(persistent)
             whole = staying[0][np.argsort(places)]
             self.read_in_order(norm, homes.gradients[leaving], homes.gradients[parted], whole)
+
+    @property
+    def phase_of_step(self) -> Phase | None:
+        """Device Adam's levels; None if it makes nothing."""
+        return Phase(curve=((1.0, self.widened_bytes),)) if self.widened_bytes else None
 
     @property
     def widened_bytes(self) -> int:

@@ -44,7 +44,8 @@ class Keeping:
     moments_visit: bool = False
     """Whether the moments of what devices step lie on the host, and come to the device for the step alone."""
     num_widened: int = 0
-    """Scalars whose gradients the device widens to float32 together, where they have masters."""
+    """Scalars whose gradients the device lays flat and widens to float32 together, where they have masters.  So many
+    have their masters and moments together too, flat, from the set-up on."""
     buckets: Buckets | None = None
     """What gradients pass through on the device; None: nothing."""
     temporary_lists: int = 0

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import ClassVar, Final
 
 import numpy as np
 
 from ..basics.errors import PlanError
+from ..compile.chunk_facts import integers
 from ..compile.family import Family
-from ..compile.homes import Homes, visiting_bytes, widened_scalars
+from ..compile.homes import largest_with_master, visiting_bytes, widened_scalars
 from ..compile.residency import Residency
 from ..compile.sections import Sections
 from ..compile.updates import Updates
@@ -22,6 +24,9 @@ from ..verify.residency import check_gather_window
 from ..verify.rules import Rule, Rules, Stage
 
 _FLOAT32_BYTES: Final = 4
+_FLOAT64_BYTES: Final = 8
+_FLAT_BYTES: Final = 2
+"""What has a float32 master is in 16 bits."""
 
 
 class RenewedAtOnce(Residency):
@@ -80,28 +85,64 @@ class SteppedAlone(Updates):
 
 
 class WidenedTogether(Updates):
-    """Gradients of what the device steps are widened together, a number of scalars at most at a time."""
+    """Gradients of what the device steps are laid flat and then widened, a number of scalars at most at a time.
+
+    The flat copy goes as soon as the float32 one is there (``_prepare_fp32_grad_for_sub_group`` in DeepSpeed's
+    stage3.py, ``step`` in stage_1_and_2.py).  Before that, each gradient's norm is taken of a copy in float64
+    (``get_grad_norm_direct`` in both), clipped or not.
+    """
 
     num_widened: ClassVar[int]
+    normed_in_parts: ClassVar[bool]
+    """Whether norms are of each parameter's part, not of whole parameters in a rank's part of all."""
 
     @property
     def widened_bytes(self) -> int:
-        """With a float32 copy of the gradients."""
+        """With a flat and a float32 copy of the gradients."""
+        return max((super().widened_bytes, *accumulate(self._changes)))
+
+    @property
+    def phase_of_step(self) -> Phase | None:
+        """Copy by copy."""
+        changes = self._changes
+        return Phase(curve=((1.0, self.widened_bytes),), changes=changes) if changes else super().phase_of_step
+
+    @property
+    def _changes(self) -> tuple[int, ...]:
         stepped = ~self.family.leaves & self.family.facts.is_trainable
-        scalars = int(widened_scalars(self.family)[stepped].sum())
-        return super().widened_bytes + _FLOAT32_BYTES * min(scalars, self.num_widened)
+        left, others_bytes = int(widened_scalars(self.family)[stepped].sum()), super().widened_bytes
+        others = (others_bytes, -others_bytes) if others_bytes else ()
+        normed_bytes = _FLOAT64_BYTES * min(left, self._most_normed)
+        found = [normed_bytes, -normed_bytes] if left else []
+        while left:
+            count = min(left, self.num_widened)
+            flat, wide = count * _FLAT_BYTES, count * _FLOAT32_BYTES
+            found += (flat, wide, -flat, *others, -wide)
+            left -= count
+        return tuple(found)
+
+    @property
+    def _most_normed(self) -> int:
+        """Scalars of the largest gradient of which a norm is taken."""
+        family = self.family
+        stepped = np.flatnonzero(~family.leaves & family.facts.is_trainable)
+        divided = family.is_gathered[stepped] if self.normed_in_parts else np.zeros(len(stepped), dtype=np.bool_)
+        sizes = integers(largest_with_master(family, chunk) for chunk in stepped.tolist())
+        return int(np.where(divided, -(-sizes // family.facts.step.num_shards), sizes).max(initial=0))
 
 
 class ZeroUpdates(WidenedTogether, SteppedAlone):
     """All of a parameter group (``step`` in DeepSpeed's stage_1_and_2.py)."""
 
     num_widened = 2**62
+    normed_in_parts = False
 
 
 class Zero3Updates(WidenedTogether):
     """A sub-group (``sub_group_size`` in DeepSpeed's zero/config.py)."""
 
     num_widened = 10**9
+    normed_in_parts = True
 
 
 class OffloadUpdates(Zero3Updates, SteppedAlone):
@@ -123,12 +164,12 @@ class MomentsVisit(Updates):
         found: IntArray = visiting_bytes(self.family)[stepped]
         return found
 
-    def wire(self, homes: Homes) -> None:
-        """Add what tasks read and write; moments come chunk by chunk."""
-        super().wire(homes)
+    @property
+    def phase_of_step(self) -> Phase | None:
+        """Moments come chunk by chunk."""
         levels = super().widened_bytes + self._visiting_bytes.cumsum()
         curve = tuple((place / len(levels), int(level)) for place, level in enumerate(levels, 1))
-        self.draft.phases[int(self.device_adam[0])] = Phase(curve=curve)
+        return Phase(curve=curve) if curve else None
 
 
 def check_gathered_at_once(claim: Claim) -> None:

@@ -136,6 +136,12 @@ class RuntimeProfile:
         return "" if self.bucket_scalars is None else f" of {self.bucket_scalars:,} scalars"
 
     @property
+    def num_widened(self) -> int:
+        """Scalars that the device steps together, at most, by flat copies of their gradients; 0 where it has none."""
+        updates = _UPDATES.get(self.runtime)
+        return updates.num_widened if updates is not None and issubclass(updates, WidenedTogether) else 0
+
+    @property
     def buckets(self) -> Buckets | None:
         """What gradients pass through; None where the runtime has none."""
         own = _BUCKETS.get(self.runtime)
@@ -275,8 +281,7 @@ class RuntimeProfile:
         updates = _UPDATES.get(self.runtime)
         if updates is not None:
             policies = replace(policies, updates=updates)
-        if updates is not None and issubclass(updates, WidenedTogether):
-            keeping = replace(keeping, num_widened=updates.num_widened)
+        keeping = replace(keeping, num_widened=self.num_widened)
         if self.steps_alone:
             rules = replace(rules, updates=stepping_alone(rules))
         if keeping != AS_PLANNED:

@@ -288,11 +288,42 @@ def _widening(claim: Claim, stepped: set[ChunkId]) -> Phase | None:
             highest = max(highest, level + extra_bytes((dtype, (scalars,)), optimizer, WIDENED_SCALARS))
     together = [s for c in found for s in ((p.dtype, p.shape) for p in c)]
     together += [s for chunk in claim.scattered for s in claim.held[chunk].stepped]
-    scalars = sum(prod(shape) for dtype, shape in together if has_master(dtype, optimizer))
-    highest += 4 * min(scalars, keeping.num_widened) + keeping.temporary_lists * bytes_like_weights(together, optimizer)
+    highest += keeping.temporary_lists * bytes_like_weights(together, optimizer)
     if claim.keeping.moments_visit:
         return _visits(claim, highest)
+    scalars = sum(prod(shape) for dtype, shape in together if has_master(dtype, optimizer))
+    if keeping.num_widened and scalars:
+        return _flat_copies(scalars, keeping.num_widened, min(scalars, _most_normed(claim, stepped)), highest)
     return Phase(curve=((1.0, highest),)) if highest else None
+
+
+def _flat_copies(scalars: int, most: int, most_normed: int, others_bytes: int) -> Phase:
+    """Gradients of so many scalars at a time are laid flat in 16 bits and copied to float32, which goes last.
+
+    Norms come first, of copies in float64.
+    """
+    groups = [min(most, scalars - first) for first in range(0, scalars, most)]
+    steps = [(2 * group, 4 * group, -2 * group, others_bytes, -others_bytes, -4 * group) for group in groups]
+    changes = [8 * most_normed, -8 * most_normed, *(change for step in steps for change in step if change)]
+    highest = max(8 * most_normed, max(2 * groups[0], others_bytes) + 4 * groups[0])
+    return Phase(curve=((1.0, highest),), changes=tuple(changes))
+
+
+def _most_normed(claim: Claim, whole: set[ChunkId]) -> int:
+    """Scalars of the largest gradient: of a rank's part of it, unless parts are views of what the device keeps."""
+    found = [0]
+    for chunk in claim.layout.chunks:
+        if chunk.id not in whole and chunk.id not in claim.scattered:
+            continue
+        sizes = [
+            prod(claim.workload.parameters[placed.index].shape)
+            for placed in chunk.parameters
+            if claim.workload.parameters[placed.index].trainable
+            and has_master(claim.workload.parameters[placed.index].dtype, claim.plan.optimizer)
+        ]
+        is_whole = chunk.id in whole or claim.keeping.parts_are_within
+        found += sizes if is_whole else [-(-size // claim.held[chunk.id].num_parts) for size in sizes]
+    return max(found)
 
 
 def _visits(claim: Claim, widened: int) -> Phase | None:

@@ -14,7 +14,8 @@ from ..kernels.library import Allocated, is_available
 from .allocator import AllocatorFullError, CachingAllocator
 from .blocks import Block
 from .requests import Made, Nest, Recorder, latest_first, nests
-from .requests_of_schedule import Act, AllocationProgram, StaticTensors, Step
+from .requests_of_schedule import Act, AllocationProgram, Step
+from .static_tensors import StaticTensors
 from .within_task import Inside, task_requests
 
 MAX_ITERATIONS: Final = 8

@@ -11,17 +11,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from itertools import accumulate
-from math import prod
-from typing import Final
 
-from ...shared.layout.layout import Layout
-from ...shared.layout.shards import stepped_parts
-from ...shared.optimizers.state import MAP_BYTES, PAGED_NAMES, is_paged, map_bytes, master_bytes, state_tensors
 from ...shared.order.happens_before import HappensBefore
 from ...shared.order.memory_events import Copying, memory_events
-from ...shared.schema.optimizer import Optimizer
-from ...shared.schema.schedule import AllocationId, ChunkId, Content, Lane, Memory, Schedule, Task, TaskKind
-from ...shared.schema.workload import Parameter
+from ...shared.schema.schedule import AllocationId, Content, Lane, Memory, Schedule, Task, TaskKind
 
 
 class Act(IntEnum):
@@ -132,69 +125,3 @@ def _steps_of(levels: tuple[int, ...], least_bytes: int, final: tuple[int, ...])
 def _parameters_first(schedule: Schedule, buffers: list[AllocationId]) -> tuple[AllocationId, ...]:
     """Gathered chunks first, since they go last."""
     return tuple(sorted(buffers, key=lambda buffer: schedule.buffers[buffer].content is not Content.PARAMETERS))
-
-
-# -- tensors that stay -----------------------------------------------------------------------------------------------
-
-
-_PLACE: Final = (Memory.DEVICE, Content.PARAMETERS)
-
-
-@dataclass(frozen=True, slots=True)
-class SetUp:
-    """One allocation of the set-up."""
-
-    size_bytes: int
-    stays: bool
-    """Whether it is there for good; an offloaded chunk is filled on the device's side once and goes again."""
-
-
-@dataclass(frozen=True)
-class StaticTensors:
-    """What comes once and stays, tensor by tensor."""
-
-    set_up: tuple[SetUp, ...]
-    """In order: the batch and module buffers, then chunk by chunk parameters and float32 masters."""
-    first_step: tuple[int, ...]
-    """Optimizer state that the first device Adam makes: moments, counts of steps, maps.  Bytes each."""
-
-
-def _chunks_with_paged_state(schedule: Schedule) -> set[ChunkId | None]:
-    """Chunks whose moments lie on the host between two steps."""
-    return {b.chunk for b in schedule.buffers if b.is_static and b.content is Content.PAGED_STATE}
-
-
-def static_tensors(schedule: Schedule, parameters: tuple[Parameter, ...], layout: Layout) -> StaticTensors:
-    """The static device buffers of ``schedule`` as tensors; together they have the same bytes.
-
-    Chunks are one tensor each.  The masters and moments of a narrow parameter are made in pieces of 2**20 scalars,
-    which fill segments of 20 MiB to the last byte, as one tensor does that is rounded up to 2 MiB.  Of a chunk that is
-    sharded over devices there is the rank's part, region by region.
-    """
-    kept = {b.chunk for b in schedule.buffers if b.is_static and (b.memory, b.content) == _PLACE}
-    sharded = {b.chunk for b in schedule.buffers if b.is_static and b.content is Content.REDUCED_GRADIENTS}
-    visiting = set() if schedule.optimizer is Optimizer.PAGED_ADAMW_8BIT else _chunks_with_paged_state(schedule)
-    optimizer = schedule.optimizer
-    set_up: list[SetUp] = []
-    first_step: list[int] = []
-    for buffer in schedule.buffers:
-        if not buffer.is_static or not buffer.size_bytes:
-            continue
-        if buffer.memory in (Memory.PINNED_HOST, Memory.DISK) and buffer.content is Content.PARAMETERS:
-            if buffer.chunk is not None and buffer.chunk not in kept:
-                set_up.append(SetUp(buffer.size_bytes, stays=False))
-        elif buffer.memory is Memory.DEVICE and buffer.content is Content.OPTIMIZER_STATE:
-            assert buffer.chunk is not None
-            num_shards = schedule.num_shards if buffer.chunk in sharded else 1
-            together = stepped_parts(layout.chunks[buffer.chunk], parameters, num_shards)
-            first_step += [MAP_BYTES] * (map_bytes(together, optimizer) // MAP_BYTES)
-            for dtype, shape in together:
-                if of_master := prod(shape) * master_bytes(dtype, optimizer):
-                    set_up.append(SetUp(of_master, stays=True))
-                paged = PAGED_NAMES if is_paged((dtype, shape), optimizer) else ()
-                state = (t for t in state_tensors((dtype, shape), optimizer) if t.name not in paged)
-                visits = buffer.chunk in visiting
-                first_step += [t.size_bytes for t in state if t.size_bytes and not (visits and t.is_moment)]
-        elif buffer.memory is Memory.DEVICE:
-            set_up.append(SetUp(buffer.size_bytes, stays=True))
-    return StaticTensors(tuple(set_up), tuple(first_step))

@@ -14,8 +14,9 @@ from ...shared.schema.workload import Workload
 from .allocator import AllocatorFullError
 from .libraries import matrix_workspaces, outside_allocator_bytes
 from .request_replay import RequestLog, reserved_by
-from .requests_of_schedule import allocation_program, static_tensors
+from .requests_of_schedule import allocation_program
 from .rules import SEGMENT_ROUNDING_BYTES
+from .static_tensors import static_tensors
 from .within_task import Inside
 
 _COARSE_ITERATIONS: Final = 2
@@ -32,6 +33,9 @@ class Segments:
     """Of the stream that gathers parameters, whose segments no other stream can have."""
     reducing_bytes: int = 0
     """Likewise of the stream that reduces gradients, beyond those that the schedule has."""
+    num_together: int = 0
+    """Scalars, at most, whose masters and moments are one tensor each, made in the set-up; 0: the first step makes
+    moments, parameter by parameter."""
 
     @property
     def own_bytes(self) -> int:
@@ -70,7 +74,7 @@ def device_reserved(
     """
     if device.kind is DeviceKind.CPU:
         return None
-    static = static_tensors(schedule, workload.parameters, layout)
+    static = static_tensors(schedule, workload.parameters, layout, num_together=segments.num_together)
     workspaces = matrix_workspaces(device)
     log, coarse_log = (
         RequestLog(
@@ -128,7 +132,7 @@ def expected_segments_bytes(
     device: Device,
     *,
     order: HappensBefore | None = None,
-    expandable_segments: bool = False,
+    segments: Segments = AS_USUAL,
     stop_above_bytes: int | None = None,
 ) -> int:
     """``DeviceReserved.expected_bytes`` alone, or ``expandable_bytes``: one replay, without a limit.
@@ -137,12 +141,12 @@ def expected_segments_bytes(
     """
     log = RequestLog(
         allocation_program(schedule, order),
-        static_tensors(schedule, workload.parameters, layout),
+        static_tensors(schedule, workload.parameters, layout, num_together=segments.num_together),
         workspaces=matrix_workspaces(device),
         inside=Inside.BY_SIZE,
     )
-    found = reserved_by(log, expandable_segments=expandable_segments, stop_above_bytes=stop_above_bytes)
-    return found.peak_reserved_bytes
+    found = reserved_by(log, expandable_segments=segments.are_expandable, stop_above_bytes=stop_above_bytes)
+    return found.peak_reserved_bytes + segments.own_bytes
 
 
 def _limit_bytes(device: Device, beside_bytes: int) -> int:

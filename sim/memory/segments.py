@@ -22,7 +22,7 @@ from ...shared.layout.uses import parameters_of_blocks
 from ...shared.methods.runtime_profile import Runtime, RuntimeProfile
 from ...shared.schema.plan import Plan
 from ...shared.schema.workload import Workload
-from .reserved import AS_USUAL, Segments
+from .reserved import Segments
 
 
 def segments_of(runtime: RuntimeProfile, plan: Plan, workload: Workload) -> Segments:
@@ -30,12 +30,11 @@ def segments_of(runtime: RuntimeProfile, plan: Plan, workload: Workload) -> Segm
     gathers = runtime.runtime is Runtime.FSDP2 and plan.num_ranks > 1
     buckets = runtime.buckets if runtime.runtime is Runtime.DEEPSPEED_ZERO2 else None
     adds = buckets is not None and buckets.number > 1 and plan.micro_batches > 1
-    if not (gathers or adds or runtime.expandable_segments):
-        return AS_USUAL
     return Segments(
         are_expandable=runtime.expandable_segments,
         gathering_bytes=_gathering_bytes(plan, workload) if gathers else 0,
         reducing_bytes=_part_bytes(plan, workload) if adds else 0,
+        num_together=runtime.num_widened,
     )
 
 

@@ -257,9 +257,9 @@ class _Need:
         ]
         self._segments_bytes: int | None = None
         if room is not None and not any(size > 0 for _, size in lacking):
-            self._segments_bytes = (
-                expected_segments_bytes(self._schedule, workload, self._layout, room.device, order=order)
-                + segments_of(self._runtime, plan, workload).own_bytes
+            segments = segments_of(self._runtime, plan, workload)
+            self._segments_bytes = expected_segments_bytes(
+                self._schedule, workload, self._layout, room.device, order=order, segments=segments
             )
             lacking.append(("device memory for the allocator's segments", self._segments_bytes - room.limit_bytes))
         self.lacking = tuple(Lack(memory=memory, size_bytes=size) for memory, size in lacking if size > 0)

@@ -25,7 +25,7 @@ from ...shared.schema.plan import Plan
 from ...shared.schema.schedule import Schedule
 from ..engine.kept_schedule import memory_schedule
 from ..memory.libraries import more_collective_bytes
-from ..memory.reserved import expected_segments_bytes
+from ..memory.reserved import Segments, expected_segments_bytes
 from ..memory.rules import round_size
 from .branch_and_bound import BranchAndBound, Simulated
 from .problem import SearchProblem
@@ -74,7 +74,7 @@ class SegmentRoom:
             problem.workload,
             layout,
             self.device,
-            expandable_segments=expandable_segments,
+            segments=Segments(are_expandable=expandable_segments),
             stop_above_bytes=self.limit_bytes - more_bytes if expandable_segments else None,
         )
 

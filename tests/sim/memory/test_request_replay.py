@@ -20,8 +20,9 @@ from protwin.shared.workloads.untraced import resolve_family
 from protwin.sim.memory.allocator import AllocatorFullError, CachingAllocator
 from protwin.sim.memory.libraries import matrix_workspaces, nccl_bytes, outside_allocator_bytes
 from protwin.sim.memory.request_replay import RequestLog, replay
-from protwin.sim.memory.requests_of_schedule import Act, Step, allocation_program, static_tensors
+from protwin.sim.memory.requests_of_schedule import Act, Step, allocation_program
 from protwin.sim.memory.reserved import device_reserved
+from protwin.sim.memory.static_tensors import static_tensors
 from protwin.sim.memory.within_task import Inside
 from protwin.sim.searching.request import Effort
 from protwin.sim.searching.search import search

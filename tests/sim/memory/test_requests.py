@@ -16,7 +16,8 @@ from protwin.sim.kernels import library
 from protwin.sim.memory.allocator import AllocatorFullError, CachingAllocator
 from protwin.sim.memory.request_replay import Replayed, RequestLog, Requests, replay, reserved_by
 from protwin.sim.memory.requests import Nest, latest_first, nests
-from protwin.sim.memory.requests_of_schedule import AllocationProgram, StaticTensors, allocation_program, static_tensors
+from protwin.sim.memory.requests_of_schedule import AllocationProgram, allocation_program
+from protwin.sim.memory.static_tensors import StaticTensors, static_tensors
 from protwin.sim.memory.within_task import Inside
 from tests.proof_size import examples
 from tests.strategies.plans import PlannedWorkload, planned_workloads

@@ -17,7 +17,7 @@ from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.engine.device_memory import DeviceMemory
 from protwin.sim.engine.simulator import simulate_timing
 from protwin.sim.memory.host import loading_peak_bytes
-from protwin.sim.memory.requests_of_schedule import static_tensors
+from protwin.sim.memory.static_tensors import static_tensors
 from tests.proof_size import examples
 from tests.sim.hand_made import plan, workload
 from tests.strategies.plans import PlannedWorkload, parallel_workloads
