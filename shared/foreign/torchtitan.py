@@ -44,6 +44,7 @@ _MODES: Final = {
 
 _FLOAT8: Final = ("float8", "quantize.linear.float8")
 """What converters of linear maps to torchao's are called."""
+_COMPONENTS: Final = ("model", "loss")
 _RECIPE_KEYS: Final = ("float8.recipe_name", "quantize.linear.float8.recipe_name")
 _GATHERS: Final = "enable_fsdp_float8_all_gather"
 _AHEAD: Final = "precompute_float8_dynamic_scale_for_fsdp"
@@ -193,10 +194,11 @@ def _reduced(walk: Walk, *, is_sharded: bool) -> DType | None:
 def _lowering(walk: Walk, *, is_sharded: bool) -> dict[str, Any]:
     """What is compiled, and what multiplies in float8; torchao's casts are fused by compilation alone."""
     found: dict[str, Any] = {}
-    for key in ("training.compile", "compile.enable"):
-        if walk.flag(key):
-            walk.means(key, "every block is compiled by torch.compile")
-            found["compiled"] = Compiled.BLOCKS
+    if walk.flag("training.compile"):
+        walk.means("training.compile", "every block is compiled by torch.compile")
+        found["compiled"] = Compiled.BLOCKS
+    if walk.flag("compile.enable"):
+        found |= _components(walk)
     given = walk.value("model.converters")
     names = given.split(",") if isinstance(given, str) else given if isinstance(given, list) else []
     wanted = [name for name in (str(name).strip() for name in names) if name]
@@ -213,6 +215,25 @@ def _lowering(walk: Walk, *, is_sharded: bool) -> dict[str, Any]:
     if walk.has(recipe_key):
         walk.means(recipe_key, f"scaled {scaling}")
     return found | {"float8": scaling} | _narrow_gathers(walk, scaling, is_sharded=is_sharded)
+
+
+def _components(walk: Walk) -> dict[str, Any]:
+    """Which parts are compiled: both, unless the file says otherwise (``Compile`` in torchtitan's job_config.py)."""
+    key = "compile.components"
+    given = walk.value(key)
+    names = given.split(",") if isinstance(given, str) else _COMPONENTS if given is None else given
+    if not isinstance(names, list | tuple) or any(str(name).strip() not in _COMPONENTS for name in names):
+        walk.refuse(key, "a list of model and loss")
+        return {}
+    parts = {str(name).strip() for name in names}
+    if "model" not in parts:
+        if parts:
+            walk.leaves_out(key, "the loss alone is compiled: its logits are never widened to float32 in memory")
+        return {}
+    walk.means("compile.enable", "torch.compile is used")
+    about = "blocks are compiled one by one" + (", and so is the loss" if "loss" in parts else "")
+    walk.means(key, about, usually=_COMPONENTS)
+    return {"compiled": Compiled.BLOCKS_AND_LOSS if "loss" in parts else Compiled.BLOCKS}
 
 
 def _narrow_gathers(walk: Walk, scaling: Float8, *, is_sharded: bool) -> dict[str, Any]:

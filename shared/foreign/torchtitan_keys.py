@@ -37,6 +37,7 @@ _READ: Final = [
     "liger_kernel.enable_fused_linear_cross_entropy",
     "training.compile",
     "compile.enable",
+    "compile.components",
     "float8.enable_float8_linear",
     "float8.recipe_name",
     "quantize.linear.float8.recipe_name",

@@ -136,7 +136,7 @@ def _lowered_mode(shape: TracedShape, mode: ActivationMode, lowering: Lowering) 
     blocks = [place for kind, place in found if isinstance(place, int) and kind is TaskKind.FORWARD]
     for place in blocks:
         _lower_section(found, place, shape.num_tokens, found[TaskKind.FORWARD, place].output_bytes, lowering)
-    if lowering.compiled is Compiled.MODEL:
+    if lowering.compiled in (Compiled.MODEL, Compiled.BLOCKS_AND_LOSS):
         head = found[TaskKind.FORWARD, OuterSection.EPILOGUE], found[TaskKind.BACKWARD, OuterSection.EPILOGUE]
         if not any(seen.repeated for seen in head):
             passed_bytes = found[TaskKind.FORWARD, blocks[-1]].output_bytes
@@ -165,7 +165,7 @@ def _lower_section(
         if saving is again:
             found[first] = fused_alone(found[first], num_tokens, passed_bytes)
         # A graph of the whole model begins outside of the blocks; what is recomputed is part of the backward's.
-        of_its_own = lowering.compiled is Compiled.BLOCKS or place is OuterSection.EPILOGUE
+        of_its_own = lowering.compiled is not Compiled.MODEL or place is OuterSection.EPILOGUE
         for key in {first, saving, last}:
             found[key] = replace(found[key], num_graphs=int(of_its_own and not (key == again == saving)))
     if lowering.float8 is not None:

@@ -114,6 +114,8 @@ class Compiled(StrEnum):
 
     BLOCKS = "blocks"
     """Every block by itself."""
+    BLOCKS_AND_LOSS = "blocks-and-loss"
+    """Every block by itself, and what lies behind the last one: torchtitan's own choice."""
     MODEL = "model"
     """The whole model, its loss included."""
 

@@ -66,8 +66,8 @@ class PredictedTraining(TrainingChoice):
         Compiled | None,
         typer.Option(
             "--compile",
-            help="Predict the plan where torch.compile has compiled every block, or the whole model.  Protwin's "
-            "runtime carries out no such plan.",
+            help="Predict the plan where torch.compile has compiled every block, the blocks and the loss (torchtitan's "
+            "choice), or the whole model.  Protwin's runtime carries out no such plan.",
         ),
     ] = None
     float8: Annotated[

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers as tr
 from torch import nn
+from torch.nn import functional
 
 from protwin.runtime.tracing.fake_subject import FakeSubject
 from protwin.shared.observed.assembly import TracedShape
@@ -244,15 +245,43 @@ def test_checkpointed_blocks_compute_what_others_do_and_save_it_later() -> None:
         assert nets[0] == nets[1]
 
 
-def test_the_whole_model_has_its_loss_fused() -> None:
+def test_the_loss_is_fused_with_the_whole_model_or_beside_blocks() -> None:
     config, _, _ = of_llama("Llama")()
     eager = traced(config)
-    blocks, model = (lowered(eager, Lowering(parts)) for parts in Compiled)
+    shapes = {"eager": eager, **{parts: lowered(eager, Lowering(parts)) for parts in Compiled}}
     seen = {}
-    for name, shape in (("eager", eager), ("blocks", blocks), ("model", model)):
+    for name, shape in shapes.items():
         found = shape.observed[ActivationMode.KEEP]
         seen[name] = [found[kind, place] for (kind, place) in found if str(place) == "epilogue"]
-    assert seen["blocks"] == seen["eager"]
-    assert sum(map(between_bytes, seen["model"])) < 0.7 * sum(map(between_bytes, seen["eager"]))
-    assert [found.num_graphs for found in seen["model"]] == [1, 1]
-    assert pair(model)[0].num_graphs == 0
+    assert seen[Compiled.BLOCKS] == seen["eager"]
+    assert sum(map(between_bytes, seen[Compiled.MODEL])) < 0.7 * sum(map(between_bytes, seen["eager"]))
+    assert [found.num_graphs for found in seen[Compiled.MODEL]] == [1, 1]
+    assert pair(shapes[Compiled.MODEL])[0].num_graphs == 0
+    # torchtitan's choice: the loss of a compiled model, and blocks that are graphs of their own.
+    assert seen[Compiled.BLOCKS_AND_LOSS] == seen[Compiled.MODEL]
+    assert pair(shapes[Compiled.BLOCKS_AND_LOSS]) == pair(shapes[Compiled.BLOCKS])
+
+
+class CrossEntropy(nn.Module):
+    """As torchtitan compiles it (``cross_entropy_loss`` in torchtitan/components/loss.py)."""
+
+    def forward(self, hidden_states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(hidden_states.flatten(0, 1).float(), labels.flatten(0, 1))
+
+
+@pytest.mark.slow
+def test_a_compiled_loss_has_no_logits_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary = 512
+    logits = torch.randn(BATCH, LENGTH, vocabulary, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.randint(vocabulary, (BATCH, LENGTH))
+    counted = count_block(CrossEntropy(), {"hidden_states": logits, "labels": labels}, monkeypatch)
+    assert 0 < counted.saved_bytes <= 3 * 4 * BATCH * LENGTH  # the largest logit and the sum of each row
+    most = 2 * 2 * BATCH * LENGTH * vocabulary
+    assert sum(counted.backward.kernel_bytes) < 1.1 * most, "reads logits in 16 bits, writes their gradient so"
+    head = lowered(traced(of_llama("Llama")()[0]), Lowering(Compiled.BLOCKS_AND_LOSS)).observed[ActivationMode.KEEP]
+    forward, _ = (found for (_, place), found in head.items() if str(place) == "epilogue")
+    eager = traced(of_llama("Llama")()[0]).observed[ActivationMode.KEEP]
+    whole, _ = (found for (_, place), found in eager.items() if str(place) == "epilogue")
+    logits_bytes, hidden_bytes = 2 * BATCH * LENGTH * vocabulary, 2 * BATCH * LENGTH * WIDTH
+    # Eager, there are the logits, and their log-softmax in float32.
+    assert forward.net_bytes < logits_bytes + 3 * hidden_bytes < 3 * logits_bytes < whole.net_bytes

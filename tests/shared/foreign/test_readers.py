@@ -316,10 +316,35 @@ def test_what_compilers_and_fused_kernels_spare_is_named() -> None:
     assert read_axolotl({"base_model": "gpt2", "torch_compile": False}).run.compiled is None
 
 
+@pytest.mark.parametrize(
+    ("components", "compiled"),
+    [
+        (None, Compiled.BLOCKS_AND_LOSS),
+        (["loss", "model"], Compiled.BLOCKS_AND_LOSS),
+        ("model,loss", Compiled.BLOCKS_AND_LOSS),
+        (["model"], Compiled.BLOCKS),
+        (["loss"], None),
+        ([], None),
+    ],
+)
+def test_torchtitan_compiles_the_parts_that_are_named(components: list[str] | str | None, compiled: object) -> None:
+    section = {"enable": True} | ({} if components is None else {"components": components})
+    reading = read_torchtitan({"compile": section})
+    assert reading.run.compiled is compiled
+    assert [note.key for note in reading.left_out] == (["compile.components"] if components == ["loss"] else [])
+    assert read_torchtitan({"compile": section | {"enable": False}}).run.compiled is None
+
+
+@pytest.mark.parametrize("components", [["modell"], 5, {"model": True}])
+def test_other_parts_than_torchtitan_has_are_refused(components: object) -> None:
+    with pytest.raises(PlanError, match=r"compile\.components is .* where a list of model and loss belongs"):
+        read_torchtitan({"compile": {"enable": True, "components": components}})
+
+
 def test_what_torchtitan_compiles_and_narrows_is_read() -> None:
     both = {"compile": {"enable": True}, "model": {"converters": ["float8"]}}
     reading = read_torchtitan(both)
-    assert (reading.run.compiled, reading.run.float8) == (Compiled.BLOCKS, Float8.TENSORWISE)
+    assert (reading.run.compiled, reading.run.float8) == (Compiled.BLOCKS_AND_LOSS, Float8.TENSORWISE)
     assert not {"compile.enable", "model.converters"} & {note.key for note in reading.left_out}
     by_rows = read_torchtitan(both | {"float8": {"recipe_name": "rowwise"}}).run
     assert by_rows.float8 is Float8.ROWWISE
