@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -14,6 +14,10 @@ Batch = Mapping[str, Any] | Sequence[Any] | torch.Tensor
 """Keyword arguments of the model, positional ones, or a single tensor."""
 Loss = Callable[[Any, Any], torch.Tensor]
 """Scalar loss from (output, batch)."""
+
+
+_WRITTEN: Final = ("decoder_input_ids", "labels")
+"""What of a batch is text where its input is none."""
 
 
 class BatchRefusedError(WorkloadError):
@@ -84,10 +88,11 @@ def batch_shapes(batch: Batch) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in batch_tensors(batch).items()}
 
 
-def count_samples_and_tokens(batch: Batch) -> tuple[int, int]:
+def count_samples_and_tokens(batch: Batch, model: nn.Module | None = None) -> tuple[int, int]:
     """Samples (the first dim) and tokens (elements of integer inputs of two dims or more, else samples).
 
-    Raises WorkloadError for a batch without tensors or with an empty first dim.
+    Where ``model`` has a decoder and reads sounds or images, the tokens are those of the text that it writes.  Raises
+    WorkloadError for a batch without tensors or with an empty first dim.
     """
     tensors = batch_tensors(batch)
     if not tensors:
@@ -96,8 +101,15 @@ def count_samples_and_tokens(batch: Batch) -> tuple[int, int]:
     if first.dim() == 0 or first.shape[0] == 0:
         raise WorkloadError(f"the batch's first tensor has shape {list(first.shape)}; it needs a non-empty first dim.")
     samples = int(first.shape[0])
+    if first.is_floating_point() and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        first = next((tensors[name] for name in _WRITTEN if _is_text(tensors.get(name), samples)), first)
     is_sequence = first.dim() >= 2 and not first.is_floating_point()
     return samples, max(1, first.numel()) if is_sequence else samples
+
+
+def _is_text(tensor: torch.Tensor | None, samples: int) -> bool:
+    """Whether it holds a row of integers for each sample; a plane of them are labels of pixels."""
+    return tensor is not None and tensor.dim() == 2 and len(tensor) == samples and not tensor.is_floating_point()
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Final
@@ -23,6 +24,7 @@ from ..model.memory_overlaps import overlap_of
 from .gptq import GptqLinear
 from .layers import quantization_of
 
+_CPU_KERNELS: Final = "bitsandbytes.backends.cpu.ops"
 _COMPUTED: Final = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -280,10 +282,18 @@ def _is_named(path: str, name: str) -> bool:
 
 
 def _bitsandbytes() -> Any:
-    """Its modules.  Raises WorkloadError if it is not installed."""
+    """Its modules.  Raises WorkloadError if it is not installed.
+
+    On some CPUs it warns, as it is imported, that a package of kernels for inference is missing: none are run here.
+    """
+    kernels = logging.getLogger(_CPU_KERNELS)
+    level = kernels.level
+    kernels.setLevel(logging.ERROR)
     try:
         return import_module("bitsandbytes.nn")
     except ImportError as error:
         raise WorkloadError(
             f"quantizing needs bitsandbytes, which cannot be imported: {error}. pip install 'protwin[bitsandbytes]'."
         ) from error
+    finally:
+        kernels.setLevel(level)

@@ -59,7 +59,7 @@ def traced_model(
 
 def traced_shape(model: nn.Module, batch: Batch, seen: Seen, stands_for: Sequence[int]) -> TracedShape:
     """What one iteration on a batch of this shape does."""
-    num_samples, num_tokens = count_samples_and_tokens(batch)
+    num_samples, num_tokens = count_samples_and_tokens(batch, model)
     kept, again = seen[ActivationMode.KEEP], seen[ActivationMode.CHECKPOINT]
     shared = shared_inputs(kept.given, again.given, stands_for)
     held = held_to_the_end(kept.made, again.made, stands_for)

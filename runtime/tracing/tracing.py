@@ -31,6 +31,7 @@ from ...shared.schema.plan import ActivationMode
 from ...shared.schema.workload import Compiled, Float8, Float8Gather, KernelPackage, Workload
 from ..data.packed_batches import packing_of_batch, samples_apart
 from ..devices.device import device_description
+from ..fakes.known_values import looks_at_values
 from ..hooks.row_reads import agreed
 from ..model.batches import Batch, BatchRefusedError, Loss, count_samples_and_tokens
 from ..model.blocks import NamedBlock, find_blocks
@@ -99,7 +100,7 @@ def trace(
     its sequences.
     """
     check_traceable(model, batch, loss)
-    _, num_tokens = count_samples_and_tokens(batch)
+    _, num_tokens = count_samples_and_tokens(batch, model)
     check_untaken(model)
     mlp_counts, loss_counts = checked_tiles(mlp_tiles, num_tokens), loss_tile_counts(loss_tiles, loss)
     shared_counts = checked_sequence_ranks(sequence_ranks)
@@ -142,8 +143,11 @@ def trace(
         named = find_blocks(model, blocks)
         try:
             order = blocks_as_run(model, batch, loss, named)
-        except (RuntimeError, BatchRefusedError):
-            raise refused from None  # it cannot be copied, with tensors that the iteration left, or asks for values
+        except BatchRefusedError as of_the_model:
+            # Blocks ran in another order before the model came to refuse the batch; asking for values refuses none.
+            raise (refused if looks_at_values(of_the_model) else of_the_model) from None
+        except RuntimeError:
+            raise refused from None  # it cannot be copied, with tensors that the iteration left
         # Blocks that are named run as they are named, or more often.
         if order is None or (blocks is not None and len(order) <= len(named)):
             raise

@@ -23,30 +23,46 @@ def why_unwritable(path: str | Path, error: Exception, *, need_bytes: int | None
     reason = (isinstance(error, OSError) and error.strerror) or str(error)
     if not isinstance(error, OSError) or not is_full(error):
         return f"{path} cannot be written: {reason}."
-    known = [] if need_bytes is None else [f"{_size(need_bytes)} are needed"]
-    bound, remedy = _bound(path, error.errno)
-    told = ", ".join([*known, *bound])
+    told, remedy = _bound(path, error.errno, need_bytes)
     return f"{path} cannot be written: {reason}{f' ({told})' if told else ''}. {remedy}"
 
 
-def _bound(path: str | Path, number: int | None) -> tuple[list[str], str]:
-    """What the place takes at most, in words, and what to do."""
+def _bound(path: str | Path, number: int | None, need_bytes: int | None) -> tuple[str, str]:
+    """What is needed and what the place takes at most, in words, and what to do."""
+    needed = "" if need_bytes is None else f"{_size(need_bytes)} are needed"
     if number == errno.EFBIG:
         import resource
 
         largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         if largest != resource.RLIM_INFINITY:
-            return [f"this process may write files of {_size(largest)} at most"], "Raise that limit (ulimit -f)."
-        return [], "Name a place whose file system takes larger files."
+            allowed = "this process may write files of {} at most"
+            return _beside(need_bytes, largest, allowed), "Raise that limit (ulimit -f)."
+        return needed, "Name a place whose file system takes larger files."
+    joint = ", " if needed else ""
     if number == errno.EDQUOT:
-        return ["your quota is used up"], "Free some space, or name another place."
+        return f"{needed}{joint}your quota is used up", "Free some space, or name another place."
     free = _free(path)
     if free is None:
-        return [], "Free some space, or name another place."
+        return needed, "Free some space, or name another place."
     free_bytes, free_files = free
     if free_files == 0:
-        return ["the file system takes no more files"], "Remove some files there, or name another place."
-    return [f"{_size(free_bytes)} are free"], "Free some space, or name another place."
+        told = f"{needed}{joint}the file system takes no more files"
+        return told, "Remove some files there, or name another place."
+    if need_bytes is not None and need_bytes <= free_bytes:
+        # What was half written is gone again, files take whole blocks, and others write too.
+        told = (
+            f"{_size(need_bytes)} and what the file system keeps beside them are needed, {_size(free_bytes)} are free"
+        )
+        return told, "Free some space, or name another place."
+    return _beside(need_bytes, free_bytes, "{} are free"), "Free some space, or name another place."
+
+
+def _beside(need_bytes: int | None, bound_bytes: int, bound: str) -> str:
+    """Both sizes, to the byte where they would read alike."""
+    need, most = "" if need_bytes is None else _size(need_bytes), _size(bound_bytes)
+    if need_bytes is not None and need == most:
+        need, most = f"{need_bytes:,} B", f"{bound_bytes:,} B"
+    return ", ".join([*([f"{need} are needed"] if need else []), bound.format(most)])
 
 
 def _free(path: str | Path) -> tuple[int, int | None] | None:

@@ -26,6 +26,9 @@ _BYTE_UNITS: Final[dict[str, int]] = {
     "EiB": 2**60,
 }
 _QUANTITY: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)([eE][+-]?[0-9]+)?\s*([A-Za-z]*)\s*(/\s*s)?\s*")
+_DURATION: Final = re.compile(r"\s*([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))([eE][+-]?[0-9]{1,4})?\s*([A-Za-zµμ]*)\s*")
+_SECOND_UNITS: Final = {"": 0, "s": 0, "ms": -3, "us": -6, "µs": -6, "μs": -6, "ns": -9}
+"""Powers of ten; the micro sign and the Greek letter look alike."""
 _COUNT: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)([eE][+-]?[0-9]{1,3})?\s*([kKmMbBgGtT]?)\s*")
 _COUNT_UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 _MOST_COUNTED: Final = 10**18
@@ -73,6 +76,25 @@ def parse_bytes_per_s(text: str | int | float) -> float:
     if not 0 < rate < math.inf:
         raise ProtwinError(f"bandwidth {_shown(text)} is not positive and finite. Write one such as 64GB/s.")
     return rate
+
+
+def parse_seconds(text: str | int | float) -> float:
+    """Seconds from ``"5us"``, ``"1.5 ms"``, ``"5e-6"`` or a number.
+
+    Raises ProtwinError if the text is no duration; which durations make sense is for the caller to say.
+    """
+    if not isinstance(text, str):
+        return float(text)
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise ProtwinError(f"{_shown(text)} is no duration. Write one such as 5us.")
+    if match[3] not in _SECOND_UNITS:
+        raise ProtwinError(
+            f"{_shown(text)} has the unknown unit {_shown(match[3])}; known are "
+            f"{', '.join(unit for unit in _SECOND_UNITS if unit.isascii() and unit)}."
+        )
+    number = _EXACT.create_decimal(match[1] + (match[2] or ""))
+    return float(_EXACT.scaleb(number, _SECOND_UNITS[match[3]]))
 
 
 def _parsed(text: str | int | float, *, example: str) -> Decimal:

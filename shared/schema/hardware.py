@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar, Final, Self, get_origin
 from pydantic import (
     BeforeValidator,
     Field,
-    NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     SerializerFunctionWrapHandler,
@@ -22,7 +21,7 @@ from pydantic import (
 
 from ..basics.documents import Document, FrozenModel, Name
 from ..basics.errors import ProtwinError
-from ..basics.units import parse_bytes, parse_bytes_per_s
+from ..basics.units import parse_bytes, parse_bytes_per_s, parse_seconds
 from .optimizer import Optimizer
 from .workload import DType, OperationClass
 
@@ -42,6 +41,14 @@ def _as_bytes_per_s(value: object) -> object:
         raise ValueError(str(error)) from error
 
 
+def _as_seconds(value: object) -> object:
+    """The seconds that a text with a unit says; one without is a number, as any other field's."""
+    try:
+        return parse_seconds(value) if isinstance(value, str) else value
+    except ProtwinError as error:
+        raise ValueError(str(error)) from error
+
+
 def _as_counts(value: object) -> object:
     """``"4,4"`` as ``("4", "4")``; one line of text can give a list of counts."""
     return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
@@ -51,6 +58,8 @@ MemorySize = Annotated[int, BeforeValidator(_as_bytes), Field(gt=0, lt=2**62)]
 """Bytes; people may write ``"80GiB"``."""
 Bandwidth = Annotated[float, BeforeValidator(_as_bytes_per_s), Field(gt=0)]
 """Bytes per second; people may write ``"64GB/s"``."""
+Seconds = Annotated[float, BeforeValidator(_as_seconds), Field(ge=0)]
+"""Seconds; people may write ``"5us"``."""
 Counts = Annotated[tuple[PositiveInt, ...], BeforeValidator(_as_counts)]
 """Counts of devices; on one line written ``4,4``."""
 
@@ -129,7 +138,7 @@ class Device(_Part):
     """Dense peak of matrix products by element type."""
     vector_flop_per_s: PositiveFloat
     """Peak outside matrix units, in float32."""
-    launch_overhead_s: NonNegativeFloat
+    launch_overhead_s: Seconds
     """Time of an operation that does nothing."""
     num_multiprocessors: PositiveInt | None = None
     """Processors that a kernel's blocks are dealt out to (NVIDIA: SMs, AMD: CUs); None: matrix products take no notice
@@ -258,7 +267,7 @@ class Link(_Part):
     """One direction between host and device."""
 
     name: Name
-    latency_s: NonNegativeFloat
+    latency_s: Seconds
     bandwidth_bytes_per_s: Bandwidth
     """What large copies reach, not the signalling rate."""
     table: tuple[LinkPoint, ...] = ()
@@ -397,7 +406,7 @@ class Disk(_Part):
     """What large reads reach, one at a time."""
     write_bytes_per_s: Bandwidth
     """What large writes keep up, one at a time, until they are on the disk."""
-    latency_s: NonNegativeFloat = 0.0
+    latency_s: Seconds = 0.0
     """Of one read or write."""
     source: str = ""
 
@@ -407,7 +416,7 @@ class Hardware(_Part, Document):
 
     KIND: ClassVar[str] = "hardware"
     TABLES: ClassVar[str] = "tables.machines:hardware_details"
-    FORMS: ClassVar[str] = "Write sizes as 24GiB, bandwidths as 25GB/s, FLOP/s as 71e12, seconds as 5e-6."
+    FORMS: ClassVar[str] = "Write sizes as 24GiB, bandwidths as 25GB/s, FLOP/s as 71e12, seconds as 5us."
 
     name: Name
     device: Device

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from protwin.runtime import (
     trace_distillation,
 )
 from protwin.runtime.chunks import saved_weights
+from protwin.runtime.quantized import quantizing
 from protwin.shared.basics.errors import ProtwinError, WorkloadError
 from tests.runtime.models import adamw, gpt2, llama, token_batches
 from tests.runtime.quantized.models import adapted, packed_blocks, qlora
@@ -96,6 +100,25 @@ def test_a_model_is_packed_from_files_with_one_weight_at_a_time(
     assert unpacked == [0] * 14, "no weight lies in memory unpacked beside the one that is packed"
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
     assert same(model, packed(llama(num_layers=2), name))
+
+
+def test_a_package_of_kernels_for_inference_is_not_missed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On some CPUs bitsandbytes warns of it as it is first imported; what it says later is heard."""
+    module = "bitsandbytes.backends.cpu.ops"
+    warner = logging.getLogger(module)
+    assert sys.modules[module].logger is warner  # type: ignore[attr-defined]
+
+    def first_import(name: str) -> Any:
+        warner.warning("Failed to load CPU gemm_4bit_forward")
+        return import_module(name)
+
+    monkeypatch.setattr(quantizing, "import_module", first_import)
+    quantize(llama(num_layers=1))
+    assert not caplog.records
+    warner.warning("later")
+    assert [record.message for record in caplog.records] == ["later"]
 
 
 def test_random_weights_are_packed_as_they_are_drawn() -> None:

@@ -11,6 +11,7 @@ from protwin.runtime.fakes import known_values
 from protwin.runtime.tracing.configurations import workload_of_configuration
 from protwin.shared.basics.errors import ScheduleError, WorkloadError
 from protwin.shared.phases.quantization import Quantization, QuantizedType
+from protwin.shared.records.question import sequence_length_of
 from protwin.shared.schema.training_options import LoraOptions, QuantizationOptions, TrainingOptions
 from protwin.shared.schema.workload import OperationClass, Phase, Workload
 from tests.proof_size import some_quick
@@ -100,6 +101,20 @@ def test_a_length_is_asked_for_where_there_is_one(name: str, wrong: int | None) 
     message = "Leave it out" if wrong else "State it"
     with pytest.raises(WorkloadError, match=message):
         workload_of_configuration(MODALITIES[name][0], name=name, batch_size=2, sequence_length=wrong)
+
+
+def test_a_model_s_own_refusal_is_told_where_its_blocks_run_in_another_order() -> None:
+    """Its images come first, and then the text is longer than its table of positions: the order is no reason."""
+    with pytest.raises(WorkloadError, match=r"refuses the batch .*input_ids \[2, 65\].*max_position_embeddings"):
+        workload_of_configuration(MODALITIES["clip"][0], name="mine", batch_size=2, sequence_length=65)
+
+
+@pytest.mark.parametrize(("name", "length"), [("whisper", 6), ("wav2vec2", None), ("clip", 6), ("segformer", None)])
+def test_tokens_are_those_of_the_text(name: str, length: int | None) -> None:
+    """Of what a decoder writes too; what reads sounds and has none is asked for their length, and counts samples."""
+    found = traced(name)
+    assert sequence_length_of(found) == length
+    assert found.num_tokens == 2 * (length or 1)
 
 
 @pytest.mark.parametrize("name", ["clip", "qwen2_vl", "whisper"])

@@ -49,10 +49,29 @@ def test_what_is_free_is_what_the_system_says(depth: int, tmp_path: Path) -> Non
     path = tmp_path.joinpath(*["new"] * depth, "plan.json")
     error = OSError(errno.ENOSPC, "No space left on device")
     found = os.statvfs(tmp_path)
-    message = why_unwritable(path, error, need_bytes=3 * 2**20)
-    assert "(3 MiB are needed, " in message
+    message = why_unwritable(path, error, need_bytes=2**60)
+    assert "(1048576 TiB are needed, " in message
     # Others write meanwhile, so that the figure is compared by its unit alone.
     assert format_bytes(found.f_bavail * found.f_frsize).split()[1] + " are free)" in message
+
+
+@pytest.mark.parametrize(
+    ("need_bytes", "free_bytes", "told"),
+    [
+        (155_238, 155_648, "(151.6 KiB and what the file system keeps beside them are needed, 152 KiB are free)"),
+        (2**41, 2**41 - 4096, "(2,199,023,255,552 B are needed, 2,199,023,251,456 B are free)"),
+        (155_649, 151_552, "(152 KiB are needed, 148 KiB are free)"),
+    ],
+)
+def test_what_is_needed_and_what_is_free_do_not_contradict_each_other(
+    need_bytes: int, free_bytes: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk can have more bytes free than a file has, once what was half written of it is gone."""
+    found = list(os.statvfs(tmp_path))
+    found[0:8] = [4096, 4096, free_bytes, free_bytes // 4096, free_bytes // 4096, 100, 100, 100]
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(found))
+    message = why_unwritable(tmp_path / "plan.json", OSError(errno.ENOSPC, "No space left"), need_bytes=need_bytes)
+    assert told in message
 
 
 def test_quotas_and_other_errors_have_their_own_words(tmp_path: Path) -> None:

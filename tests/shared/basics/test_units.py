@@ -20,6 +20,7 @@ from protwin.shared.basics.units import (
     format_seconds,
     parse_bytes,
     parse_bytes_per_s,
+    parse_seconds,
 )
 
 UNITS = {
@@ -34,6 +35,7 @@ UNITS = {
     "GiB": 1_073_741_824,
     "TiB": 1_099_511_627_776,
 }
+DURATIONS = {"s": 1, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "\N{GREEK SMALL LETTER MU}s": 1e-6, "ns": 1e-9}
 SPACES = st.sampled_from(("", " ", "\t", "  "))
 
 
@@ -55,6 +57,20 @@ def test_rates_with_units(value: float, unit: str, between: str) -> None:
     assert parse_bytes_per_s(f"{value!r}{between}{unit}/s") == expected
     assert parse_bytes_per_s(f"{value!r} {unit} / s") == expected
     assert parse_bytes_per_s(value) == pytest.approx(value)
+
+
+@given(st.integers(0, 999_999), st.integers(-8, 3), st.sampled_from(sorted(DURATIONS)), SPACES)
+def test_durations_with_units(number: int, power: int, unit: str, between: str) -> None:
+    text = f"{number}e{power}{between}{unit}"
+    assert parse_seconds(text) == pytest.approx(number * 10.0**power * DURATIONS[unit], rel=1e-12)
+    # Rounded once: the same float as Python's literal.
+    assert parse_seconds(f"{number}e{power}") == parse_seconds(f"{number}e{power + 6} us") == float(f"{number}e{power}")
+
+
+@pytest.mark.parametrize("text", ["", "us", "5 min", "5US", "1 2s", "nan", "1e5us us", "5us/s"])
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(ProtwinError, match=re.escape(repr(text))):
+        parse_seconds(text)
 
 
 @given(st.integers(1, 2**61))

@@ -124,7 +124,7 @@ def test_people_write_units(tmp_path: Path) -> None:
         ("memory_bandwidth_bytes_per_s = 936e9", 'memory_bandwidth_bytes_per_s = "9XB"', FileError, "unknown unit"),
         ("memory_bandwidth_bytes_per_s = 936e9", 'memory_bandwidth_bytes_per_s = "936 Gbit/s"', FileError, "as 25GB/s"),
         ("vector_flop_per_s = 35600000000000.0", 'vector_flop_per_s = "35.6 TFLOP/s"', FileError, "FLOP/s as 71e12"),
-        ("latency_s = 6e-06", 'latency_s = "6 us"', FileError, "seconds as 5e-6"),
+        ("latency_s = 6e-06", 'latency_s = "6 min"', FileError, "seconds as 5us"),
         ("memory_bandwidth_bytes_per_s = 936e9", "memory_bandwith = 936e9", FileError, "device.memory_bandwith"),
         ("num_cores = 16", "num_cores = 0", FileError, "host.num_cores"),
         ("num_cores = 16", "num_cores = 1000000", HardwareError, "host.num_cores is 1e\\+06"),
