@@ -92,7 +92,9 @@ def _nothing_found(model: nn.Module) -> WorkloadError:
         )
     elif isinstance(model, nn.Sequential):
         children = ", ".join(f"{name} ({type(child).__name__})" for name, child in model.named_children()) or "none"
-        why = f"its members are not alike. Name those that are: blocks=['1', '2', ...]; the members are: {children}"
+        is_of_layers = len({type(child) for child in model.children()}) == 1
+        lack = "made of parts. Name those that run as blocks" if is_of_layers else "alike. Name those that are"
+        why = f"its members are not {lack}: blocks=['1', '2', ...]; the members are: {children}"
     else:
         children = ", ".join(f"{name} ({type(child).__name__})" for name, child in model.named_children()) or "none"
         why = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 from ..basics.units import format_bytes, format_count, format_duration, format_flop_per_s, format_number, format_seconds
 from ..records.ranks import name_of_rank, ranks_shown
@@ -139,6 +140,10 @@ def has_tokens(record: Record) -> bool:
     return record.question is None or record.question.num_tokens is not None
 
 
+_SQUARES: Final = "whole squares of scores count, of which kernels leave half out"
+"""Why a device seems to compute more than it can ([Note: Model FLOPs] in ``shared/records/flops.py``)."""
+
+
 def _utilisation_rows(record: Record) -> list[tuple[str, str, str]]:
     """MFU and HFU, and the peak that they are shares of, of one device."""
     if record.mfu_frac is None or record.hfu_frac is None or record.peak_flop_per_s is None:
@@ -147,7 +152,7 @@ def _utilisation_rows(record: Record) -> list[tuple[str, str, str]]:
     dtype = f" in {record.question.compute_dtype}" if record.question is not None else ""
     return [
         ("MFU (model FLOPs)", format_share(record.mfu_frac), f"of {peak}{dtype}"),
-        ("HFU (with recomputation)", format_share(record.hfu_frac), ""),
+        ("HFU (with recomputation)", format_share(record.hfu_frac), _SQUARES if record.hfu_frac > 1 else ""),
     ]
 
 

@@ -274,3 +274,11 @@ def test_text_is_the_same_in_every_terminal() -> None:
 def test_equal_input_gives_equal_text(example: LaidOut) -> None:
     again = laid_out(6, noise_frac=0.3)
     assert as_text(record_tables(example.measured)) == as_text(record_tables(again.measured))
+
+
+@pytest.mark.parametrize(("hardware_flops", "is_explained"), [(199, False), (200, False), (201, True)])
+def test_a_device_that_seems_to_compute_more_than_it_can_is_explained(hardware_flops: int, is_explained: bool) -> None:
+    """200 FLOPs in 2 s are all of 100 FLOP/s."""
+    found = record(model_flops=150, hardware_flops=hardware_flops, peak_flop_per_s=100.0)
+    text = as_text((iteration_table(found),))
+    assert ("whole squares of scores count, of which kernels leave half out" in text) is is_explained
