@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Final, Self, get_origin
 from pydantic import (
     BeforeValidator,
     Field,
+    NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     SerializerFunctionWrapHandler,
@@ -58,7 +59,7 @@ MemorySize = Annotated[int, BeforeValidator(_as_bytes), Field(gt=0, lt=2**62)]
 """Bytes; people may write ``"80GiB"``."""
 Bandwidth = Annotated[float, BeforeValidator(_as_bytes_per_s), Field(gt=0)]
 """Bytes per second; people may write ``"64GB/s"``."""
-Seconds = Annotated[float, BeforeValidator(_as_seconds), Field(ge=0)]
+Seconds = Annotated[NonNegativeFloat, BeforeValidator(_as_seconds)]
 """Seconds; people may write ``"5us"``."""
 Counts = Annotated[tuple[PositiveInt, ...], BeforeValidator(_as_counts)]
 """Counts of devices; on one line written ``4,4``."""

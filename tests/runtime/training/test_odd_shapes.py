@@ -132,8 +132,6 @@ def test_a_sequential_model_is_told_to_name_its_blocks() -> None:
         trace(model, torch.randn(2, 16), loss=lambda output, _: output.mean(), repeats=0)
     layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     with pytest.raises(WorkloadError, match=r"its members are not made of parts.*0 \(Linear\), 1"):
-        WorkloadError, match=r"its members are not made of parts.*blocks=\['1', '2', ...\].*0 \(Linear\), 1"
-    ):
         trace(layers, torch.randn(2, 16), loss=lambda output, _: output.mean(), repeats=0)
     named = trace(model, torch.randn(2, 16), loss=lambda output, _: output.mean(), blocks=["1", "2", "3"], repeats=0)
     assert [block.name for block in named.blocks] == ["1", "2", "3"]
