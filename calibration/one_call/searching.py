@@ -22,17 +22,21 @@ from ..fitting.replanning import Replanner
 
 
 def search_request(workload: Workload, hardware: Hardware, request: PlanRequest, num_ranks: int = 1) -> SearchRequest:
-    """The search for the plan that ``request`` wants.  Raises PlanError if one of its knobs is none, or no number."""
+    """The search for the plan that ``request`` wants.  Raises PlanError if one of its knobs is none, or no number.
+
+    Ranks share sequences where that is asked for alone, whatever the workload knows: they need the same batches then.
+    """
     assert request.calibration is None or isinstance(request.calibration, Calibration)
     assert not isinstance(request.budget_bytes, str)
     assert not isinstance(request.host_budget_bytes, str)
+    shared = {"sequence_ranks": request.sequence_ranks}
     return SearchRequest(
         workload=workload,
         hardware=hardware,
         calibration=request.calibration,
         device_budget_bytes=request.budget_bytes,
         host_budget_bytes=request.host_budget_bytes,
-        space=space_of(request.knobs),
+        space=space_of({**request.knobs, **shared} if workload.sequence_sharings else request.knobs),
         step=Step(
             micro_batches=request.micro_batches,
             max_gradient_norm=request.max_gradient_norm,

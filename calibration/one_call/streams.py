@@ -287,6 +287,8 @@ class StreamShape:
     seed: int = 0
     rank: int = 0
     num_ranks: int = 1
+    sequence_ranks: int = 1
+    """Neighbouring ranks that share each sequence, and have the same batches."""
 
 
 def stream_of(data: Any, shape: StreamShape) -> BatchStream:
@@ -328,7 +330,7 @@ def _is_table(data: Any) -> bool:
 def _loader(samples: Any, shape: StreamShape) -> DataLoader[Any]:
     if shape.batch_size is None:
         raise ProtwinError("batch_size is missing: how many samples of the data are one batch. State it.")
-    if shape.num_ranks > 1:
+    if shape.num_ranks > shape.sequence_ranks:
         raise ProtwinError(
             f"{shape.num_ranks} ranks would train on the same samples. Give each rank a DataLoader with a "
             f"DistributedSampler."

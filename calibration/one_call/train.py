@@ -59,8 +59,9 @@ def train(model: nn.Module, data: Any, *, budget: int | str | None = None, **opt
             ``save``, ``report``, ``machine``, ``plan`` and others.
 
     Under torchrun all ranks call this, each with batches of its own, or those that share sequences (``sequence_ranks``
-    of a given plan) with the same ones; files are shared out so.  Raises ProtwinError before anything is trained where
-    options, data, model and budget do not go together: InfeasibleError if no plan fits, with the least that would.
+    of a given plan or of ``knobs``) with the same ones; files are shared out so.  Raises ProtwinError before anything
+    is trained where options, data, model and budget do not go together: InfeasibleError if no plan fits, with the least
+    that would.
     """
     chosen = wanted(options)
     rank = rank_at_hand(os.environ)
@@ -71,6 +72,7 @@ def train(model: nn.Module, data: Any, *, budget: int | str | None = None, **opt
         seed=chosen.seed,
         rank=rank.rank,
         num_ranks=rank.num_ranks,
+        sequence_ranks=PlanRequest(plan=chosen.plan, knobs=chosen.knobs).sequence_ranks,
     )
     stream = stream_of(data, shape)
     evaluation = None if chosen.evaluation is None else stream_of(chosen.evaluation, shape)

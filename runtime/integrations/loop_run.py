@@ -22,6 +22,7 @@ from ..ranks.own_device import device_of_rank
 from ..recording.counts import Counts
 from ..training.carry_out import carry_out
 from ..training.training import Training
+from .refusals import refuse_shared_sequences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,8 @@ def wishes_of(
 ) -> Wishes:
     """The wishes, with files read.  ``of_loop`` are fields of the request that the loop itself says, by what says them.
 
-    Raises PlanError if one of them is wished for, or ``PlanRequest`` does not know what is.
+    Raises PlanError if one of them is wished for, ``PlanRequest`` does not know what is, or ranks are to share
+    sequences.
     """
     for name in request:
         if name in of_loop:
@@ -67,6 +69,7 @@ def wishes_of(
             f"{unknown[0]} is nothing that a plan is searched with. Choose from {', '.join(sorted(known))}."
         )
     read = PlanRequest(**request)
+    refuse_shared_sequences(read, whose)
     return Wishes(
         request={name: getattr(read, name) for name in request},
         batch=batch,

@@ -8,6 +8,7 @@ from typing import Any, Final
 from ...shared.basics.errors import PlanError
 from ...shared.schema.plan import Plan
 from ...shared.schema.workload import Workload
+from ..planning.request import PlanRequest
 
 _LAUNCHED: Final = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
@@ -36,6 +37,16 @@ def refuse_other_systems(arguments: Any = None) -> None:
                 f"accelerate launch was told to use {system} ({variable}), but {_ALONE}. Launch without it "
                 f"(accelerate launch --cpu, --num_processes N or torchrun), or train without a plan."
             )
+
+
+def refuse_shared_sequences(request: PlanRequest, whose: str) -> None:
+    """Raise PlanError if ranks are to share sequences in a loop that gives every process batches of its own."""
+    if request.sequence_ranks > 1:
+        raise PlanError(
+            f"{request.sequence_ranks} ranks are to share each sequence (sequence_ranks), but the loop of {whose} gives "
+            f"every process batches of its own. Train by protwin.train, or in a loop of your own (carry_out) that gives "
+            f"them the same, or by a plan with sequence_ranks 1."
+        )
 
 
 def refuse_arguments(arguments: Any) -> None:

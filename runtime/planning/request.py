@@ -88,6 +88,24 @@ class PlanRequest:
         assert self.plan is None or isinstance(self.plan, Plan)
         return self.plan
 
+    @property
+    def sequence_ranks(self) -> int:
+        """Neighbouring ranks that share each sequence: of the given plan, or as the knobs have it.
+
+        Raises PlanError if they have several numbers, whose steps would have other micro-batches.
+        """
+        if self.given_plan is not None:
+            return self.given_plan.sequence_ranks
+        named = self.knobs.get("sequence_ranks", 1)
+        numbers = [named] if isinstance(named, int) else list(named)
+        if len(numbers) != 1 or not isinstance(numbers[0], int):
+            raise PlanError(
+                f"knobs: sequence_ranks is {named}, but a training has to know which ranks have the same batches. "
+                f"Name one number."
+            )
+        found: int = numbers[0]
+        return found
+
     def check_plan(self, plan: Plan, num_ranks: int) -> None:
         """Raise PlanError, which names both, if the step of ``plan`` is not the one that is asked for."""
         for name, planned, asked in (

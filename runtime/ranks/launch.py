@@ -95,10 +95,10 @@ def check_planned(planned: Sequence[int | None], started: int, source: str) -> N
         check_num_ranks(number, started, source)
 
 
-def by_rank(values: Sequence[object]) -> str:
-    """Which ranks have what: ``"4 on ranks 0, 1; 8 on rank 2"``."""
+def by_rank(values: Sequence[object], first: int = 0) -> str:
+    """Which ranks, from ``first`` on, have what: ``"4 on ranks 0, 1; 8 on rank 2"``."""
     ranks: dict[str, list[str]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in enumerate(values, first):
         ranks.setdefault(str(value), []).append(str(rank))
     return "; ".join(
         f"{value} on rank{'s' if len(which) > 1 else ''} {', '.join(which)}" for value, which in ranks.items()

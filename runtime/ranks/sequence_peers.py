@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ...shared.basics.errors import ScheduleError
 from ..devices.device import TrainingDevice
 from ..sequences.sharing import shared_sequences
 from .collectives import Collectives
+from .launch import by_rank
 from .ordered_sums import is_ordered_here
 from .world import World
 
@@ -33,6 +36,7 @@ class SequencePeers:
     ) -> None:
         """``stamp`` gives a point in time of the device's stream (``TrainingDevice.stamp``)."""
         self._collectives = Collectives(world, group, pace)
+        self._first = world.rank - self._collectives.rank
         self._stamp = stamp
         self._spans: list[tuple[Any, Any]] = []
         self.rank = self._collectives.rank
@@ -59,6 +63,18 @@ class SequencePeers:
         with torch.no_grad(), _disable_current_modes():
             self._collectives.add_up([value])
 
+    def check_same(self, batch: Mapping[str, torch.Tensor | int]) -> None:
+        """Raise ScheduleError, on all ranks of the group, unless all have the same numbers of these names."""
+        with torch.no_grad(), _disable_current_modes():
+            found = self._collectives.numbers(_checksum(batch))
+        if len(set(found)) > 1:
+            told = by_rank([f"checksum {number:08x}" for number in found], first=self._first)
+            raise ScheduleError(
+                f"ranks {self._first} to {self._first + self.num_ranks - 1} share sequences (sequence_ranks = "
+                f"{self.num_ranks}), but were given different batches: {told}. Give each the batches of group "
+                f"rank // {self.num_ranks}, whole."
+            )
+
     def take_spans(self) -> list[tuple[Any, Any]]:
         """When exchanges since the last call began and ended, in the device's stamps."""
         found, self._spans = self._spans, []
@@ -67,6 +83,18 @@ class SequencePeers:
     def close(self) -> None:
         """Let go of the group.  Idempotent."""
         self._collectives.close()
+
+
+def _checksum(batch: Mapping[str, torch.Tensor | int]) -> int:
+    """Of names, shapes, types and numbers.  It is taken on the host: the device has no memory for it."""
+    found = 0
+    for name, value in sorted(batch.items()):
+        if isinstance(value, int):
+            found = zlib.crc32(f"{name} {value}".encode(), found)
+            continue
+        found = zlib.crc32(f"{name} {value.dtype} {tuple(value.shape)}".encode(), found)
+        found = zlib.crc32(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().data, found)
+    return found
 
 
 @contextmanager

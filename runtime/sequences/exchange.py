@@ -7,7 +7,7 @@ Legend: P ranks; B samples; S tokens of the whole sequence; H heads of a tensor;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
@@ -37,6 +37,9 @@ class Peers(Protocol):
     def add_up(self, value: torch.Tensor) -> None:
         """The sum over ranks takes the place of ``value``, of no axis."""
 
+    def check_same(self, batch: Mapping[str, torch.Tensor | int]) -> None:
+        """Raise ScheduleError, on all ranks alike, unless all have the same numbers of these names."""
+
 
 class EmulatedPeers:
     """One rank alone that does what it would do among others; what they would send it has from itself.
@@ -60,6 +63,9 @@ class EmulatedPeers:
     def add_up(self, value: torch.Tensor) -> None:
         """As if all others had the same."""
         value.mul_(self.num_ranks)
+
+    def check_same(self, batch: Mapping[str, torch.Tensor | int]) -> None:
+        """As if all others had the same."""
 
 
 _LISTENERS: Final[list[Callable[[int], None]]] = []

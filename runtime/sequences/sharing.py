@@ -157,6 +157,7 @@ class _State:
             self._shared.num_tokens = None
             return original(**given)
         whole: torch.Tensor = shifted_labels(labels) if shifted is None else shifted  # type: ignore[arg-type]
+        self._peers.check_same(_numbers_in(given, whole.numel()))
         own = self._own(given, whole.shape[0], whole.shape[1])
         counted = given.get("num_items_in_batch")
         if counted is None:
@@ -246,6 +247,16 @@ class _State:
             output["loss"] = mean_of_ranks(self._peers, output["loss"])  # type: ignore[index]
             return output
         return (mean_of_ranks(self._peers, output[0]), *output[1:])
+
+
+def _numbers_in(given: Mapping[str, Any], most: int) -> dict[str, torch.Tensor | int]:
+    """What tells one batch from another: tokens, labels, positions, counts; no tensor of more than ``most`` numbers."""
+    return {
+        name: value
+        for name, value in given.items()
+        if isinstance(value, int)
+        or (isinstance(value, torch.Tensor) and not value.is_floating_point() and value.numel() <= most)
+    }
 
 
 def shifted_labels(labels: torch.Tensor) -> torch.Tensor:

@@ -155,6 +155,18 @@ def test_ranks_that_share_sequences_have_their_groups_batches(tmp_path: Path) ->
     assert found[0] != found[2]
 
 
+def test_ranks_that_all_share_sequences_have_the_same_samples() -> None:
+    samples = TensorDataset(torch.arange(9))
+    found = []
+    for rank in range(2):
+        stream = stream_of(samples, StreamShape(batch_size=2, rank=rank, num_ranks=2, sequence_ranks=2, seed=3))
+        stream.share(2)
+        found.append([batch[0].tolist() for batch in islice(stream.batches(), 9)])
+    assert found[0] == found[1]
+    for epoch in (found[0][:4], found[0][4:8]):
+        assert len({number for batch in epoch for number in batch}) == 8
+
+
 def test_what_gives_no_batches_is_refused(tmp_path: Path) -> None:
     stream = stream_of(token_batches(2), StreamShape())
     for position in (None, {"batches": 3}, {"epoch": 0, "batch": 2}):
@@ -181,5 +193,6 @@ def test_what_gives_no_batches_is_refused(tmp_path: Path) -> None:
             stream_of(tmp_path / path, TEXT)
     with pytest.raises(ProtwinError, match="a tokenizer is given"):
         stream_of(token_batches(2), TEXT)
-    with pytest.raises(ProtwinError, match="DistributedSampler"):
-        stream_of(TensorDataset(torch.ones(4, 1)), StreamShape(batch_size=2, num_ranks=2))
+    for shared in (1, 2):
+        with pytest.raises(ProtwinError, match="DistributedSampler"):
+            stream_of(TensorDataset(torch.ones(4, 1)), StreamShape(batch_size=2, num_ranks=4, sequence_ranks=shared))

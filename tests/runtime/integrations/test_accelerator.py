@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from accelerate import Accelerator
+from transformers import Trainer
 
-from protwin.runtime import planned_accelerator, trace
+from protwin.runtime import planned_accelerator, planned_lightning, planned_trainer, trace
 from protwin.shared.basics.errors import PlanError, ScheduleError
 from protwin.shared.catalogue.machines import load_hardware
+from protwin.shared.schema.plan import ParallelMode
 from protwin.shared.schema.workload import Workload
 from tests.runtime.integrations.loops import loop
 from tests.runtime.integrations.trainers import LIMIT, MICRO_BATCHES, wishes_for
@@ -74,6 +77,19 @@ def prepared(kind: Any, *extra: Any, **options: Any) -> Any:
     model = llama()
     optimizer = adamw([{"params": list(model.parameters())}])
     return kind(cpu=True, **options).prepare(model, optimizer, *extra)
+
+
+def test_ranks_that_share_sequences_are_refused(workload: Workload) -> None:
+    """The loops would give each of them other sequences."""
+    shared = wishes_for(workload, parallel=ParallelMode.SHARDED, num_ranks=2, sequence_ranks=2)
+    for wishes in (shared, {"workload": workload, "knobs": {"sequence_ranks": 2}}):
+        for made, of, whose in (
+            (planned_trainer, Trainer, "a Trainer"),
+            (planned_accelerator, Accelerator, "an Accelerator"),
+            (planned_lightning, pl.Trainer, "a Lightning Trainer"),
+        ):
+            with pytest.raises(PlanError, match=f"2 ranks are to share each sequence .* the loop of {whose} gives"):
+                made(of, **wishes)
 
 
 def test_what_contradicts_the_plan(workload: Workload) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import protwin
@@ -112,11 +113,23 @@ def searched_and_resumed(rank: int, folder: Path, limit: float | None) -> None:
     assert differences(model, weights) == []
 
 
+class Samples(Dataset[dict[str, torch.Tensor]]):
+    """As many as fill three batches of two, and one more."""
+
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(0, 300, (80,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
 @in_default_group
-def shared_text(rank: int, path: Path) -> None:
-    """Ranks that share sequences take the same batches of a text: losses and weights of one rank's plain loop."""
-    shape = {"batch_size": 2, "sequence_length": 80, "tokenizer": make_tokenizer()}
-    batches = list(islice(stream_of(path, StreamShape(**shape)).batches(), STEPS))
+def shared_data(rank: int, path: Path | None) -> None:
+    """Ranks that share sequences take the same batches of a text, or of samples: those of one rank's plain loop."""
+    text = {"sequence_length": 80, "tokenizer": make_tokenizer()}
+    data, shape = (Samples(), {"batch_size": 2}) if path is None else (path, {"batch_size": 2, **text})
+    batches = list(islice(stream_of(data, StreamShape(**shape)).batches(), STEPS))
     workload = trace(_small(), batches[0], repeats=0, sequence_ranks=2)
     layout = layout_of(workload, 20_000)
     plan = Plan(
@@ -141,7 +154,7 @@ def shared_text(rank: int, path: Path) -> None:
     options: dict[str, Any] = {"learning_rate": 1e-3, "optimizer_options": {"eps": 1e-3, "weight_decay": 1e-2}}
     fixed: dict[str, Any] = {"steps": STEPS, "tell": None, "probe_s": 0.05, "plan": plan, "workload": workload}
     with patch("protwin.runtime.ranks.rank_probe.measure_collectives", partial(measure_collectives, sizes=(2**12,))):
-        found = protwin.train(model, path, **shape, **options, **fixed)
+        found = protwin.train(model, data, **shape, **options, **fixed)
     torch.testing.assert_close(torch.tensor(found.losses), torch.tensor(losses), rtol=4e-6, atol=0)
     expected = plain.state_dict()
     for name, value in model.state_dict().items():

@@ -328,6 +328,23 @@ def trouble(rank: int, name: str, plan: Plan, workload: Workload, moment: int) -
 
 
 @in_default_group
+def with_others(rank: int, name: str, plan: Plan, workload: Workload, changed: str) -> None:
+    """The last rank has another of the second step's batches, by one number of ``changed``, or by its length."""
+    model = build(name)
+    with carry_out(model, plan, workload, optimizer=optimizer_of, parameter_groups=groups(model)) as training:
+        for step, batch in enumerate(batches(name)[:3]):
+            given = dict(batch)
+            if step == 1 and rank == plan.num_ranks - 1:
+                if changed == "length":
+                    given = {key: value[:, 2:] for key, value in batch.items()}
+                else:
+                    given[changed] = batch[changed].clone()
+                    given[changed][0, 3:5] = batch[changed][0, 3:5].flip(0)
+            model(**given).loss.backward()
+            training.step()
+
+
+@in_default_group
 def evaluated(rank: int, name: str, plan: Plan, workload: Workload) -> tuple[list[float], list[float]]:
     """Losses in an evaluation between two steps, and those of one rank with the same weights afterwards."""
     model = build(name)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from protwin.shared.schema.plan import ParallelMode
-from tests.runtime.ranks.one_call import searched_and_resumed, shared_text, ten_steps
+from tests.runtime.ranks.one_call import searched_and_resumed, shared_data, ten_steps
 from tests.runtime.ranks.processes import Ranks
 from tests.runtime.small_language import texts, write_rows
 
@@ -31,5 +31,6 @@ def test_a_searched_plan_and_a_resume_under_another(two_ranks: Ranks, tmp_path: 
 
 
 @pytest.mark.slow
-def test_ranks_that_share_sequences_take_the_same_batches_of_a_text(two_ranks: Ranks, tmp_path: Path) -> None:
-    two_ranks.run(shared_text, write_rows(tmp_path / "rows.jsonl", texts(40)))
+@pytest.mark.parametrize("is_text", [True, False])
+def test_ranks_that_share_sequences_take_the_same_batches(is_text: bool, two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(shared_data, write_rows(tmp_path / "rows.jsonl", texts(40)) if is_text else None)

@@ -33,6 +33,7 @@ from tests.runtime.ranks.sharing import (
     short,
     train,
     trouble,
+    with_others,
     workload,
 )
 from tests.runtime.ranks.test_run import protwin_on
@@ -298,6 +299,27 @@ def test_a_rank_that_fails_within_forward_or_backward_is_not_waited_for(moment: 
     assert told.startswith("RanksError: ")
     assert "trouble on the way" in told
     assert seconds < PATIENCE_S / 4
+
+
+@some_quick("changed", ["input_ids", "labels", "length"], quick=["labels"])
+def test_other_batches_on_a_rank_of_a_group_are_refused(changed: str, two_ranks: Ranks) -> None:
+    plan = plan_of("llama", 2, 2)
+    told = two_ranks.errors(with_others, "llama", plan, workload("llama"), changed)
+    assert told[0] == told[1]
+    assert told[0].startswith("ScheduleError: ranks 0 to 1 share sequences (sequence_ranks = 2), but were given")
+    assert re.search(r"checksum \w{8} on rank 0; checksum \w{8} on rank 1\. Give each", told[0])
+
+
+@pytest.mark.slow
+def test_a_group_with_other_batches_is_named_on_all_ranks(pool: Pool) -> None:
+    first, second, third, fourth = pool.of(4).errors(
+        with_others, "llama", plan_of("llama", 4, 2), workload("llama"), "input_ids"
+    )
+    assert third == fourth
+    assert third.startswith("ScheduleError: ranks 2 to 3 share sequences")
+    for other in (first, second):
+        assert other.startswith("RanksError: ")
+        assert "ranks 2 to 3 share sequences" in other
 
 
 def test_ranks_evaluate_whole_sequences_together(two_ranks: Ranks) -> None:
