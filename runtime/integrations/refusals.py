@@ -43,9 +43,9 @@ def refuse_shared_sequences(request: PlanRequest, whose: str) -> None:
     """Raise PlanError if ranks are to share sequences in a loop that gives every process batches of its own."""
     if request.sequence_ranks > 1:
         raise PlanError(
-            f"{request.sequence_ranks} ranks are to share each sequence (sequence_ranks), but the loop of {whose} gives "
-            f"every process batches of its own. Train by protwin.train, or in a loop of your own (carry_out) that gives "
-            f"them the same, or by a plan with sequence_ranks 1."
+            f"{request.sequence_ranks} ranks are to share each sequence (sequence_ranks), but the loop of {whose} "
+            f"gives every process batches of its own. Train by protwin.train, or in a loop of your own (carry_out) "
+            f"that gives them the same, or by a plan with sequence_ranks 1."
         )
 
 
