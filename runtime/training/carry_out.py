@@ -25,7 +25,7 @@ from ..lanes.progress import Call, TrainingPhase
 from ..model.ownership import owner_of
 from ..model.snapshot import buffers_kept, random_states_kept
 from ..optimizers.chunk_optimizer import MakeOptimizer
-from ..optimizers.loss_scaling import LossScaling
+from ..optimizers.loss_scaling import LossScaler, LossScaling
 from ..optimizers.named import named_optimizer
 from ..ranks.agreement import agreed
 from ..ranks.failures import tell_failure
@@ -251,7 +251,7 @@ def fill_step(training: Training, loss: Callable[[], torch.Tensor]) -> int:
 
     For each that is missing ``loss`` runs the model once more, on a batch of training of any kind, and gives its loss,
     whose gradients are made zeros; random states and buffers are put back.  So the step is, bit for bit in float32,
-    that of a plain loop which steps early.  Of several ranks all call it.  Gives how many micro-batches were missing.
+    that of a plain loop which steps early.  With ``loss_scaling`` it is scaled here.  Of several ranks all call it.  Gives how many micro-batches were missing.
 
     Raises ScheduleError if the step has none yet, or a backward is missing.
     """
@@ -263,7 +263,11 @@ def fill_step(training: Training, loss: Callable[[], torch.Tensor]) -> int:
     missing = training.plan.micro_batches - task.micro_batch
     for _ in range(missing):
         with random_states_kept(), buffers_kept(training.model):
-            (loss() * 0.0).backward()  # type: ignore[no-untyped-call]
+            nothing = loss() * 0.0
+            if isinstance(training.loss_scaler, LossScaler):
+                nothing = training.scale(nothing)
+            nothing.backward()  # type: ignore[no-untyped-call]
+            del nothing
     return missing
 
 

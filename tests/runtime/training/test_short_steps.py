@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from protwin.runtime import Training, carry_out, fill_step
+from protwin.runtime import LossScaling, Training, carry_out, fill_step
 from protwin.shared.basics.errors import PlanError, ScheduleError
 from protwin.sim import search as search_plan
 from tests.runtime.life_cycle import plan_for
@@ -43,19 +43,25 @@ def of_three(case: Case, model: nn.Module, limit: float | None = None, **options
     return carry_out(model, plan, case.workload, **({"optimizer": case.make_optimizer} | options))
 
 
-@pytest.mark.parametrize(("name", "limit"), [(DROPOUT, None), (STATISTICS, 0.5)])
-def test_short_steps_are_those_of_the_plain_loop(name: str, limit: float | None) -> None:
-    """Dropout draws the plain loop's numbers, and batch statistics see each batch once."""
+@pytest.mark.parametrize(
+    ("name", "limit", "scaling"),
+    [(DROPOUT, None, None), (STATISTICS, 0.5, None), (STATISTICS, 0.5, LossScaling(initial_scale=2.0**10))],
+)
+def test_short_steps_are_those_of_the_plain_loop(name: str, limit: float | None, scaling: LossScaling | None) -> None:
+    """Dropout draws the plain loop's numbers, and batch statistics see each batch once.
+
+    A scale that is a power of two changes no bit in float32.
+    """
     case = cases()[name]
     assert case.workload.num_blocks, "traced before the seed"
     model, losses = case.build(), []
     groups = case.groups(model)
     torch.manual_seed(SEED)
-    with ends_in_time(), of_three(case, model, limit, parameter_groups=groups) as training:
+    with ends_in_time(), of_three(case, model, limit, parameter_groups=groups, loss_scaling=scaling) as training:
         for step in STEPS:
             for index in step:
                 loss = case.loss(model, case.batches[index]) / 3
-                loss.backward()
+                (loss if scaling is None else training.scale(loss)).backward()
                 losses.append(loss.item())
             again = case.batches[step[-1]]
             assert fill_step(training, lambda again=again: case.loss(model, again)) == 3 - len(step)
