@@ -251,7 +251,8 @@ def fill_step(training: Training, loss: Callable[[], torch.Tensor]) -> int:
 
     For each that is missing ``loss`` runs the model once more, on a batch of training of any kind, and gives its loss,
     whose gradients are made zeros; random states and buffers are put back.  So the step is, bit for bit in float32,
-    that of a plain loop which steps early.  With ``loss_scaling`` it is scaled here.  Of several ranks all call it.  Gives how many micro-batches were missing.
+    that of a plain loop which steps early.  With ``loss_scaling`` it is scaled here.  Of several ranks all call it.
+    Gives how many micro-batches were missing.
 
     Raises ScheduleError if the step has none yet, or a backward is missing.
     """

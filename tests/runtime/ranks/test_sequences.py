@@ -213,6 +213,16 @@ def test_no_task_holds_more_than_its_schedule_accounts_for(name: str, number: in
     assert two_ranks.run(excesses_of, name, plan, workload(name)) == [{}, {}], plan
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(4))
+def test_no_task_of_four_ranks_holds_more(number: int, pool: Pool) -> None:
+    """Two groups, or one; gathers over all ranks, or over shard groups beside them."""
+    plan = drawn("llama", Random(f"four {number}"))
+    shards = {"shard_ranks": 2} if plan.parallel is ParallelMode.SHARDED and number % 2 and not plan.n_shard else {}
+    plan = Plan(**plan.model_dump() | {"num_ranks": 4, "sequence_ranks": (4, 2)[number // 2], **shards})
+    assert pool.of(4).run(excesses_of, "llama", plan, workload("llama")) == [{}] * 4, plan
+
+
 def test_a_block_does_not_run_ahead_of_sums_that_its_exchange_stands_behind(two_ranks: Ranks) -> None:
     """Gradients that are added up late are gone before the next micro-batch's activations are there."""
     model, batch = short()
