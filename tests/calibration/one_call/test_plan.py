@@ -12,16 +12,15 @@ from torch import nn
 from transformers import LlamaConfig
 
 import protwin
-from protwin.calibration.one_call.searching import search_plan, search_request
+from protwin.calibration.one_call.searching import search_request
 from protwin.runtime import trace, workload_of_configuration
 from protwin.runtime.planning.request import PlanRequest
-from protwin.shared import InfeasibleError, PlanError, WorkloadError
+from protwin.shared import InfeasibleError, PlanError, WorkloadError, load_workload
 from protwin.shared.catalogue.machines import load_hardware
 from protwin.shared.schema.hardware import DeviceKind
 from protwin.sim import SearchSpace, search
 from tests.calibration.fitting.test_budgeted import HERE
 from tests.runtime.models import differences, hand_written, llama, point_batches, snapshot, token_batches
-from tests.sim.searching.test_sequence_ranks import shared_decoder
 
 FEW = SearchSpace(chunk_bytes=(20_000,), n_checkpoint=(1,))
 
@@ -104,13 +103,14 @@ def test_what_lacks_something_is_refused_with_what_it_lacks() -> None:
 
 def test_ranks_share_sequences_where_that_is_asked_for() -> None:
     """Of a workload that knows how: they need the same batches, and steps have the micro-batches that are asked for."""
-    shared, machine = shared_decoder(2), load_hardware("h100-80gb-x8")
-    for knobs, number in (({}, 1), ({"sequence_ranks": 2}, 2), ({"sequence_ranks": [2]}, 2)):
+    shared = load_workload("llama-3-8b", batch_size=1, sequence_length=1024, sequence_ranks=[2])
+    machine = load_hardware("h100-80gb-x8")
+    cases: list[tuple[dict[str, Any], int]] = [({}, 1), ({"sequence_ranks": 2}, 2), ({"sequence_ranks": [2]}, 2)]
+    for knobs, number in cases:
         request = PlanRequest(knobs=knobs, micro_batches=3)
         asked = search_request(shared, machine, request, 2)
         assert asked.space.sequence_ranks == (number,)
-        found = search_plan(shared, machine, request, 2).plan
-        assert (found.sequence_ranks, found.micro_batches) == (number, 3)
+        assert asked.micro_batches_of(number, asked.step.micro_batches) == 3
     for several in ([1, 2], "2"):
         with pytest.raises(PlanError, match="Name one number"):
             search_request(shared, machine, PlanRequest(knobs={"sequence_ranks": several}), 2)
