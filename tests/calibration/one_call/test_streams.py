@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -161,7 +162,8 @@ def test_ranks_that_all_share_sequences_have_the_same_samples() -> None:
     for rank in range(2):
         stream = stream_of(samples, StreamShape(batch_size=2, rank=rank, num_ranks=2, sequence_ranks=2, seed=3))
         stream.share(2)
-        found.append([next(iter(batch)).tolist() for batch in islice(stream.batches(), 9)])
+        batches: Iterator[Any] = stream.batches()
+        found.append([batch[0].tolist() for batch in islice(batches, 9)])
     assert found[0] == found[1]
     for epoch in (found[0][:4], found[0][4:8]):
         assert len({number for batch in epoch for number in batch}) == 8
