@@ -2,9 +2,11 @@
 
 [Note: State of blocks]
 A block may change itself when it runs: buffers that are counted up, power iterations of spectral norms, running means
-of one's own, plain numbers on the module, random generators of its own, lists and dicts that its modules hold, perhaps
-with others.  Recomputation starts from what the block's forward started from, and what the forward left is back when it
-ends.  So do the generators of Python and numpy; checkpointing itself puts back those of torch.
+of one's own, plain numbers on the module, tensors in its attributes, random generators of its own, lists and dicts that
+its modules hold, perhaps with others.  Recomputation starts from what the block's forward started from, and what the
+forward left is back when it ends.  So do the generators of Python and numpy; checkpointing itself puts back those of
+torch.  A tensor that recomputation would leave in an attribute holds all that recomputation saves: nobody runs backward
+through its graph.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from ..model.snapshot import OF_EVERY_MODULE, GeneratorStates, generators_of, pu
 _LARGEST_BYTES: Final = 64 * 2**10
 """Buffers up to this size are kept from before every forward; a larger one that changes is refused."""
 _PLAIN: Final = (bool, int, float, str)
+_ABSENT: Final = object()
+"""In place of an attribute that was not there."""
 _CONTAINERS: Final = (list, dict, set, deque, Counter, defaultdict, OrderedDict)
 
 
@@ -52,6 +56,7 @@ class BlockState:
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Note what the forward within the block changes.  Raises ScheduleError if that is too large to be kept."""
+        before_all = [(module, dict(module.__dict__), self._marks(module)) for module in self._modules]
         buffers = [
             (module, name, buffer, buffer._version, self._kept(buffer))
             for module in self._modules
@@ -70,18 +75,47 @@ class BlockState:
             if kept is None and not self._is_training:
                 continue
             if kept is None:
-                size = format_bytes(buffer.numel() * buffer.element_size())
-                raise ScheduleError(
-                    f"block {self._name} changes its buffer {name} ({size}) when it runs. Recomputation would change "
-                    f"it twice. Keep or swap this block (activation_modes, n_checkpoint)."
-                )
+                raise self._too_large(f"buffer {name}", buffer)
             self._buffers.append((module, name, kept))
+        for module, values, marks in before_all:
+            self._note_tensors(module, values, marks)
         for module, before in attributes:
             now = module.__dict__
             self._attributes += [
                 (module, key, value) for key, value in before.items() if _is_other(now.get(key), value)
             ]
         self._containers += [(one, before) for one, before in containers if _has_changed(one, before)]
+
+    def _marks(self, module: nn.Module) -> dict[str, tuple[int, torch.Tensor | None]]:
+        """Versions of tensors in plain attributes, and copies of small ones, which may change in place."""
+        return {
+            name: (value._version, self._kept(value))
+            for name, value in module.__dict__.items()
+            if _is_tensor(value) and not value.is_inference()
+        }
+
+    def _note_tensors(
+        self, module: nn.Module, before: dict[str, Any], marks: dict[str, tuple[int, torch.Tensor | None]]
+    ) -> None:
+        """``before``: attributes as they were before the forward, with their ``_marks``."""
+        now = module.__dict__
+        for name in (*before, *(name for name in now if name not in before)):
+            was, value = before.get(name, _ABSENT), now.get(name, _ABSENT)
+            if was is not value and (_is_tensor(was) or _is_tensor(value)):
+                self._attributes.append((module, name, _beside_its_graph(was)))
+            elif was is value and name in marks and marks[name][0] != value._version:
+                kept = marks[name][1]
+                if kept is not None:
+                    self._attributes.append((module, name, kept))
+                elif self._is_training:
+                    raise self._too_large(f"attribute {name}", value)
+
+    def _too_large(self, name: str, tensor: torch.Tensor) -> ScheduleError:
+        size = format_bytes(tensor.numel() * tensor.element_size())
+        return ScheduleError(
+            f"block {self._name} changes its {name} ({size}) when it runs. Recomputation would change "
+            f"it twice. Keep or swap this block (activation_modes, n_checkpoint)."
+        )
 
     @staticmethod
     def _kept(buffer: torch.Tensor) -> torch.Tensor | None:
@@ -92,12 +126,12 @@ class BlockState:
     def as_before(self) -> Iterator[None]:
         """Within the block, everything is as it was before the forward; afterwards, as it was found."""
         found = [(module, name, module._buffers[name]) for module, name, _ in self._buffers]
-        attributes = [(module, name, module.__dict__[name]) for module, name, _ in self._attributes]
+        attributes = [(module, name, module.__dict__.get(name, _ABSENT)) for module, name, _ in self._attributes]
         contents = [(one, copy(one)) for one, _ in self._containers]
         for module, name, buffer in self._buffers:
             module._buffers[name] = buffer
         for module, name, value in self._attributes:
-            module.__dict__[name] = value
+            _put(module, name, value)
         for one, before in self._containers:
             _fill(one, before)
         try:
@@ -109,8 +143,9 @@ class BlockState:
             for module, name, current in found:
                 module._buffers[name] = current
             for module, name, value in attributes:
-                module.__dict__[name] = value
+                _put(module, name, value)
             self._buffers.clear()
+            self._attributes.clear()
             self._containers.clear()
 
 
@@ -151,6 +186,25 @@ class Recomputation:
         torch.clear_autocast_cache()
         # Early stop leaves recomputation by an exception of its own; the backward proper follows in any case.
         self._on_end()
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+
+
+def _beside_its_graph(value: Any) -> Any:
+    """A tensor without the graph of the iteration that made it, of which nobody can need more than values."""
+    if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+        return value.detach().requires_grad_()
+    return value
+
+
+def _put(module: nn.Module, name: str, value: Any) -> None:
+    """Let a module have this attribute, or none of that name."""
+    if value is _ABSENT:
+        module.__dict__.pop(name, None)
+    else:
+        module.__dict__[name] = value
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:
