@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ...shared.basics.errors import ProtwinError
+from ...shared.basics.progress import to_stderr
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
-from .summaries import to_stderr
 from .timed_iterations import LEAST_TIMED, WARM_UP
 
 LEAST_STEPS = WARM_UP + LEAST_TIMED + 1

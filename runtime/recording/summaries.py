@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -49,12 +48,6 @@ class StepSummary:
             f"step {self.step}: {format_seconds(self.step_s)}{predicted}, "
             f"{format_number(self.tokens_per_s)} tokens/s, peak {format_bytes(self.peak_device_bytes)}{lanes}{held}"
         )
-
-
-def to_stderr(line: StepSummary | str) -> None:
-    """Print it where it does not mix with results."""
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
 
 
 class Summaries:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ...shared.basics.errors import PlanError, ScheduleError
+from ...shared.basics.progress import to_stderr
 from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.record import Record
 from ...shared.schema.schedule import TaskKind
@@ -38,7 +39,7 @@ from ..optimizers.loss_scaling import LossScaler
 from ..ranks.agreement import agree, agreed
 from ..recording.counts import Counted, Counts
 from ..recording.rank_records import record_of_ranks
-from ..recording.summaries import StepSummary, Summaries, to_stderr
+from ..recording.summaries import StepSummary, Summaries
 from .assembly import Assembly, Callbacks, Kept, Parts
 from .evaluation import refuse_other_gradient_mode
 from .guards import refuse_own_checkpointing, refuse_with_ranks, state_on_host, weight_of_rank

@@ -21,6 +21,12 @@ _open: Final[list[object]] = []
 """The bars of now: the last one alone speaks unasked."""
 
 
+def to_stderr(line: object) -> None:
+    """Print it where it does not mix with results."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
 class OnProgress(Protocol):
     """What long work calls now and then: so much of so much is done, in any unit."""
 

@@ -9,6 +9,7 @@ import pytest
 from protwin.calibration.published.measured_runs import MEASURED_RUNS, MemoryKind
 from protwin.calibration.published.memory_margin import (
     MemoryOfRun,
+    half_digit_bytes,
     memory_of_runs,
     num_refused,
     quantiles_of_ratio,
@@ -17,6 +18,7 @@ from protwin.calibration.published.memory_margin import (
 )
 from protwin.calibration.published.run_predictions import PredictedRun
 from protwin.calibration.published.run_tables import memory_by_class
+from protwin.shared.basics.units import parse_bytes
 from protwin.shared.tables.table import Table
 from protwin.sim.searching.confidence import DEFAULT_MARGIN_FRAC
 from tests.calibration.published.test_measured_runs import KEPT
@@ -45,6 +47,24 @@ def predicted_run(name: str, needed_bytes: int) -> PredictedRun:
         outside_bytes=10,
         device_bytes=100,
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "half"),
+    [
+        ("7.4GiB", 2**30 / 20),
+        ("43.50 GiB", 2**30 / 20),
+        ("47.14GiB", 2**30 / 200),
+        ("14949MiB", 2**20 / 20),
+        ("4095", 0),
+    ],
+)
+def test_a_figure_of_few_digits_stands_for_what_is_rounded_to_it(text: str, half: float) -> None:
+    size = parse_bytes(text)
+    assert half_digit_bytes(size) == int(half)
+    one = memory(size, size)
+    assert one.ratio == 1
+    assert one.least_ratio == pytest.approx(1 - half / size)
 
 
 def test_what_leaves_less_than_the_margin_is_refused() -> None:
