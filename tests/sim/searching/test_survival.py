@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -18,9 +20,12 @@ from protwin.shared.schema.hardware import Hardware
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import DType, Workload
 from protwin.sim.memory.reserved import device_reserved
+from protwin.sim.searching.branch_and_bound import Simulated
 from protwin.sim.searching.confidence import NO_UNCERTAINTY
+from protwin.sim.searching.problem import SearchProblem
 from protwin.sim.searching.request import Effort, SearchRequest
 from protwin.sim.searching.search import search
+from protwin.sim.searching.survival import SegmentRoom
 from protwin.sim.space.space import SearchSpace
 from protwin.sim.space.step_spec import StepSpec
 from tests.proof_size import examples
@@ -110,3 +115,31 @@ def test_only_what_segments_of_the_same_layout_say_is_left_out(place: int, less_
         alike = [o for o in fitting if (o.plan.chunk_bytes, o.kind) == (known.plan.chunk_bytes, known.kind)]
         fragile = [other for other in alike if other.segments_bytes > room_bytes]
         assert any(other.limit_bytes(room_bytes) < known.peak_bytes for other in fragile)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_search_ends_whatever_segments_are_expected_of_each_plan(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn of each plan alone: a lower peak says nothing, so that limits rise and fall again."""
+    *_, plans = every_plan()
+    room_bytes = sorted(known.segments_bytes for known in plans)[30]
+    told: dict[str, int] = {}
+
+    def drawn_bytes(_room: SegmentRoom, found: Simulated, _problem: SearchProblem) -> int:
+        chance = random.Random(f"{seed} {found.plan.identity}")
+        told[found.plan.identity] = round(room_bytes * chance.uniform(0.97, 1.6))
+        return told[found.plan.identity]
+
+    lower, num_lowered = SegmentRoom.lowered_peak_bytes, iter(range(4 * len(plans)))
+
+    def lowered(room: SegmentRoom, found: Simulated, wanted_bytes: int) -> int:
+        next(num_lowered)  # raises StopIteration where the same plans come again and again
+        return lower(room, found, wanted_bytes)
+
+    monkeypatch.setattr(SegmentRoom, "wanted_bytes", drawn_bytes)
+    monkeypatch.setattr(SegmentRoom, "lowered_peak_bytes", lowered)
+    result = search(asked(room_bytes))
+    assert result.survives == (told[result.prediction.plan.identity] <= room_bytes)
+    assert result.survives or all(wanted > room_bytes for wanted in told.values())
+    if result.certificate.is_certified:
+        fragile = [wanted for wanted in told.values() if wanted > room_bytes]
+        assert result.certificate.num_bounded_by_segments >= len(fragile) - (not result.survives)
