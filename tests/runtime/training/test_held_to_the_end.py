@@ -16,23 +16,11 @@ from protwin.shared.schema.plan import ActivationMode, Plan, mode_counts
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.verify.verify import verify_schedule
+from tests.runtime.training.attending import Attending
 
 KEEP, CHECKPOINT, SWAP = ActivationMode.KEEP, ActivationMode.CHECKPOINT, ActivationMode.SWAP
 SAMPLES, TOKENS, WIDTH = 2, 32, 16
 Modes = tuple[ActivationMode, ...]
-
-
-class Attending(nn.Module):
-    """Attention that gives its weights too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(samples, tokens, width) in and out, and (samples, tokens, tokens)."""
-        weights = (self.query(x) @ self.key(x).transpose(1, 2)).softmax(-1)
-        return x + weights @ self.value(x), weights
 
 
 class Listing(nn.Module):
@@ -40,7 +28,7 @@ class Listing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Attending() for _ in range(4))
+        self.layers = nn.ModuleList(Attending(WIDTH) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The loss."""

@@ -16,6 +16,7 @@ from protwin.shared.schema.plan import ActivationMode, Plan, mode_counts
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.verify.verify import verify_schedule
+from tests.runtime.training.attending import Attending
 
 KEEP, CHECKPOINT, SWAP = ActivationMode.KEEP, ActivationMode.CHECKPOINT, ActivationMode.SWAP
 OFFLOAD_INPUT, SELECTIVE = ActivationMode.OFFLOAD_INPUT, ActivationMode.SELECTIVE
@@ -23,25 +24,12 @@ SAMPLES, TOKENS, WIDTH = 2, 24, 8
 WEIGHTS_BYTES = SAMPLES * TOKENS * TOKENS * 4
 
 
-class Attending(nn.Module):
-    """Attention that gives its weights too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(samples, tokens, width) in and out, and (samples, tokens, tokens)."""
-        weights = (self.query(x) @ self.key(x).transpose(1, 2)).softmax(-1)
-        return x + weights @ self.value(x), weights
-
-
 class Stack(nn.Module):
     """Holds all that a block returned until the next one has returned."""
 
     def __init__(self, num_blocks: int = 4) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Attending() for _ in range(num_blocks))
+        self.layers = nn.ModuleList(Attending(WIDTH) for _ in range(num_blocks))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The loss."""
