@@ -21,7 +21,6 @@ _GROUPS: Final = {
     "FSDP on H100": ("#f58518", ("FSDP on H100", "FSDP on 96 H100", "FSDP2 on H100")),
     "FSDP on MI300X": ("#ff9da6", ("FSDP2 on MI300X",)),
     "FSDP on B200": ("#bab0ac", ("FSDP2 on B200",)),
-    "experts, FSDP on H200": ("#b279a2", ("experts",)),
     "offload": ("#e45756", ("offload",)),
     "QLoRA": ("#eeca3b", ("QLoRA",)),
     "LoRA": ("#54a24b", ("LoRA",)),

@@ -13,10 +13,10 @@ from ...shared.basics.suggestions import did_you_mean
 from ...shared.cli.options import JsonFlag, command_app, examples
 from ...shared.cli.output import show
 from ...shared.cli.streams import write_data
-from ..published.measured_runs import MEASURED_RUNS, SOURCES, MeasuredRun
+from ..published.measured_runs import MEASURED_RUNS, RUNS_OF_OTHER_FORMS, SOURCES, MeasuredRun
 from ..published.outcome import Outcome
 from ..published.run_predictions import PredictedRun, predict_run
-from ..published.run_tables import by_class, memory_by_class, of_intervals, of_runs
+from ..published.run_tables import by_class, memory_by_class, of_intervals, of_other_forms, of_runs
 
 __all__ = ["published"]
 
@@ -71,6 +71,7 @@ def published_command(
                 *by_class(predicted),
                 *memory_by_class(predicted),
                 *of_intervals(predicted),
+                *of_other_forms(),
                 f"{words} --class TEXT shows runs one by one.",
             ]
         )
@@ -80,16 +81,27 @@ def _chosen(classes: list[str], runs: list[str]) -> list[MeasuredRun]:
     """The runs that are asked for; all where nothing is.  Raises ProtwinError if some name is none."""
     known = {run.id: run for run in MEASURED_RUNS}
     for name in runs:
+        _check_form(f"--run {name}", [run for run in RUNS_OF_OTHER_FORMS if run.id == name])
         if name not in known:
             raise ProtwinError(f"--run {name}: no published run is called so. {did_you_mean(name, known)}")
     for text in classes:
         if not any(text.lower() in run.run_class.lower() for run in MEASURED_RUNS):
+            _check_form(
+                f"--class {text!r}", [run for run in RUNS_OF_OTHER_FORMS if text.lower() in run.run_class.lower()]
+            )
             every = "; ".join(dict.fromkeys(run.run_class for run in MEASURED_RUNS))
             raise ProtwinError(f"--class {text!r} is in no class. Classes are: {every}.")
     if not classes and not runs:
         return list(MEASURED_RUNS)
     wanted = [text.lower() for text in classes]
     return [run for run in MEASURED_RUNS if run.id in runs or any(text in run.run_class.lower() for text in wanted)]
+
+
+def _check_form(asked: str, others: list[MeasuredRun]) -> None:
+    """Raise ProtwinError if what is asked for are runs of forms that no plan has."""
+    if others:
+        forms = "; ".join(dict.fromkeys(run.other_form or "" for run in others))
+        raise ProtwinError(f"{asked} is not predicted, for no plan has its parallel form: {forms}.")
 
 
 def _document(run: MeasuredRun, predicted: PredictedRun) -> dict[str, Any]:

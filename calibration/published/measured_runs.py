@@ -180,6 +180,8 @@ class MeasuredRun(FrozenModel):
     measured: Measured
     approximations: tuple[str, ...] = ()
     """Where the prediction is of something else than the run."""
+    other_form: str | None = None
+    """A parallel form of the run that no plan has, so that nothing is predicted of it; None: plans have its form."""
     memory_differs: str | None = None
     """Why the run's memory is another one than that of the plan that is predicted; None where no reason is known."""
     is_shown: bool = False
@@ -262,4 +264,7 @@ def configuration_of(model: str) -> dict[str, Any] | None:
 
 
 SOURCES: Final = {name: Source.model_validate(source) for name, source in _content()["sources"].items()}
-MEASURED_RUNS: Final = tuple(MeasuredRun.model_validate(run) for run in _content()["runs"])
+_EVERY_RUN: Final = tuple(MeasuredRun.model_validate(run) for run in _content()["runs"])
+MEASURED_RUNS: Final = tuple(run for run in _EVERY_RUN if run.other_form is None)
+"""Those in a form that plans have."""
+RUNS_OF_OTHER_FORMS: Final = tuple(run for run in _EVERY_RUN if run.other_form is not None)

@@ -9,7 +9,7 @@ from typing import Final
 from ...shared.methods.runtime_profile import Runtime
 from ...shared.tables.table import Heading, Parts, Table
 from .comparisons import COVERED_FRAC, Comparison, Difference, Spread
-from .measured_runs import MEASURED_RUNS, SOURCES, MeasuredRun, Unit
+from .measured_runs import MEASURED_RUNS, RUNS_OF_OTHER_FORMS, SOURCES, MeasuredRun, Unit
 from .memory_margin import (
     MemoryOfRun,
     memory_of_kind,
@@ -308,6 +308,18 @@ def of_memory(predicted: Predicted, every: Sequence[MemoryOfRun]) -> Parts:
     )
 
 
+def of_other_forms() -> Parts:
+    """Runs in parallel forms that no plan has: what was measured, and the form."""
+    rows = []
+    for run in RUNS_OF_OTHER_FORMS:
+        speed, memory = run.measured.speed, run.measured.memory
+        cells = ("", "") if speed is None else (str(speed[0]), _show(speed[1]))
+        gib = "" if memory is None else f"{memory[1] / 2**30:.1f}"
+        rows.append((run.id, run.where, *cells, gib, run.other_form or ""))
+    columns = ("run", "on", "unit", ">measured", ">GiB", "form")
+    return (Table(title="Published runs in forms that no plan has: not predicted", columns=columns, rows=rows),)
+
+
 def run_tables(outcome: Outcome, calibrated: Sequence[Comparison]) -> Parts:
     """All of them; ``calibrated``: comparisons of plans that were predicted with a calibration."""
     predicted = outcome.predicted
@@ -317,6 +329,7 @@ def run_tables(outcome: Outcome, calibrated: Sequence[Comparison]) -> Parts:
         *by_class(predicted),
         *memory_by_class(predicted),
         *of_intervals(predicted),
+        *of_other_forms(),
         *of_comparisons(*outcome.pairs(), calibrated),
         *of_memory(predicted, outcome.memories()),
     )

@@ -27,8 +27,8 @@ from ..engine.error_sources import RUN_NOISE
 
 DATA_SHEETS: Final = Uncertainty(device_frac=0.10, host_frac=0.26, source="data sheets")
 """Kept against checkpointed: 80 % of 10 published pairs stay within 5.3 %, of 26 whose micro-batches differ too within
-8.5 %.  None compares sharded plans with others at equal shape.  In where parameters lie: 5 of 7 pairs stay within 18.5
-%, a sixth within 25.3; the last is DeepSpeed's, whose host takes more than is known (36.3 %)."""
+8.5 %.  None compares sharded plans with others at equal shape.  In where parameters lie: 2 of 4 pairs stay within 18.5
+%, a third within 25.4; the last is DeepSpeed's, whose host takes more than is known (36.3 %)."""
 CALIBRATED: Final = Uncertainty(device_frac=0.12, host_frac=0.16, source="calibrated")
 """Of the bench of fidelity, 80 % of 522 pairs of which both or neither uses the host stay within 11.7 %, of 24 others
 within 15.2 %.  All of them ran on a CPU, and most took plans drawn at random."""
@@ -36,7 +36,7 @@ NO_UNCERTAINTY: Final = Uncertainty(device_frac=0.0, host_frac=0.0, source="take
 """With it the fastest plan is recommended, whatever it takes."""
 DEFAULT_MARGIN_FRAC: Final = 0.05
 """Covers 12 of the 14 published peaks of plain loops without a known difference by their ratio to the prediction (one
-of them, of 7.4 GiB, since it may have been 7.35), and all by the share of the device that they exceed it by; of 231
+of them, of 7.4 GiB, since it may have been 7.35), and all by the share of the device that they exceed it by; of 225
 runs that ran, it refuses 2 more than no margin does."""
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from protwin.calibration.published.measured_runs import MEASURED_RUNS
+from protwin.calibration.published.measured_runs import MEASURED_RUNS, RUNS_OF_OTHER_FORMS
 from protwin.calibration.published.outcome import Outcome
 from tests.cli.conftest import Protwin
 
@@ -27,6 +27,7 @@ def test_classes_are_summed_up(protwin_here: Protwin) -> None:
     for run in MEASURED_RUNS:
         if run.iteration_s is not None:
             assert run.run_class in result.stdout
+    assert all(run.id in result.stdout for run in RUNS_OF_OTHER_FORMS)
 
 
 def test_runs_of_a_class_are_shown_one_by_one(protwin_here: Protwin) -> None:
@@ -53,6 +54,8 @@ def test_a_document_has_source_prediction_and_error(protwin_here: Protwin) -> No
     [
         (("--class", "TPU"), "--class 'TPU' is in no class"),
         (("--run", "fms-7b-a100"), "Did you mean fms-7b-a100-128"),
+        (("--run", "prime-rl-3234-8192-none"), "no plan has its parallel form: expert parallelism over 8 devices"),
+        (("--class", "eXperts on eight"), "no plan has its parallel form: expert parallelism over 8 devices"),
     ],
 )
 def test_what_is_not_there_is_refused(protwin_here: Protwin, arguments: tuple[str, str], words: str) -> None:
