@@ -133,10 +133,14 @@ def fit(
     schedules = [compile_schedule(pair.measured.plan, pair.workload) for pair in pairs]
     for pair, schedule in zip(pairs, schedules, strict=True):
         check_record(pair, schedule)
+    is_timed = [pair.workload.measured_on == hardware.name for pair in pairs]
     calibration = Calibration(
         hardware_name=hardware.name,
         machine=machine,
         software=dict(software),
+        hardware=hardware,
+        of_timed_phases=any(is_timed),
+        of_modelled_phases=not all(is_timed),
         contention=tuple(contention),
         iteration_noise_frac=statistics.median(pair.measured.iteration_noise_frac for pair in pairs),
         fitted_to=tuple(dict.fromkeys(pair.workload.model_name for pair in pairs)),

@@ -27,6 +27,7 @@ from typing import Any, Final, NamedTuple
 from ...runtime.recording.timed_iterations import LEAST_TIMED
 from ...shared.basics.errors import CalibrationError
 from ...shared.compile.compile import compile_schedule
+from ...shared.records.calibrated import check_figures
 from ...shared.schema.calibration import Calibration, Evidence, MeanSeconds
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.record import Origin, Record
@@ -68,12 +69,12 @@ def updated(
         raise CalibrationError(f"forgetting is {forgetting}; what is left of what was known lies above 0, up to 1.")
     if not pairs:
         raise CalibrationError("there are no measured records to learn from. Give one at least (--from).")
+    if calibration is not None:
+        _check_machine(calibration, hardware)
     for pair in pairs:
         _check(pair, calibration, hardware, pairs[0].measured.software)
     _check_distinct(pairs)
-    known = calibration or Calibration(
-        hardware_name=hardware.name, machine=pairs[0].measured.machine, software=dict(pairs[0].measured.software)
-    )
+    known = calibration or _nothing_known(pairs[0].measured, hardware)
     told = [_Told(pair, evidence_by_kind([pair], hardware, known)) for pair in pairs]
     _check_agreement(told, known, hardware)
     of_models = {
@@ -93,6 +94,7 @@ def updated(
         update={
             **{name: getattr(known, name) | getattr(found, name) for name in _BY_KIND},
             "evidence": evidence,
+            **_bases(known, pairs, hardware),
             "swapping": _swapping(known, pairs, hardware, forgetting),
             "iteration_noise_frac": _noise_frac(known, forgetting * num_before, pairs),
             **_transfer(known, of_models, pairs, hardware),
@@ -103,6 +105,26 @@ def updated(
             "num_runs": num_before + len(pairs),
         }
     )
+
+
+def _nothing_known(record: Record, hardware: Hardware) -> Calibration:
+    """Of the machine and the software of ``record``, before anything was learnt."""
+    return Calibration(
+        hardware_name=hardware.name,
+        machine=record.machine,
+        software=dict(record.software),
+        hardware=hardware,
+        of_timed_phases=False,
+    )
+
+
+def _bases(known: Calibration, pairs: Sequence[Pair], hardware: Hardware) -> dict[str, bool]:
+    """Whether phases were timed on the machine, as fields of a calibration: those of ``pairs``, and of all before."""
+    timed = {pair.workload.measured_on == hardware.name for pair in pairs}
+    return {
+        "of_timed_phases": known.of_timed_phases or True in timed,
+        "of_modelled_phases": known.of_modelled_phases or False in timed,
+    }
 
 
 _BY_KIND: Final = ("factors", "overhead_s", "arrival_s_per_byte", "arrival_std_s_per_byte")
@@ -315,15 +337,20 @@ def paired(records: Sequence[tuple[str, Record]], workloads: Sequence[Workload])
     return found
 
 
-def _check(pair: Pair, calibration: Calibration | None, hardware: Hardware, software: Mapping[str, str]) -> None:
-    record = pair.measured
-    if record.origin is not Origin.MEASURED:
-        raise CalibrationError("a predicted record was given as a measurement. Learn from records of real runs.")
-    if calibration is not None and calibration.hardware_name != hardware.name:
+def _check_machine(calibration: Calibration, hardware: Hardware) -> None:
+    """Raise CalibrationError if what was known is of another machine, or of other figures of it."""
+    if calibration.hardware_name != hardware.name:
         raise CalibrationError(
             f"the calibration is of {calibration.hardware_name}, and the hardware is {hardware.name}. Give the "
             f"hardware file that it was made with, or leave the calibration out."
         )
+    check_figures(calibration, hardware)
+
+
+def _check(pair: Pair, calibration: Calibration | None, hardware: Hardware, software: Mapping[str, str]) -> None:
+    record = pair.measured
+    if record.origin is not Origin.MEASURED:
+        raise CalibrationError("a predicted record was given as a measurement. Learn from records of real runs.")
     machines = {record.machine, *(one.machine for one in record.ranks)}
     strange = sorted(machines - {hardware.name, _of_ranks(hardware.name)})
     if strange:

@@ -15,6 +15,7 @@ from ...shared.basics.errors import CalibrationError, HardwareError, ScheduleErr
 from ...shared.basics.units import format_bytes
 from ...shared.catalogue.rank_share import machine_of_rank
 from ...shared.optimizers.work import PAGED_BYTES_PER_SCALAR, device_operations_per_tensor, host_kernels
+from ...shared.records.calibrated import check_figures
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import DeviceKind, Disk, Hardware, Host, Link
 from ...shared.schema.optimizer import Optimizer
@@ -94,8 +95,11 @@ class CostModel:
         Of ``num_ranks`` equal ranks, each has its share of the machine (``shared/catalogue/rank_share.py``), and so has
         each of the other stages' where the workload is a stage of a pipeline.
         Raises WorkloadError if its blocks carry nothing but seconds of another machine, or were traced with kernels
-        that ``hardware`` does not have, and HardwareError if it has fewer devices than ranks.
+        that ``hardware`` does not have, HardwareError if it has fewer devices than ranks, and CalibrationError if the
+        calibration is of other figures than ``hardware`` has (``check_figures``).
         """
+        if calibration is not None:
+            check_figures(calibration, hardware)
         check_kernels(workload, hardware)
         check_lowering(workload, hardware)
         use_measured = workload.measured_on == hardware.name

@@ -13,6 +13,10 @@ a comparison.  What is left has no task to belong to:
   three models or more, by leaving them out one at a time, and again Student's t;
 * the *run*: what is measured is the typical iteration of one run, and another run measures another one.
 
+A factor of compute is of one kind of seconds: of phases that were timed on the machine, or of operations by its
+description.  Where the workload has seconds of the other kind, the factor says nothing of how far the two are apart:
+that is a factor more, the same for all phases.
+
 So the interval is one of the iteration time that a run of this plan will measure, not of single iterations, which
 scatter more, nor of the mean over many runs, which scatters less.
 """
@@ -86,6 +90,10 @@ MEMORY_MODEL: Final = (0.97, 1.06)
 peaks of known plans are 1.01 to 1.03 times the prediction, those of eight LoRA runs 0.98 to 1.09, but for one."""
 
 
+_OF_PHASES: Final = frozenset(
+    {TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.TEACHER_FORWARD, TaskKind.LOSS}
+)
+"""Kinds whose seconds are timed phases, or follow from operations where none were timed."""
 _MOST_STD: Final = 1.0
 """Of a coefficient that may as well be nothing, by definition."""
 
@@ -134,6 +142,8 @@ class ErrorModel:
     """Of what one run measures."""
     memory: Range = (1.0, 1.0)
     """Measured over predicted peak, apart from timing."""
+    phases: Range | None = None
+    """Of phases whose seconds the calibration's factors are not of ([Note: Sources of error]); None: they are."""
 
     @classmethod
     def of(cls, workload: Workload, hardware: Hardware, calibration: Calibration | None) -> Self:
@@ -141,8 +151,7 @@ class ErrorModel:
         is_measured = workload.measured_on == hardware.name
         memory = MEMORY_MODEL if calibration is None and not is_measured else (1.0, 1.0)
         if calibration is None:
-            is_cpu = hardware.device.kind is DeviceKind.CPU
-            compute = MEASURED_PHASES if is_measured else CPU_DEVICE if is_cpu else DATA_SHEETS[Lane.COMPUTE]
+            compute = MEASURED_PHASES if is_measured else _modelled_compute(hardware)
             lanes = {**DATA_SHEETS, Lane.COMPUTE: compute}
             return cls(lanes=lanes, plan_std=DATA_SHEET_PLAN_STD, memory=memory)
         error_frac, run_std = calibration.iteration_error_frac, RUN_NOISE * calibration.iteration_noise_frac
@@ -156,6 +165,7 @@ class ErrorModel:
             transfer_freedom=transfer_freedom,
             run_std=run_std,
             memory=memory,
+            phases=_other_phases(hardware, calibration, is_measured=is_measured),
         )
 
     def sources_of(self, kind: TaskKind) -> tuple[Source, ...]:
@@ -171,6 +181,8 @@ class ErrorModel:
             yield Source(f"{lane} of data sheets" if known is None else f"{lane} unmeasured", *self.lanes[lane])
             return
         assert fitted is not None
+        if self.phases is not None and kind in _OF_PHASES:
+            yield Source("phases of another kind", *self.phases)
         yield Source.of_std(f"factor of {fitted}", min(known.factors[fitted].relative_std, _MOST_STD))
         if fitted is not kind:
             yield Source.of_std(f"{kind} as {fitted}", ALIKE_STD)
@@ -183,6 +195,19 @@ class ErrorModel:
         fitted = known.fitted_kind(kind)
         std = known.arrival_std_s_per_byte.get(fitted, 0.0) / known.arrival(kind)
         return Source.of_std(f"arrivals of {fitted}", min(std, _MOST_STD))
+
+
+def _modelled_compute(hardware: Hardware) -> Range:
+    """Of compute whose seconds follow from operations and a description."""
+    return CPU_DEVICE if hardware.device.kind is DeviceKind.CPU else DATA_SHEETS[Lane.COMPUTE]
+
+
+def _other_phases(hardware: Hardware, calibration: Calibration, *, is_measured: bool) -> Range | None:
+    """Of phases where they were timed and the factors are of modelled seconds, or the other way; None: alike."""
+    low, high = _modelled_compute(hardware)
+    if is_measured:
+        return (1 / high, 1 / low) if calibration.of_modelled_phases else None
+    return (low, high) if calibration.of_timed_phases else None
 
 
 def _without(error_frac: float, run_std: float) -> float:

@@ -33,6 +33,7 @@ from ...shared.methods.known import method_named
 from ...shared.methods.method import Method
 from ...shared.optimizers.check import check_host_gradients, check_optimizer
 from ...shared.phases.sequence_sharing import why_not_shared
+from ...shared.records.calibrated import check_figures
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import DeviceKind, Hardware
 from ...shared.schema.optimizer import HostGradients, Optimizer
@@ -283,6 +284,8 @@ class SearchRequest:
         check_kind("workload", self.workload, (Workload, GlobalBatch), "a Workload or a GlobalBatch")
         check_kind("hardware", self.hardware, Hardware, "a Hardware, as load_hardware gives it")
         check_kind("calibration", self.calibration, (Calibration, NoneType), "a Calibration, or None")
+        if self.calibration is not None:
+            check_figures(self.calibration, self.hardware)
         check_kind("space", self.space, SearchSpace, "a SearchSpace")
         check_kind("step", self.step, Step, "a Step, as Step(micro_batches=2)")
         check_kind("effort", self.effort, Effort, "an Effort, as Effort(tolerance_frac=0.01)")

@@ -133,3 +133,13 @@ def test_records_that_say_nothing_are_refused(
     protwin_here: Protwin, learning: Path, options: tuple[str, ...], said: str
 ) -> None:
     assert said in refusal(protwin_here, learning, options)
+
+
+def test_a_machine_that_was_probed_again_needs_a_new_calibration(protwin_here: Protwin, learning: Path) -> None:
+    """Its noisy figures times the old factors were predictions four times as long, and as sure as before."""
+    assert protwin_here(*LEARN, "--output=new.json").returncode == 0
+    again = MACHINE.device.model_copy(update={"vector_flop_per_s": 2.5e9})
+    (learning / "machine.toml").write_text(hardware_to_toml(MACHINE.model_copy(update={"device": again})))
+    more = ("--from=b0.json", "--workload=workload0.json")
+    said = refusal(protwin_here, learning, ("calibrate", "--hardware=machine.toml", *more, "--calibration=new.json"))
+    assert "device.vector_flop_per_s was 10000000000.0, and is 2500000000.0" in " ".join(said.split())

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from protwin.calibration.fitting.fit import Pair
 from protwin.calibration.fitting.measurement_plans import bootstrap_plans
 from protwin.calibration.fitting.updating import paired, updated
-from protwin.shared.basics.errors import CalibrationError
+from protwin.shared.basics.errors import CalibrationError, FileError
 from protwin.shared.schema.calibration import Calibration, Factor
 from protwin.shared.schema.record import Origin, Record
 from protwin.shared.schema.schedule import TaskKind
@@ -272,6 +272,49 @@ def test_what_no_run_measures_is_refused(
     wrong = replace(told(pairs[0], **change(pairs[0].measured)), name="run.json")
     with pytest.raises(CalibrationError, match=f"^run.json .*{message}"):
         updated(None, [wrong], MACHINE)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("factors", "backward", "value"), 1e300),
+        (("overhead_s", "backward"), 1e300),
+        (("iteration_noise_frac",), 1e300),
+        (("transfer_error_frac",), 1e300),
+        (("evidence", "forward", "known_values", 0), 1e300),
+        (("evidence", "forward", "squares", 0), 5e-324),
+        (("evidence", "forward", "squares", 0), 0.0),
+        (("evidence", "forward", "squares", 1), 0.0),
+        (("evidence", "forward", "products", 0), 1e9),
+        (("evidence", "forward", "measured_square"), 0.0),
+        (("evidence", "gather", "without_work_s"), 5.0),
+    ],
+)
+def test_sums_and_figures_that_no_runs_give_are_refused(
+    place: tuple[Any, ...], value: float, pairs: list[Pair]
+) -> None:
+    """Tracebacks of numpy and overflows until then, in updates and in predictions."""
+    content = json.loads(updated(None, pairs[:2], MACHINE).to_json())
+    assert Calibration.from_mapping(json.loads(json.dumps(content)), origin="whole").num_runs == 2
+    *above, last = place
+    within = content
+    for name in above:
+        within = within[name]
+    within[last] = value
+    with pytest.raises(FileError, match=f"^damaged is damaged or inconsistent: {place[0]}"):
+        Calibration.from_mapping(content, origin="damaged")
+
+
+def test_figures_of_a_machine_that_was_probed_again_are_refused(pairs: list[Pair]) -> None:
+    """Sums are of seconds by the figures of then: with others they would be of two machines."""
+    found = updated(None, pairs[:2], MACHINE)
+    slower = MACHINE.host_to_device.model_copy(update={"bandwidth_bytes_per_s": 5e8})
+    again = MACHINE.model_copy(update={"host_to_device": slower})
+    with pytest.raises(
+        CalibrationError, match=r"other figures of a machine: host_to_device\.bandwidth_bytes_per_s was"
+    ):
+        updated(found, pairs[2:3], again)
+    assert updated(found, pairs[2:3], MACHINE.model_copy(update={"price_usd_per_hour": 2.0})).num_runs == 3
 
 
 def test_one_run_counts_once(pairs: list[Pair]) -> None:
