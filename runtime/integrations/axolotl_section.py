@@ -104,7 +104,8 @@ def _said(error: ValidationError) -> str:
 
 def is_listed(configuration: Mapping[str, Any]) -> bool:
     """Whether the plugin is listed: else the section says nothing."""
-    return PLUGIN in (configuration.get("plugins") or ())
+    plugins = configuration.get("plugins") or ()
+    return PLUGIN in plugins if isinstance(plugins, str | Sequence) else False
 
 
 def contradictions(configuration: Mapping[str, Any]) -> list[str]:

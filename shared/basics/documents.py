@@ -169,7 +169,7 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     path = as_path(path)
     text = read_text(path)
     try:
-        content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text, object_pairs_hook=_stated_once)
+        content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text, object_pairs_hook=stated_once)
     except (ValueError, RecursionError) as error:
         what = "is empty" if not text.strip() else f"is damaged: {error}"
         raise FileError(f"{path} {what}.") from error
@@ -184,7 +184,7 @@ def _in_json(content: object) -> str:
     return named.get(type(content), "null")
 
 
-def _stated_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def stated_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A table of JSON.  Raises ValueError if a key is there twice: of two values one would be lost without a word."""
     found = dict(pairs)
     if len(found) < len(pairs):

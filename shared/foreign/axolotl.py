@@ -64,13 +64,26 @@ def read_axolotl(content: Mapping[str, Any], *, folder: Path | None = None) -> R
     for other in others:
         fields = {name: getattr(other.run, name) for name in other.run.model_fields_set}
         found |= {name: value for name, value in fields.items() if value is not None and name != "optimizer"}
-    replicas = walk.number("dp_replicate_size")
-    shards = walk.number("dp_shard_size")
-    if others and shards is not None and replicas is not None and replicas > 1:
-        found |= {"shard_ranks": shards, "replicas": replicas}
-        walk.means("dp_shard_size", "ranks that have parts between them")
-        walk.means("dp_replicate_size", "replicas of such groups")
+    found |= _degrees(walk, is_sharded=bool(others))
     return walk.reading(said(found), other=tuple(others))
+
+
+def _degrees(walk: Walk, *, is_sharded: bool) -> dict[str, Any]:
+    """Ranks that have parts between them, and replicas of such groups; together they are all ranks."""
+    shards, replicas = walk.number("dp_shard_size"), walk.number("dp_replicate_size")
+    if not is_sharded and shards is not None and shards > 1:
+        walk.contradict(
+            f"dp_shard_size is {shards}, and nothing says how ranks have parts between them. Write fsdp_config, or "
+            f"leave it out."
+        )
+    if not is_sharded:
+        walk.means("dp_replicate_size", "ranks that have all (DDP)")
+        return {"num_ranks": replicas} if replicas is not None and replicas > 1 and not walk.has("world_size") else {}
+    walk.means("dp_shard_size", "ranks that have parts between them")
+    walk.means("dp_replicate_size", "replicas of such groups")
+    if shards is None:
+        return {} if replicas is None else {"replicas": replicas}
+    return {"shard_ranks": shards, "replicas": replicas or 1}
 
 
 def _world(walk: Walk) -> int | None:
@@ -118,6 +131,10 @@ def _adapter(walk: Walk) -> tuple[LoraOptions | None, QuantizationOptions | None
     walk.means("adapter", "low-rank matrices are trained beside linear maps")
     walk.means("lora_r", "their rank")
     dropout = walk.real("lora_dropout", 0.0) or 0.0
+    if dropout > 1:
+        walk.refuse("lora_dropout", "a part from 0 to 1")
+    if walk.has("peft_autocast_adapter_dtype") and walk.flag("peft_autocast_adapter_dtype") is False:
+        walk.leaves_out("peft_autocast_adapter_dtype", "adapters are stepped in 16 bits, without float32 masters")
     walk.means("lora_dropout", "part that is dropped of what they read")
     walk.means("peft_use_dora", "whether magnitudes are trained too")
     uses_dora = bool(walk.flag("peft_use_dora"))
@@ -170,7 +187,7 @@ def _memory(walk: Walk) -> dict[str, Any]:
     offloads = given in ("offload", "offload_disk") or walk.flag("activation_offloading")
     is_recomputed = given in ("offload", "offload_disk") or walk.flag("gradient_checkpointing")
     found: dict[str, Any] = {"checkpointing": Checkpointing.FULL if is_recomputed else Checkpointing.NONE}
-    if walk.flag("torch_compile"):
+    if walk.value("torch_compile") == AUTO or walk.flag("torch_compile"):
         walk.means("torch_compile", "the whole model is compiled by torch.compile")
         found["compiled"] = Compiled.MODEL
     if is_recomputed:

@@ -44,6 +44,8 @@ _USUAL_NORM: Final = 1.0
 MAX_LIVE_PARAMETERS: Final = 10**9
 PREFETCHED_PARAMETERS: Final = 5 * 10**7
 """What ZeRO-3 has where a file does not say (DeepSpeed, zero/config.py)."""
+_USUAL_THRESHOLD: Final = 10**6
+"""Parameters of so many scalars are norms and biases; from here on matrices of small models would stay too."""
 
 
 def read_deepspeed(content: Mapping[str, Any], *, prefix: str = "", by_transformers: bool = False) -> Reading:
@@ -111,6 +113,8 @@ def _precision(walk: Walk, *, by_transformers: bool) -> Precision | None:
 
 def _zero(walk: Walk) -> dict[str, Any]:
     stage = walk.number(f"{_ZERO}.stage", 0, least=0)
+    if walk.value(f"{_ZERO}.stage") == AUTO:
+        walk.refuse(f"{_ZERO}.stage", "0, 1, 2 or 3, which nobody fills in,")
     if stage is None:
         return {}
     if stage >= len(_STAGES):
@@ -142,8 +146,13 @@ def _zero(walk: Walk) -> dict[str, Any]:
         walk.means(f"{_ZERO}.mics_shard_size", "ranks that have parts between them, with replicas across such groups")
     if stage:
         found["runtime"] = _RUNTIMES[stage]
+    if Place.DISK in (optimizer_on, parameters_on) and walk.value("aio"):
+        walk.leaves_out("aio", "how the disk is read and written; in the answer at the speed that the machine has")
     found |= _buckets(walk, stage, optimizer_on)
     if stage == 3:
+        threshold = f"{_ZERO}.stage3_param_persistence_threshold"
+        if (walk.number(threshold, least=0) or 0) > _USUAL_THRESHOLD:
+            walk.leaves_out(threshold, "smaller parameters stay whole on every device: more memory, fewer gathers")
         if optimizer_on is Place.HOST and parameters_on is Place.DEVICE:
             found["runtime"] = Runtime.DEEPSPEED_OFFLOAD
         live, ahead = f"{_ZERO}.stage3_max_live_parameters", f"{_ZERO}.stage3_prefetch_bucket_size"
@@ -166,6 +175,8 @@ def _buckets(walk: Walk, stage: int, optimizer_on: Place) -> dict[str, Any]:
     is_flat = walk.flag(flat, default=True)
     if walk.has(overlap) and overlaps is False:
         walk.leaves_out(overlap, "collectives do not run beside computation: steps take longer")
+    if is_flat and stage:
+        walk.means(flat, "gradients are copied into one buffer")
     if is_flat is False:
         walk.leaves_out(flat, "gradients are not copied into one buffer: less is copied than in the answer")
         if stage == 3 or optimizer_on is Place.DEVICE:
@@ -185,10 +196,15 @@ def _buckets(walk: Walk, stage: int, optimizer_on: Place) -> dict[str, Any]:
 def _place(walk: Walk, section: str, *, legacy: str) -> Place:
     key = f"{_ZERO}.{section}.device"
     place: Place | None = one_of(walk, key, _DEVICES, walk.text(key))
+    if walk.value(key) == AUTO:
+        walk.refuse(key, "none, cpu or nvme, which nobody fills in,")
     what = "optimizer state is stepped" if section == "offload_optimizer" else "parameters lie"
     if place is not None:
         where = {Place.DEVICE: "on the device", Place.HOST: "on the host", Place.DISK: "on the host's disk"}[place]
         walk.means(key, f"{what} {where}" if place is not Place.DISK else f"{what} from the host's disk")
+        pinned = f"{_ZERO}.{section}.pin_memory"
+        if place is Place.HOST and walk.has(pinned) and walk.flag(pinned) is False:
+            walk.leaves_out(pinned, "copies from memory that is not pinned take longer than the answer's")
         return place
     if walk.flag(f"{_ZERO}.{legacy}"):
         walk.means(f"{_ZERO}.{legacy}", f"{what} on the host")

@@ -34,6 +34,10 @@ _ALL_READ: Final = (
     f"{_ZERO}.reduce_bucket_size",
     f"{_ZERO}.contiguous_gradients",
     f"{_ZERO}.overlap_comm",
+    f"{_ZERO}.stage3_param_persistence_threshold",
+    f"{_ZERO}.offload_param.pin_memory",
+    f"{_ZERO}.offload_optimizer.pin_memory",
+    "aio",
 )
 _LEFT_OUT: Final = {
     "sparse_gradients": LeftOut("gradients of embeddings are reduced by rows: " + _FEWER_BYTES),
@@ -75,6 +79,13 @@ _LEFT_OUT: Final = {
     "activation_checkpointing.partition_activations": LeftOut(
         "saved inputs are split over tensor-parallel ranks, where the model calls DeepSpeed's own checkpointing"
     ),
+    "activation_checkpointing.contiguous_memory_optimization": LeftOut(
+        "saved inputs are copied into one buffer, where the model calls DeepSpeed's own checkpointing"
+    ),
+    "activation_checkpointing.synchronize_checkpoint_boundary": LeftOut(
+        "the host waits for the device at every block, where the model calls DeepSpeed's own checkpointing"
+    ),
+    "optimizer.params.torch_adam": LeftOut("the step is torch's in the place of one fused kernel: it takes longer"),
     "activation_checkpointing.cpu_checkpointing": LeftOut(
         "saved inputs go to the host, where the model calls DeepSpeed's own checkpointing"
     ),
@@ -115,7 +126,6 @@ _WITHOUT_EFFECT: Final = (
     "monitor_config",
     "checkpoint",
     "nebula",
-    "aio",
     "autotuning",
     "elasticity",
     "eigenvalue",
@@ -141,7 +151,6 @@ _WITHOUT_EFFECT: Final = (
     f"{_ZERO}.load_from_fp32_weights",
     f"{_ZERO}.elastic_checkpoint",
     f"{_ZERO}.sub_group_size",
-    f"{_ZERO}.stage3_param_persistence_threshold",
     f"{_ZERO}.stage3_model_persistence_threshold",
     f"{_ZERO}.stage3_max_reuse_distance",
     f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
@@ -158,11 +167,9 @@ _WITHOUT_EFFECT: Final = (
     f"{_ZERO}.save_muon_momentum_buffer_in_memory",
     f"{_ZERO}.leaf_module",
     f"{_ZERO}.cpu_offload_use_pin_memory",
-    f"{_ZERO}.offload_param.pin_memory",
     f"{_ZERO}.offload_param.nvme_path",
     f"{_ZERO}.offload_param.buffer_count",
     f"{_ZERO}.offload_param.buffer_size",
-    f"{_ZERO}.offload_optimizer.pin_memory",
     f"{_ZERO}.offload_optimizer.nvme_path",
     f"{_ZERO}.offload_optimizer.buffer_count",
     f"{_ZERO}.offload_optimizer.pipeline_read",

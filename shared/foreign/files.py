@@ -6,10 +6,12 @@ import json
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
-from ..basics.documents import read_text
+from ..basics.documents import read_text, stated_once
 from ..basics.errors import FileError, PlanError, ProtwinError
+from ..basics.units import format_bytes
 from .asked_run import Reading, Tool
 from .axolotl import read_axolotl
 from .deepspeed import read_deepspeed
@@ -18,6 +20,10 @@ from .training_arguments import NESTED, read_training_arguments
 
 _MOST_VALUES: Final = 100_000
 """Values of one file, with all that its anchors repeat: a few lines of anchors may stand for billions."""
+_DEEPEST: Final = 100
+"""Levels of sections and lists in each other, so that nothing that reads or shows them runs out of stack."""
+_LARGEST_BYTES: Final = 2**20
+"""A thousand times a configuration's size; pyyaml alone takes a minute for ten times as much."""
 _MARKS: Final[Mapping[Tool, frozenset[str]]] = {
     Tool.AXOLOTL: frozenset(
         {
@@ -60,6 +66,7 @@ _MARKS: Final[Mapping[Tool, frozenset[str]]] = {
     ),
 }
 """Keys that one tool alone has at the top of its files."""
+_ACCELERATE: Final = frozenset({"distributed_type", "compute_environment", "num_processes", "main_training_function"})
 _SUFFIXES: Final = (".json", ".yaml", ".yml", ".toml")
 
 
@@ -69,14 +76,19 @@ def read_content(path: Path) -> dict[str, Any]:
     Raises FileError if it cannot be read or is none, ProtwinError if YAML is to be read and no reader is installed.
     """
     text, suffix = read_text(path), path.suffix.lower()
+    if len(text) > _LARGEST_BYTES:
+        raise FileError(
+            f"{path} has {format_bytes(len(text))}, which no configuration has: {format_bytes(_LARGEST_BYTES)} at most "
+            f"are read. Name the configuration itself."
+        )
     if suffix == ".toml":
         try:
             found: Any = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise FileError(f"{path} is no TOML: {error}.") from error
     elif suffix == ".json" or (suffix not in _SUFFIXES and text.lstrip().startswith("{")):
         try:
-            found = json.loads(text)
+            found = json.loads(text, object_pairs_hook=stated_once)
         except (ValueError, RecursionError) as error:
             raise FileError(f"{path} is no JSON: {error}.") from error
     else:
@@ -96,25 +108,44 @@ def _yaml(text: str, path: Path) -> Any:
             f"{path} is YAML, which pyyaml reads, and it is not installed. Install it: pip install pyyaml"
         ) from error
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _once_loader(yaml))
     except yaml.YAMLError as error:
         raise FileError(f"{path} is no YAML: {' '.join(str(error).split())}.") from error
     except (ValueError, RecursionError) as error:
         raise FileError(f"{path} is no YAML that can be read: {error}.") from error
 
 
+def _once_loader(yaml: ModuleType) -> Any:
+    """The safe loader of pyyaml, in C where there is one; it refuses a key that is there twice: one would be lost."""
+
+    class Once(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            # As written, and not with what "<<" adds: that gives way to the section's own keys.
+            names = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            for key, _ in node.value if len(set(names)) < len(names) else ():
+                if isinstance(key, yaml.ScalarNode) and names.count((key.tag, key.value)) > 1:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"{key.value!r:.60} is stated more than once", key.start_mark
+                    )
+            return super().construct_mapping(node, deep)
+
+    return Once
+
+
 def check_extent(found: Any, path: Path) -> None:
-    """Raise FileError if the file stands for more values than a configuration can have."""
-    waiting, number = [found], 0
+    """Raise FileError if the file stands for more values than a configuration can have, or nests them too deep."""
+    waiting, number = [(found, 0)], 0
     while waiting:
-        one = waiting.pop()
+        one, depth = waiting.pop()
         number += 1
+        if depth > _DEEPEST:
+            raise FileError(f"{path} has sections or lists in each other, more than {_DEEPEST} deep. Write fewer.")
         if number > _MOST_VALUES:
             raise FileError(f"{path} stands for more than {_MOST_VALUES:,} values, by its anchors. Write fewer.")
         if isinstance(one, dict):
-            waiting += one.values()
+            waiting += [(value, depth + 1) for value in one.values()]
         elif isinstance(one, list | tuple | set):
-            waiting += one
+            waiting += [(value, depth + 1) for value in one]
 
 
 def tool_of(content: Mapping[str, Any], path: Path) -> Tool:
@@ -128,6 +159,11 @@ def tool_of(content: Mapping[str, Any], path: Path) -> Tool:
     if most == 0 and "kind" in content and "schema_version" in content:
         raise PlanError(
             f"{path} is a {content['kind']} file of protwin. Name the file of another tool: {_all_words()}."
+        )
+    if most == 0 and _ACCELERATE & content.keys():
+        raise PlanError(
+            f"{path} is a configuration of Accelerate, which says how ranks share a training, and nothing of its "
+            f"batches. Write its fsdp_config or deepspeed_config into TrainingArguments (fsdp, fsdp_config, deepspeed)."
         )
     if most == 0:
         raise PlanError(

@@ -112,7 +112,9 @@ def read_fsdp(options: Sequence[str], config: Mapping[str, Any]) -> Reading:
     wrap = walk.text("auto_wrap_policy")
     if wrap is not None and wrap.lower() not in _WRAPS:
         walk.refuse("auto_wrap_policy", "TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP")
-    elif wrap is not None and wrap.lower() != _WRAPS[0]:
+    elif wrap is not None and wrap.lower() == _WRAPS[0]:
+        walk.means("auto_wrap_policy", "each unit holds one block")
+    elif wrap is not None:
         walk.leaves_out("auto_wrap_policy", "units are gathered otherwise; in the answer each holds one block")
     found["runtime"] = _runtime(walk)
     return walk.reading(said(found))

@@ -56,10 +56,9 @@ class KeyTable:
     def knows(self, key: str) -> bool:
         """Whether ``key`` is in any of the four."""
         return (
-            key in self.read
-            or key in self.left_out
+            key in self.left_out
             or key in self.contradicts
-            or any(part in self.without_effect for part in _above(key))
+            or any(part in self.without_effect or part in self.read for part in _above(key))
         )
 
     @property
@@ -84,6 +83,8 @@ class Walk:
     assumed: list[KeyNote] = field(default_factory=list)
     left_out: list[KeyNote] = field(default_factory=list)
     contradictions: list[str] = field(default_factory=list)
+    opened: set[str] = field(default_factory=set)
+    """Sections that another table sorts the keys of."""
 
     def value(self, key: str, default: Any = None) -> Any:
         """What stands at the path ``key``; ``default`` where nothing does."""
@@ -190,11 +191,14 @@ class Walk:
         """
         unknown: list[KeyValue] = []
         silent: list[str] = []
+        noted = {note.key for note in (*self.understood, *self.left_out)}
         for key, value in _leaves(self.content, self.table):
             named = self.prefix + key
             if key in self.table.read:
+                # Whatever a reader makes something of, it says; the rest is off, or says how what is off would be.
+                silent += [named] if named not in noted and key not in self.opened else []
                 continue
-            if key in self.table.sections and not _is_off(value, ()):
+            if key in self.table.sections and (value == AUTO or not _is_off(value, ())):
                 self.contradictions.append(f"{named} is {shown(value)}, where a section of keys belongs. Write one.")
                 continue
             if (left := self.table.left_out.get(key)) is not None:
@@ -227,8 +231,17 @@ class Walk:
 
 def shown(value: Any) -> str:
     """A value as JSON, cut short where it is long."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except TypeError:  # keys of YAML may be dates or bytes
+        text = json.dumps(_named_by_words(value), ensure_ascii=False, default=str)
     return text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + "..."
+
+
+def _named_by_words(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _named_by_words(one) for key, one in value.items()}
+    return [_named_by_words(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def said(run: Mapping[str, Any]) -> AskedRun:
@@ -285,7 +298,10 @@ def recomputes_whole(walk: Walk) -> bool:
     """Whether reentrant checkpointing is asked for, as transformers 5 and axolotl take it."""
     key = "gradient_checkpointing_kwargs"
     given = walk.value(key)
-    if not isinstance(given, Mapping) or not isinstance(given.get("use_reentrant"), bool):
+    if given is not None and not isinstance(given, Mapping):
+        walk.refuse(key, "a section of keys such as use_reentrant")
+        return False
+    if given is None or not isinstance(given.get("use_reentrant"), bool):
         return False
     is_reentrant: bool = given["use_reentrant"]
     end = "to their end" if is_reentrant else "up to what backward reads"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..basics.documents import read_text
+from ..basics.documents import read_text, stated_once
 from ..basics.errors import FileError
 from .keys import Walk, shown
 
@@ -21,6 +21,7 @@ def section(walk: Walk, key: str, folder: Path | None) -> Mapping[str, Any]:
     if given is None:
         return {}
     if isinstance(given, Mapping):
+        walk.opened.add(key)
         return given
     if not isinstance(given, str):
         walk.refuse(key, "a section, or the path of its JSON file")
@@ -32,8 +33,8 @@ def section(walk: Walk, key: str, folder: Path | None) -> Mapping[str, Any]:
             f"{key} is {shown(given)}, and there is no file {place}. Put it there, or its content in place."
         )
     try:
-        found = json.loads(read_text(path))
-    except ValueError as error:
+        found = json.loads(read_text(path), object_pairs_hook=stated_once)
+    except (ValueError, RecursionError) as error:
         raise FileError(f"{path}, which {key} names, is no JSON: {error}.") from error
     if not isinstance(found, Mapping):
         raise FileError(f"{path}, which {key} names, holds a {type(found).__name__}, where a section belongs.")

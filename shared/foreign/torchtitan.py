@@ -44,6 +44,11 @@ _MODES: Final = {
 
 _FLOAT8: Final = ("float8", "quantize.linear.float8")
 """What converters of linear maps to torchao's are called."""
+_FLOAT8_BESIDE: Final = (
+    ("filter_fqns", "some linear maps multiply in 16 bits; in the answer all of a block multiply in float8"),
+    ("emulate", "products in float8 are emulated: they take longer than in the answer"),
+    ("force_recompute_fp8_weight_in_bwd", "weights are cast once more in backward"),
+)
 _COMPONENTS: Final = ("model", "loss")
 _RECIPE_KEYS: Final = ("float8.recipe_name", "quantize.linear.float8.recipe_name")
 _GATHERS: Final = "enable_fsdp_float8_all_gather"
@@ -214,6 +219,10 @@ def _lowering(walk: Walk, *, is_sharded: bool) -> dict[str, Any]:
     walk.means(key, f"linear maps of blocks multiply in float8, scaled {scaling}")
     if walk.has(recipe_key):
         walk.means(recipe_key, f"scaled {scaling}")
+    for section in _FLOAT8:
+        for name, about in _FLOAT8_BESIDE:
+            if walk.value(f"{section}.{name}") not in (None, False, [], "", ["output"], "output"):
+                walk.leaves_out(f"{section}.{name}", about)
     return found | {"float8": scaling} | _narrow_gathers(walk, scaling, is_sharded=is_sharded)
 
 

@@ -44,7 +44,13 @@ _READ: Final = [
     *(
         f"{section}.{name}"
         for section in ("float8", "quantize.linear.float8")
-        for name in ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp")
+        for name in (
+            "enable_fsdp_float8_all_gather",
+            "precompute_float8_dynamic_scale_for_fsdp",
+            "filter_fqns",
+            "emulate",
+            "force_recompute_fp8_weight_in_bwd",
+        )
     ),
 ]
 _FLOAT8: Final = "products in float8 take less time than the answer's"
@@ -56,6 +62,9 @@ _LEFT_OUT: Final = {
     "model.attn_mask_type": LeftOut("attention leaves out what lies in other documents", ("causal",)),
     "optimizer.implementation": LeftOut("the step is not fused: it takes longer", ("fused",)),
     "optimizer.early_step_in_backward": LeftOut("gradients are stepped and freed within backward: less memory"),
+    "compile.backend": LeftOut("compiled kernels are of another backend than the answer's", ("inductor",)),
+    "experimental.custom_import": LeftOut("code of one's own may change the training"),
+    "experimental.custom_model_path": LeftOut("code of one's own may change the model"),
     "training.deterministic": LeftOut("deterministic kernels take longer"),
     "training.gc_debug": LeftOut("Python collects garbage in every step"),
     "debug.deterministic": LeftOut("deterministic kernels take longer"),
@@ -166,9 +175,7 @@ _WITHOUT_EFFECT: Final = [
     "activation_checkpoint.preserve_rng_state",
     "activation_checkpoint.determinism_check",
     "activation_checkpoint.debug",
-    "experimental.custom_import",
     "experimental.custom_args_module",
-    "experimental.custom_model_path",
 ]
 
 TORCHTITAN_KEYS: Final = KeyTable(

@@ -106,8 +106,7 @@ def _memory(walk: Walk, *, is_sft: bool) -> dict[str, Any]:
         if walk.flag(key):
             walk.means(key, "every block is recomputed in backward")
     found: dict[str, Any] = {"checkpointing": Checkpointing.FULL if is_recomputed else Checkpointing.NONE}
-    if walk.flag("torch_compile"):
-        walk.means("torch_compile", "the whole model is compiled by torch.compile")
+    if _is_compiled(walk):
         found["compiled"] = Compiled.MODEL
     if is_recomputed:
         found["recomputes_whole"] = recomputes_whole(walk)
@@ -128,10 +127,48 @@ def _memory(walk: Walk, *, is_sft: bool) -> dict[str, Any]:
         elif _liger(walk, "cross_entropy", usually=False):
             walk.means("liger_kernel_config", "the gradient of the logits takes their place")
             found["loss_head"] = LossHead.FUSED
-    if (walk.text("loss_type") or "nll").startswith("chunked"):
+    kind = walk.text("loss_type") or "nll"
+    if kind.startswith("chunked"):
         walk.means("loss_type", tiled)
         found["loss_head"] = LossHead.CHUNKED
-    return found
+    elif kind != "nll":
+        walk.leaves_out("loss_type", "the loss reads logits once more")
+    return found | _loaded(walk)
+
+
+_LOADED: Final = ("dtype", "torch_dtype", "attn_implementation", "use_cache", "trust_remote_code", "revision")
+"""What ``from_pretrained`` is told that is answered, or takes neither time nor memory in a step."""
+
+
+def _loaded(walk: Walk) -> dict[str, Any]:
+    """How the model is loaded: its element type, and what computes attention."""
+    key = "model_init_kwargs"
+    init = walk.value(key)
+    if not init:
+        return {}
+    if not isinstance(init, Mapping):
+        walk.refuse(key, "a section of keys")
+        return {}
+    dtype = init.get("dtype", init.get("torch_dtype"))
+    if dtype not in (None, "auto", "float32"):
+        walk.leaves_out(key, f"weights are loaded in {dtype}; in the answer masters are float32")
+    if others := [name for name in init if name not in _LOADED]:
+        walk.leaves_out(key, f"{', '.join(map(str, others))} may change time and memory; not in the answer")
+    return {"attention_kernel": attention_of(walk, key, init.get("attn_implementation"))}
+
+
+def _is_compiled(walk: Walk) -> bool:
+    """A mode or a backend turns compilation on too (``TrainingArguments.__post_init__``)."""
+    named = [key for key in ("torch_compile_mode", "torch_compile_backend") if walk.has(key)]
+    if not named and not walk.flag("torch_compile"):
+        return False
+    walk.means("torch_compile", "the whole model is compiled by torch.compile")
+    for key, usual in (("torch_compile_mode", "default"), ("torch_compile_backend", "inductor")):
+        if key in named and walk.value(key) != usual:
+            walk.leaves_out(key, "compilation is told more than in the answer: other kernels, other time")
+        else:
+            walk.means(key, "the whole model is compiled by torch.compile")
+    return True
 
 
 def _liger(walk: Walk, kernel: str, *, usually: bool) -> bool:
@@ -148,12 +185,9 @@ def _rows(walk: Walk, *, is_sft: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"sequence_length": walk.number(key, _SFT_LENGTH)}
     if walk.flag("packing") or walk.flag("padding_free"):
         found["is_packed"] = True
-        walk.means("packing", "rows are several samples, end to end")
-    if (init := walk.value("model_init_kwargs")) and isinstance(init, Mapping):
-        dtype = init.get("dtype", init.get("torch_dtype"))
-        if dtype not in (None, "auto", "float32"):
-            walk.leaves_out("model_init_kwargs", f"weights are loaded in {dtype}; in the answer masters are float32")
-        found["attention_kernel"] = attention_of(walk, "model_init_kwargs", init.get("attn_implementation"))
+        for name in ("packing", "padding_free"):
+            if walk.flag(name):
+                walk.means(name, "rows are several samples, end to end")
     return found
 
 

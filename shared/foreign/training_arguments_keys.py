@@ -9,6 +9,8 @@ from .keys import Contradicts, KeyTable, LeftOut
 
 _READ: Final = (
     "torch_compile",
+    "torch_compile_mode",
+    "torch_compile_backend",
     "per_device_train_batch_size",
     "per_gpu_train_batch_size",
     "gradient_accumulation_steps",
@@ -85,8 +87,6 @@ _WITHOUT_EFFECT: Final = [
     "bf16_full_eval",
     "fp16_full_eval",
     "activation_checkpointing_kwargs",
-    "torch_compile_backend",
-    "torch_compile_mode",
     "use_cache",
     "logging_strategy",
     "logging_steps",

@@ -71,7 +71,7 @@ def deepspeed(run: AskedRun, rng: random.Random) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": STAGES[run.split]}
     for name, place in (("offload_optimizer", run.optimizer_on), ("offload_param", run.parameters_on)):
         if place is not Place.DEVICE or rng.random() < 0.3:
-            zero[name] = {"device": DEVICES[place], "pin_memory": rng.random() < 0.5}
+            zero[name] = {"device": DEVICES[place]} | ({"pin_memory": True} if rng.random() < 0.5 else {})
     if run.split is Split.PARAMETERS:
         for key, value, usual in (
             ("stage3_max_live_parameters", run.live_parameters, 10**9),
