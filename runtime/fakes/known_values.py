@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..devices.time_limit import check_time_before
+from ..model.batches import batch_tensors
 
 _LIMIT: Final = "CONSTANT_NUMEL_LIMIT"
 _MADE: Final = frozenset({"arange", "zeros", "ones", "full", "scalar_tensor", "eye", "tril_indices", "triu_indices"})
@@ -49,7 +50,7 @@ def with_values_if_wanted(batch: Any, run: Callable[[bool], T]) -> T:
     try:
         return run(False)
     except Exception as error:
-        tensors = [value for value in pytree.tree_leaves(batch) if isinstance(value, torch.Tensor)]
+        tensors = batch_tensors(batch).values()
         if not looks_at_values(error) or all(tensor.is_meta or tensor.is_floating_point() for tensor in tensors):
             raise
     return run(True)

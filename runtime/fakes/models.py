@@ -35,7 +35,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...shared.phases.packing import Packing
 from ..data.packed_batches import FIND_PACKED
-from ..model.batches import Batch
+from ..model.batches import Batch, with_tensors
 from ..model.blocks import NamedBlock
 from ..model.kept_tensors import kept_tensors, replace_kept_tensors
 from ..model.strides import contiguous_strides, is_dense
@@ -86,20 +86,14 @@ def fake_batch(batch: Batch, mode: FakeTensorMode, *, with_values: bool = False)
     With ``with_values``, real integers and small real images carry their values along (``known_values.py``).
     """
 
-    def fake(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
+    def fake(_: str, value: torch.Tensor) -> torch.Tensor:
         if with_values and _is_known(value):
             return known(value, mode)
         with mode:
             strides = value.stride() if is_dense(value.shape, value.stride()) else contiguous_strides(value.shape)
             return torch.empty_strided(value.shape, strides, dtype=value.dtype, device="cpu")
 
-    if isinstance(batch, torch.Tensor):
-        return fake(batch)  # type: ignore[no-any-return]
-    if isinstance(batch, Mapping):
-        return {key: fake(value) for key, value in batch.items()}
-    return [fake(value) for value in batch]
+    return with_tensors(batch, fake)
 
 
 def _is_known(value: torch.Tensor) -> bool:

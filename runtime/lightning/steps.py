@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Final
 
@@ -12,7 +11,7 @@ from torch import nn
 
 from ...shared.basics.errors import PlanError, WorkloadError
 from ..integrations.largest_batch import generators_kept, largest_batch
-from ..model.batches import Batch
+from ..model.batches import Batch, filled, named_leaves
 from ..model.kept_tensors import attributes_as_found
 from ..model.snapshot import buffers_kept, random_states_kept
 
@@ -72,39 +71,6 @@ class StepModule(nn.Module):
             yield dict(named_leaves(batch))
         finally:
             self._traced = None
-
-
-def named_leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """What a batch holds, within mappings, lists and tuples, by names such as ``input_ids`` and ``0.mask``."""
-    parts = _parts(batch)
-    if parts is None:
-        yield path or "batch", batch
-        return
-    for key, part in parts:
-        yield from named_leaves(part, f"{path}.{key}" if path else str(key))
-
-
-def filled(batch: Any, named: Mapping[str, Any], path: str = "") -> Any:
-    """A batch such as ``batch`` that holds what is ``named`` as ``named_leaves`` does."""
-    parts = _parts(batch)
-    if parts is None:
-        return named[path or "batch"]
-    made = {key: filled(part, named, f"{path}.{key}" if path else str(key)) for key, part in parts}
-    if isinstance(batch, Mapping):
-        found: Any = copy.copy(batch)
-        for key, part in made.items():
-            found[key] = part
-        return found
-    values = list(made.values())
-    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-
-
-def _parts(value: Any) -> list[tuple[Any, Any]] | None:
-    if isinstance(value, Mapping):
-        return list(value.items())
-    if isinstance(value, Sequence) and isinstance(value, list | tuple):
-        return list(enumerate(value))
-    return None
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from ...shared.basics.errors import WorkloadError
 
 Batch = Mapping[str, Any] | Sequence[Any] | torch.Tensor
-"""Keyword arguments of the model, positional ones, or a single tensor."""
+"""Keyword arguments of the model, positional ones, or a single tensor; tensors may lie deeper in each of them."""
 Loss = Callable[[Any, Any], torch.Tensor]
 """Scalar loss from (output, batch)."""
 
@@ -76,11 +77,60 @@ def scalar_of(model: nn.Module, batch: Batch, loss: Loss | None) -> torch.Tensor
 
 
 def batch_tensors(batch: Batch) -> dict[str, torch.Tensor]:
-    """The tensors of a batch by name (or by place, for positional ones)."""
+    """The tensors of a batch by name or by place, those within mappings, lists and tuples as ``inputs.input_ids``."""
     if isinstance(batch, torch.Tensor):
         return {"0": batch}
-    items = batch.items() if isinstance(batch, Mapping) else ((str(i), value) for i, value in enumerate(batch))
-    return {str(name): value for name, value in items if isinstance(value, torch.Tensor)}
+    return {name: value for name, value in named_leaves(_entered(batch)) if isinstance(value, torch.Tensor)}
+
+
+def with_tensors(batch: Batch, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Batch:
+    """The batch with ``change(name, tensor)`` in the place of each of its tensors, named as by ``batch_tensors``."""
+    if isinstance(batch, torch.Tensor):
+        return change("0", batch)
+    held = _entered(batch)
+    named = dict(named_leaves(held))
+    changed = {name: change(name, value) if isinstance(value, torch.Tensor) else value for name, value in named.items()}
+    return filled(held, changed)  # type: ignore[no-any-return]
+
+
+def _entered(batch: Batch) -> Batch:
+    """The batch as mapping, list or tuple, which ``named_leaves`` enters."""
+    return batch if isinstance(batch, (Mapping, list, tuple)) else list(batch)
+
+
+def named_leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """What a batch holds, within mappings, lists and tuples, by names such as ``input_ids`` and ``0.mask``."""
+    parts = _parts(batch)
+    if parts is None:
+        yield path or "batch", batch
+        return
+    for key, part in parts:
+        yield from named_leaves(part, f"{path}.{key}" if path else str(key))
+
+
+def filled(batch: Any, named: Mapping[str, Any], path: str = "") -> Any:
+    """A batch such as ``batch`` that holds what is ``named`` as ``named_leaves`` does."""
+    parts = _parts(batch)
+    if parts is None:
+        return named[path or "batch"]
+    made = {key: filled(part, named, f"{path}.{key}" if path else str(key)) for key, part in parts}
+    if isinstance(batch, Mapping):
+        if not isinstance(batch, MutableMapping):
+            return made
+        found: Any = copy.copy(batch)
+        for key, part in made.items():
+            found[key] = part
+        return found
+    values = list(made.values())
+    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+
+
+def _parts(value: Any) -> list[tuple[Any, Any]] | None:
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, Sequence) and isinstance(value, list | tuple):
+        return list(enumerate(value))
+    return None
 
 
 def batch_shapes(batch: Batch) -> dict[str, tuple[int, ...]]:
@@ -97,12 +147,13 @@ def count_samples_and_tokens(batch: Batch, model: nn.Module | None = None) -> tu
     tensors = batch_tensors(batch)
     if not tensors:
         raise WorkloadError("the batch holds no tensors. Pass keyword arguments of the model as a dict of tensors.")
-    first = tensors.get("input_ids", next(iter(tensors.values())))
+    by_last = {name.rpartition(".")[2]: tensor for name, tensor in reversed(tensors.items())}
+    first = by_last.get("input_ids", next(iter(tensors.values())))
     if first.dim() == 0 or first.shape[0] == 0:
         raise WorkloadError(f"the batch's first tensor has shape {list(first.shape)}; it needs a non-empty first dim.")
     samples = int(first.shape[0])
     if first.is_floating_point() and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        first = next((tensors[name] for name in _WRITTEN if _is_text(tensors.get(name), samples)), first)
+        first = next((by_last[name] for name in _WRITTEN if _is_text(by_last.get(name), samples)), first)
     is_sequence = first.dim() >= 2 and not first.is_floating_point()
     return samples, max(1, first.numel()) if is_sequence else samples
 
@@ -114,13 +165,4 @@ def _is_text(tensor: torch.Tensor | None, samples: int) -> bool:
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
     """The batch with its tensors on ``device``."""
-
-    def moved(value: Any) -> Any:
-        return value.to(device) if isinstance(value, torch.Tensor) else value
-
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        return {key: moved(value) for key, value in batch.items()}
-    assert isinstance(batch, Sequence)
-    return [moved(value) for value in batch]
+    return with_tensors(batch, lambda _, tensor: tensor.to(device))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 
-from ..model.batches import Batch
+from ..model.batches import Batch, with_tensors
 
 NUM_DRAWN: Final = 3
 _STRUCTURE: Final = ("mask", "position", "type", "cu_", "grid", "length")
@@ -33,14 +33,10 @@ def other_batches(batch: Batch, *, has_other_tokens: bool = True) -> list[Batch]
 
 
 def _with_data(batch: Batch, change: Callable[[torch.Tensor], torch.Tensor], *, has_other_tokens: bool) -> Any:
-    def changed(name: str, value: Any) -> Any:
-        is_data = isinstance(value, torch.Tensor) and value.dim() >= 2 and value.numel() > 0
+    def changed(name: str, value: torch.Tensor) -> torch.Tensor:
+        is_data = value.dim() >= 2 and value.numel() > 0
         is_data = is_data and (has_other_tokens or value.is_floating_point())
         is_data = is_data and value.dtype is not torch.bool and not any(part in name for part in _STRUCTURE)
         return change(value) if is_data else value
 
-    if isinstance(batch, torch.Tensor):
-        return changed("", batch)
-    if isinstance(batch, Mapping):
-        return {name: changed(str(name), value) for name, value in batch.items()}
-    return tuple(changed("", value) for value in batch)
+    return with_tensors(batch, changed)
