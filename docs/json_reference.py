@@ -54,7 +54,6 @@ _WHENCE: Final = {
     "advice": "`protwin advise --json` prints it, `--output` writes it.",
     "largest_models": "`protwin largest --json` prints it, `--output` writes it.",
     "advice_state": "`protwin advise --state` keeps it, to go on from.",
-    "batch_search_result": "`protwin search --global-batch --json` prints it.",
     "comparison": "`protwin compare --json` prints it, `--output` writes it.",
     "calibration": "`protwin calibrate --json` prints it, `--output` writes it; `search` and `simulate` read it.",
     "fidelity": "`protwin validate --json` prints it, `--output` writes it.",

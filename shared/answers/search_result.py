@@ -275,6 +275,35 @@ class ModeChoice(FrozenModel):
         return (plan.parallel, plan.shard_ranks) == (self.parallel, self.shard_ranks)
 
 
+class BatchChoice(FrozenModel):
+    """What became of one size of the micro-batch, of several ranks in all parallel modes together."""
+
+    micro_batch_size: PositiveInt
+    micro_batches: PositiveInt
+    num_candidates: PositiveInt
+    num_simulated: NonNegativeInt
+    best_iteration_s: PositiveFloat | None
+    """The shortest iteration of its simulated plans; None where none was simulated: none fits, or none can win."""
+    shortest_possible_s: NonNegativeFloat | None
+    """No plan of this size that fits has a shorter iteration; None where none fits, or where nothing is proven."""
+    parallel: ParallelMode | None = None
+    """The mode of its best simulated plan."""
+
+
+class BatchSizes(FrozenModel):
+    """What became of the sizes of the micro-batch at one global batch.
+
+    A step's samples are ``micro_batch_size`` times the plan's ``micro_batches`` and ``num_ranks``.
+    """
+
+    global_batch_size: PositiveInt
+    """Samples per step, of all ranks together."""
+    micro_batch_size: PositiveInt
+    """That of the best plan: samples that a rank takes at a time."""
+    choices: tuple[BatchChoice, ...]
+    """Every size, ascending."""
+
+
 class SearchResult(Document):
     """The outcome of one search."""
 
@@ -330,6 +359,8 @@ class SearchResult(Document):
     """What other machines would change, if that was asked."""
     modes: tuple[ModeChoice, ...] = ()
     """Of several ranks: every parallel mode that was allowed, over all sizes of the micro-batch where several were."""
+    batch: BatchSizes | None = None
+    """Of a global batch, whose micro-batches may have any size: what became of each size."""
 
     @property
     def noted_plan(self) -> Plan:
@@ -364,35 +395,8 @@ class SearchResult(Document):
         return max(0.0, 1 - one.shortest_possible_s / self.prediction.iteration_s)
 
 
-class BatchChoice(FrozenModel):
-    """What became of one size of the micro-batch, of several ranks in all parallel modes together."""
+class BatchSearchResult(BatchSizes):
+    """The best plan of all sizes of the micro-batch, and what became of each: one size where one was asked about."""
 
-    micro_batch_size: PositiveInt
-    micro_batches: PositiveInt
-    num_candidates: PositiveInt
-    num_simulated: NonNegativeInt
-    best_iteration_s: PositiveFloat | None
-    """The shortest iteration of its simulated plans; None where none was simulated: none fits, or none can win."""
-    shortest_possible_s: NonNegativeFloat | None
-    """No plan of this size that fits has a shorter iteration; None where none fits, or where nothing is proven."""
-    parallel: ParallelMode | None = None
-    """The mode of its best simulated plan."""
-
-
-class BatchSearchResult(Document):
-    """The outcome of a search over the sizes of the micro-batch at one global batch.
-
-    A step's samples are ``micro_batch_size`` times the plan's ``micro_batches`` and ``num_ranks``.
-    """
-
-    KIND: ClassVar[str] = "batch_search_result"
-    TABLES: ClassVar[str] = "tables.search:batch_tables"
-
-    global_batch_size: PositiveInt
-    """Samples per step, of all ranks together."""
-    micro_batch_size: PositiveInt
-    """That of the best plan: samples that a rank takes at a time."""
     result: SearchResult
     """The best plan; its certificate covers all sizes."""
-    choices: tuple[BatchChoice, ...]
-    """Every size, ascending."""

@@ -8,7 +8,7 @@ from typing import Final
 
 from markupsafe import Markup
 
-from ..answers.search_result import BatchSearchResult, SearchResult
+from ..answers.search_result import SearchResult
 from ..basics.errors import ProtwinError
 from ..basics.interval import Interval
 from ..basics.units import format_bytes, format_number, format_seconds
@@ -38,7 +38,7 @@ from .memory import CONTENT_COLOURS, Limit, limits, memory_chart, stack_chart
 from .page import Card, PageTable, Part, Report, Section, quiet
 from .phases import phase_chart
 from .ranks import rank_charts
-from .search import plain_result, search_sections
+from .search import search_sections
 from .svg import Figure, tag
 from .timeline import lane_charts, time_range_s
 
@@ -69,7 +69,7 @@ class Facts:
     notes: Sequence[str] = ()
     schedule: Schedule | None = None
     """It adds what each task moves and waits for, and what the memory holds over time."""
-    search: SearchResult | BatchSearchResult | None = None
+    search: SearchResult | None = None
     """The search that found the plan."""
     warnings: tuple[str, ...] = ()
     """What a reader must know before following the plan."""
@@ -140,7 +140,7 @@ def _check_one_plan(facts: Facts) -> None:
                 f"Simulate the plan that was run."
             )
         check_schedule(record, facts.schedule, label=ORIGIN_NAMES[record.origin])
-    if facts.search is not None and (found := plain_result(facts.search).prediction.plan_id) != plan_id:
+    if facts.search is not None and (found := facts.search.prediction.plan_id) != plan_id:
         raise ProtwinError(
             f"the records follow plan {plan_id} but the search found plan {found}. Give the search that found the plan."
         )
@@ -166,9 +166,9 @@ def _timeline(facts: Facts) -> tuple[Part, ...]:
     return (quiet(*words), *lane_charts(facts.records, facts.schedule))
 
 
-def _phases(records: Sequence[Record], search: SearchResult | BatchSearchResult | None) -> tuple[Figure, ...]:
+def _phases(records: Sequence[Record], search: SearchResult | None) -> tuple[Figure, ...]:
     """How sure the times are, and what compute does and waits for in each phase."""
-    charts = (expected_chart(records, None if search is None else plain_result(search)), phase_chart(records))
+    charts = (expected_chart(records, search), phase_chart(records))
     return tuple(chart for chart in charts if chart is not None)
 
 
@@ -225,7 +225,7 @@ def _cards(facts: Facts) -> tuple[Card, ...]:
         cards.append(Card(f"Losses, {' and '.join(facts.losses)}", found.headline, (found.detail,)))
     if len(cards) == 5:
         # The sixth place: how sure the plan is the best, else what it asks of the host.
-        cards.append(_search_card(plain_result(facts.search)) if facts.search is not None else _host_card(shown))
+        cards.append(_search_card(facts.search) if facts.search is not None else _host_card(shown))
     return tuple(cards)
 
 

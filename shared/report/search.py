@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from ..answers.search_result import BatchSearchResult, Certificate, ModeChoice, SearchResult, WhatIf
+from ..answers.search_result import Certificate, ModeChoice, SearchResult, WhatIf
 from ..basics.units import format_seconds
 from ..tables.answer import baseline_table, recommendation
 from ..tables.search import (
@@ -27,17 +27,16 @@ _LONGEST_CHANGE: Final = 45
 _PERCENT: Final = Unit(0.01, "%")
 
 
-def search_sections(search: SearchResult | BatchSearchResult) -> tuple[Section, ...]:
+def search_sections(result: SearchResult) -> tuple[Section, ...]:
     """What to do, beside what people do without a search; what is proven; the front of time against memory.
 
     Of several batch sizes and of several ranks' modes also what became of each.
     """
-    result = plain_result(search)
     answer: list[Part] = [recommendation(result), *([PageTable(baseline_table(result))] if result.baselines else [])]
     proven = (certificate_sentence(result), left_out_sentence(result), budget_sentence(result))
     parts: list[Part] = [*(sentence for sentence in proven if sentence), funnel_chart(result.certificate)]
-    if isinstance(search, BatchSearchResult):
-        parts.append(PageTable(batch_table(search)))
+    if result.batch is not None:
+        parts.append(PageTable(batch_table(result.batch)))
     sections = [Section("What to do", tuple(answer)), Section("Search", tuple(parts))]
     if modes := modes_chart(result):
         sections.append(Section("Parallel modes", (modes, PageTable(mode_table(result)))))
@@ -48,11 +47,6 @@ def search_sections(search: SearchResult | BatchSearchResult) -> tuple[Section, 
     if result.alternatives:
         sections.append(Section("Next best plans", (PageTable(alternatives_table(result)),)))
     return tuple(sections)
-
-
-def plain_result(search: SearchResult | BatchSearchResult) -> SearchResult:
-    """The result with the best plan."""
-    return search.result if isinstance(search, BatchSearchResult) else search
 
 
 # -- what was bounded away -------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from ..answers.search_result import BatchSearchResult, Certificate, LeftOut, PlanOutcome, SearchResult, WhatIf
+from ..answers.search_result import BatchSizes, Certificate, LeftOut, PlanOutcome, SearchResult, WhatIf
 from ..basics.units import format_bytes, format_seconds
 from .answer import baseline_table, recommendation
 from .labels import NO_VALUE, format_error, format_interval_s, format_share, how_much_faster, knobs
@@ -31,15 +31,12 @@ def search_tables(result: SearchResult) -> Parts:
         parts.append(front_table(result))
     if result.what_if:
         parts.append(_what_if_table(result.what_if))
+    if result.batch is not None:
+        parts.append(batch_table(result.batch))
     return tuple(parts)
 
 
-def batch_tables(found: BatchSearchResult) -> Parts:
-    """The same for a search over the sizes of the micro-batch, and what became of each size."""
-    return (*search_tables(found.result), batch_table(found))
-
-
-def batch_table(found: BatchSearchResult) -> Table:
+def batch_table(found: BatchSizes) -> Table:
     """Per size of the micro-batch its best plan's time, and what no plan of it can beat."""
     rows = [
         (

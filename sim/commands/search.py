@@ -178,14 +178,14 @@ def search_command(
         found, is_interrupted = _with_more(found, goal, request, asked, on_progress)
     if not is_interrupted:
         found = with_remedies(found, request, choice.untraced)
-    result, document = found.result, found.result if global_batch is None else found
+    result = found.result
     warn_of_dtype(result.prediction, machine)
     chosen = _workload_of(request, found, choice)
     for warn_of in (warn_of_attention, warn_of_kernels, warn_of_loss):
         warn_of(chosen)
     warn_of_memory(result.prediction, rank_host_bytes(machine, result.plan.num_ranks))
     save(result.noted_plan.model_copy(update={"made_for": chosen.words}), answer.output)
-    answer.tell(document, lambda: _tables(document), lambda: _report(document, chosen))
+    answer.tell(result, lambda: _tables(result), lambda: _report(result, chosen))
     if is_interrupted:
         certified = result.certificate.is_certified
         holding = "the plan, which is certified," if certified else "the best plan so far, which is not certified,"
@@ -285,20 +285,19 @@ def _what_ifs(
     ]
 
 
-def _tables(found: SearchResult | BatchSearchResult) -> Parts:
-    from ...shared.tables.search import batch_tables, search_tables
+def _tables(result: SearchResult) -> Parts:
+    from ...shared.tables.search import search_tables
 
-    return search_tables(found) if isinstance(found, SearchResult) else batch_tables(found)
+    return search_tables(result)
 
 
-def _report(found: SearchResult | BatchSearchResult, workload: Workload) -> Report:
+def _report(result: SearchResult, workload: Workload) -> Report:
     from ...shared.report.report import Facts, report
 
-    result = found if isinstance(found, SearchResult) else found.result
     facts = Facts(
         predicted=result.prediction,
         budget_bytes=result.device_budget_bytes,
         schedule=compile_schedule(result.plan, workload),
-        search=found,
+        search=result,
     )
     return report(f"{result.model_name} on {result.hardware_name}: the plan that was found", facts)

@@ -30,7 +30,7 @@ from dataclasses import replace
 from itertools import product
 
 from ...shared.answers.plan_kind import PlanKind
-from ...shared.answers.search_result import BatchSearchResult, Risk
+from ...shared.answers.search_result import BatchSearchResult, BatchSizes, Risk
 from ...shared.answers.search_result import SearchResult as SearchResult
 from ...shared.basics.errors import InfeasibleError, PlanError
 from ...shared.phases.sequence_sharing import why_no_sequence_ranks, why_not_shared
@@ -195,10 +195,9 @@ def _search(
             for mode, group in _groupings(request)
         )
         result = result.model_copy(update={"modes": modes})
-    return BatchSearchResult(
+    sizes = BatchSizes(
         global_batch_size=chosen.size * result.plan.num_batches,
         micro_batch_size=chosen.size,
-        result=result,
         choices=tuple(
             batch_choice(
                 size, [branch for at, branch in branches.items() if at.size == size], is_interrupted=interrupted
@@ -206,6 +205,9 @@ def _search(
             for size in sorted({at.size for at in branches})
         ),
     )
+    if isinstance(request.workload, GlobalBatch):
+        result = result.model_copy(update={"batch": sizes})
+    return BatchSearchResult(**dict(sizes), result=result)
 
 
 def _groupings(request: SearchRequest) -> list[Grouping]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from protwin.shared.answers.search_result import BatchSearchResult, SearchResult
+from protwin.shared.answers.search_result import SearchResult
 from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.record import Record
 from protwin.shared.schema.schedule import Lane
@@ -114,14 +114,16 @@ def test_a_search_compares_the_modes_and_says_which(protwin_here: Protwin, folde
 def test_a_global_batch_is_shared_by_the_ranks(protwin_here: Protwin, folder: Path) -> None:
     found = protwin_here(*SEARCH, "--ranks", "4", "--global-batch", "16", "--what-if", "ranks=8", "--json")
     assert found.returncode == 0, found.stderr
-    result = BatchSearchResult.from_mapping(json.loads(found.stdout), origin="standard output")
-    plan = result.result.plan
-    assert (result.global_batch_size, result.micro_batch_size, plan.micro_batches, plan.num_ranks) == (16, 2, 2, 4)
-    (answer,) = result.result.what_if
+    result = SearchResult.from_mapping(json.loads(found.stdout), origin="standard output")
+    plan, sizes = result.plan, result.batch
+    assert sizes is not None
+    assert (sizes.global_batch_size, sizes.micro_batch_size, plan.micro_batches, plan.num_ranks) == (16, 2, 2, 4)
+    assert [choice.micro_batch_size for choice in sizes.choices] == [2]
+    (answer,) = result.what_if
     alone = protwin_here(*SEARCH, "--ranks", "8", "--global-batch", "16", "--json")
-    expected = BatchSearchResult.from_mapping(json.loads(alone.stdout), origin="standard output").result.prediction
+    expected = SearchResult.from_mapping(json.loads(alone.stdout), origin="standard output").prediction
     assert answer.iteration_s == expected.iteration_s
-    assert answer.speedup == pytest.approx(result.result.prediction.iteration_s / expected.iteration_s)
+    assert answer.speedup == pytest.approx(result.prediction.iteration_s / expected.iteration_s)
 
 
 def test_without_a_global_batch_more_ranks_train_on_more(protwin_here: Protwin, folder: Path) -> None:

@@ -138,7 +138,6 @@ def test_every_field_of_what_commands_print_has_a_unit_or_a_meaning() -> None:
         "sweep",
         "record",
         "search_result",
-        "batch_search_result",
         "comparison",
         "calibration",
         "workload",

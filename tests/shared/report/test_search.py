@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protwin.shared.answers.search_result import BatchChoice, BatchSearchResult
+from protwin.shared.answers.search_result import BatchChoice, BatchSizes
 from protwin.shared.basics.errors import ProtwinError
 from protwin.shared.basics.units import format_bytes, format_seconds
 from protwin.shared.report.front import front_chart, lower_envelope
@@ -165,7 +165,8 @@ def test_sizes_of_the_micro_batch_are_told(example: LaidOut) -> None:
             shortest_possible_s=None,
         ),
     )
-    found = BatchSearchResult(global_batch_size=8, micro_batch_size=4, result=result, choices=choices)
+    sizes = BatchSizes(global_batch_size=8, micro_batch_size=4, choices=choices)
+    found = result.model_copy(update={"batch": sizes})
     page = parse(html_report(title="t", predicted=example.predicted, search=found))
     (table,) = [t for t in page.named("table") if "8 samples per step" in t.words]
     assert "30,000" in table.words

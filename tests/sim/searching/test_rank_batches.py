@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protwin.shared.answers.search_result import BatchSearchResult
+from protwin.shared.answers.search_result import BatchSearchResult, SearchResult
 from protwin.shared.basics.errors import HardwareError, InfeasibleError, PlanError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
@@ -149,7 +149,9 @@ def test_it_finds_what_a_simulation_of_every_plan_finds(
         if one.shortest_possible_s is not None and of_mode:
             assert one.shortest_possible_s <= min(of_mode)
     assert sum(one.num_candidates for one in found.result.modes) == certificate.num_candidates
-    assert BatchSearchResult.model_validate_json(found.model_dump_json()) == found
+    assert found.result.batch is not None
+    assert found.result.batch.choices == found.choices
+    assert SearchResult.model_validate_json(found.result.model_dump_json()) == found.result
 
 
 def test_one_size_alone_would_miss_the_best() -> None:
