@@ -73,7 +73,7 @@ class LaneWork:
         """Whose gradients' norms are taken: None for all together, or student blocks."""
         self.clipped: dict[tuple[int, Limited], ClippedNorm] = {}
         """The norms of the gradients of an iteration, and what these are multiplied by, by whose they are: from
-        ``_norm`` (cpu_optim) to ``forget``, since the step on the device and CPU Adam both read it."""
+        ``_norm`` (cpu_optim) to ``forget_norms``, since the step on the device and CPU Adam both read it."""
         self._stepped_with = self._chunks_by_norm()
         """The chunks that the host steps, by whose norm limits them."""
         self._held: dict[tuple[int, TaskId], list[torch.Tensor | None]] = {}

@@ -111,6 +111,11 @@ def known_model(name: str) -> str | None:
 def model_configuration(name: str) -> ModelConfiguration:
     """The catalogue's configuration of ``name``.  Raises CatalogueError, with the nearest names, if there is none."""
     known = model_called(name)
+    if known is None and name.endswith(".py"):
+        raise CatalogueError(
+            f"{name} is Python: a model of one's own is traced in Python, by protwin.runtime.trace(model, batch), and "
+            f"the workload that this gives is saved by its save('workload.json'). Pass the path of that file."
+        )
     if known is None:
         raise CatalogueError(
             f"there is no model {name!r} in the catalogue. {did_you_mean(hub_name(name), model_names())} "

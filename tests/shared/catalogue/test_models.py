@@ -283,3 +283,8 @@ def test_a_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary.json").write_bytes(bytes(range(256)))
     with pytest.raises(FileError, match="cannot be read"):
         read_model_configuration(tmp_path / "binary.json")
+
+
+def test_a_program_is_no_misspelt_name() -> None:
+    with pytest.raises(CatalogueError, match=r"my_model\.py is Python: .*protwin\.runtime\.trace\(model, batch\)"):
+        model_configuration("my_model.py")
