@@ -45,23 +45,31 @@ def find_blocks(model: nn.Module, names: str | Sequence[str] | None = None) -> t
     ``names``: the path of a container (``"model.layers"``), or the paths of the blocks themselves, among which a list
     of modules stands for its members unless it is a ``Sequential`` in a list itself; None finds every outermost
     ``ModuleList`` or ``Sequential`` whose members are of one class and hold parameters; the classes of a
-    ``ModuleList`` may take turns (attention and state-space layers).  Encoder and decoder of one model are found
-    together.  Raises WorkloadError if there are none, naming what the model has.
+    ``ModuleList`` may take turns (attention and state-space layers), and some of its members have no parameters.
+    Encoder and decoder of one model are found together.  Raises WorkloadError if there are none, naming what the model
+    has.
     """
     if names is not None and not isinstance(names, Sequence):
         raise WorkloadError(f"blocks is {shown(names)}; it must be the path of a list of modules, or a list of paths.")
     if names is not None:
         return _members(model, names) if isinstance(names, str) else _named(model, list(names))
-    found: list[NamedBlock] = []
+    stacks: list[list[NamedBlock]] = []
     taken: list[str] = []
     for path, module in model.named_modules():
         inside = any(not t or path.startswith(f"{t}.") for t in taken)
         if not inside and _is_stack(module):
             taken.append(path)
-            found += [NamedBlock(f"{path}.{key}" if path else key, child) for key, child in module.named_children()]
-    largest = max((_size(b.module) for b in found), default=0)
-    # A short list of small parts (heads, adapters beside the trunk) is no stack of blocks.
-    found = [block for block in found if _size(block.module) * 50 >= largest]
+            children = module.named_children()
+            stacks.append([NamedBlock(f"{path}.{key}" if path else key, child) for key, child in children])
+    largest_of = [max(_size(block.module) for block in stack) for stack in stacks]
+    # A list of small parts (heads, adapters beside the trunk) is no stack of blocks; a small block among large ones is
+    # one of them, which runs between the others.
+    found = [
+        block
+        for stack, largest in zip(stacks, largest_of, strict=True)
+        if largest * 50 >= max(largest_of)
+        for block in stack
+    ]
     if not found:
         raise _nothing_found(model)
     return tuple(found)
@@ -72,9 +80,12 @@ def _is_stack(module: nn.Module) -> bool:
         return False
     children = list(module.children())
     num_classes = len({type(child) for child in children})
-    same = num_classes == 1 or (isinstance(module, nn.ModuleList) and 1 < num_classes < len(children))
-    composite = all(any(True for _ in child.children()) for child in children)
-    return same and composite and all(_size(child) > 0 for child in children)
+    is_list = isinstance(module, nn.ModuleList)
+    same = num_classes == 1 or (is_list and 1 < num_classes < len(children))
+    # A block of a list that has lost all of its parts runs in its place as the others do.
+    sized = [child for child in children if _size(child) > 0]
+    composite = all(any(True for _ in child.children()) for child in sized)
+    return same and composite and bool(sized) and (is_list or len(sized) == len(children))
 
 
 def _nothing_found(model: nn.Module) -> WorkloadError:

@@ -159,6 +159,26 @@ def test_classes_of_blocks_may_take_turns_but_not_all_differ() -> None:
     assert [block.name for block in find_blocks(parts)] == ["0.0", "0.1", "1.0", "1.1"]
 
 
+class Uneven(nn.Module):
+    """A residual block; a width of 0 leaves it no parameters."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, width) if width else nn.Identity()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(batch, 4) in and out."""
+        return hidden + self.inner(hidden).sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("widths", [(200, 1, 200), (200, 0, 200), (0, 200)])
+def test_every_block_of_a_list_is_found_however_small(widths: tuple[int, ...]) -> None:
+    trunk = nn.ModuleList(Uneven(width) for width in widths)
+    heads = nn.ModuleList(Uneven(1) for _ in range(3))
+    model = nn.ModuleDict({"trunk": trunk, "heads": heads})
+    assert [block.name for block in find_blocks(model)] == [f"trunk.{index}" for index in range(len(widths))]
+
+
 def test_blocks_can_be_named() -> None:
     model = llama()
     container = find_blocks(model, "model.layers")
