@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, Final
+
+import numpy as np
 
 from protwin.calibration.published.measured_runs import MeasuredRun
 from protwin.calibration.published.run_predictions import hardware_of, plan_of, workload_of
@@ -26,6 +29,9 @@ _PRODUCTS: Final = re.compile("nvjet|gemm|cutlass(?!.*fmha)|cublas", re.IGNORECA
 _ATTENTION: Final = re.compile("sdpa|fmha|flash", re.IGNORECASE)
 _KIND_OF_CLASS: Final = {OperationClass.MATMUL: "products", OperationClass.ATTENTION: "attention"}
 _OPTIMIZER: Final = re.compile("Optimizer|multi_tensor_apply")
+_BUSY_FRAC: Final = 0.9
+_FULL_CLOCK_FRAC: Final = 0.98
+_SETTLED_S: Final = 10.0
 
 
 def _kind(kernel: str) -> str:
@@ -84,6 +90,30 @@ def predicted(step: dict[str, Any], machine: str) -> dict[str, Any]:
     }
 
 
+def limited_exponent(content: dict[str, Any]) -> float:
+    """How clocks follow a power limit: the logarithm of the clock's share over that of the power's, by the board.
+
+    What products alone would draw at the full clock is on a line through trainings that kept the device busy at 98 % of
+    it or more; what they draw, and at which clock, was read while nothing else ran, ten seconds after they began.
+    """
+    full_mhz = max(step["clock_mhz"] for step in content["steps"])
+    shares, watts = [], []
+    for step in content["steps"]:
+        of_kind = by_kind(step)
+        in_matrices = (of_kind.get("products", 0.0) + of_kind.get("attention", 0.0)) / step["seconds"]
+        is_busy = sum(of_kind.values()) >= _BUSY_FRAC * step["seconds"]
+        in_16_bits = step["dtype"] != "float32" or step["autocast"] is not None or step.get("sharded", False)
+        if is_busy and in_16_bits and step["clock_mhz"] >= _FULL_CLOCK_FRAC * full_mhz:
+            shares.append(in_matrices)
+            watts.append(step["power_w"])
+    of_products = float(np.polyval(np.polyfit(shares, watts, 1), 1.0))
+    (alone,) = (found for found in content["sustained"] if found["what"].endswith("random"))
+    late = np.median([reading for reading in alone["board"] if reading[0] >= _SETTLED_S], axis=0)
+    drawn_w, clock_mhz = late[1], late[2]
+    print(f"products alone: {of_products:.0f} W at {full_mhz:.0f} MHz; {drawn_w:.0f} W at {clock_mhz:.0f} MHz")
+    return math.log(clock_mhz / full_mhz) / math.log(drawn_w / of_products)
+
+
 def main() -> int:
     """Add the predictions to the file, and print both."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -101,6 +131,7 @@ def main() -> int:
             f"{kind} {1e3 * found['kinds'].get(kind, 0):.1f} of {1e3 * s:.1f} ms" for kind, s in step["kinds"].items()
         ]
         print(f"{step['name']}: {step['seconds']:.4f} s; {', '.join(errors)}")
+    print(f"clocks under a power limit: limit over power to the power of {limited_exponent(content):.2f}")
     content["predicted_on"] = options.machine
     options.file.write_text(json.dumps(content) + "\n", encoding="utf-8")
     return 0

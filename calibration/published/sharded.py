@@ -27,9 +27,6 @@ _EVERY_SECOND: Final = 2
 _FSDP2: Final = RuntimeProfile(Runtime.FSDP2, DType.FLOAT32)
 _POWER_FRAC: Final = 500 / 700
 """Power limit of the H100 boards over that of their data sheet."""
-_CLOCK_FRAC: Final = _POWER_FRAC ** (1 / 3)
-"""Clocks at that power: it grows with their third power, as the voltage follows the clock (Mudge, "Power: a first-class
-architectural design constraint", doi 10.1109/2.917539)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +98,7 @@ def sixty_four_a100() -> Range:
 
 
 def eight_limited_h100() -> Range:
-    """Boards of 96 GB and 2.4 TB/s, their power limited to 500 W: no slower, by its cube root, or in proportion."""
+    """Boards of 96 GB and 2.4 TB/s, limited to 500 W: no slower, as an H100's clocks follow, or in proportion."""
     boards = override_hardware(
         machine("h100-80gb-x8"),
         {
@@ -111,8 +108,8 @@ def eight_limited_h100() -> Range:
             "device.attention_kernel": "flash-2",
         },
     )
-    clocks = (1.0, _CLOCK_FRAC, _POWER_FRAC)
-    return Range(*(boards.model_copy(update={"device": slowed(boards.device, frac, 1.0)}) for frac in clocks))
+    in_proportion = boards.model_copy(update={"device": slowed(boards.device, _POWER_FRAC, 1.0)})
+    return Range(boards, override_hardware(boards, {"device.power_limit_w": "500"}), in_proportion)
 
 
 def _readings(run: ShardedRun) -> list[_Reading]:
@@ -126,5 +123,5 @@ def _how(readings: list[_Reading]) -> str:
         return "every block a chunk, sharded over 64 devices in eight nodes, the next one gathered while one runs"
     return (
         "the same over 8 devices; attention and every second product of every block kept; clocks as on the data sheet, "
-        "by the cube root of the power, or in proportion to it"
+        "as an H100's follow its power limit, or in proportion to it"
     )

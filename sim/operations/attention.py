@@ -28,7 +28,7 @@ from typing import Final
 from ...shared.phases.activation_modes import MEMORY_EFFICIENT
 from ...shared.schema.hardware import AttentionKernel, Device
 from ...shared.schema.workload import DType, Operation, OperationClass
-from .efficiency import efficiency_frac, multiplies_by_warpgroups, sustained_flop_per_s
+from .efficiency import clock_frac, efficiency_frac, multiplies_by_warpgroups, sustained_flop_per_s
 
 _CAUSAL_FRAC: Final = 0.6
 """By definition between the shares of FLOPs that a causal mask leaves, a half at most, and that values leave which are
@@ -124,13 +124,13 @@ def attention_s(operation: Operation, device: Device, peak_flop_per_s: float) ->
     direction = rates.backward if is_backward else rates.forward
     sustained = sustained_flop_per_s(device, peak_flop_per_s, operation.dtype)
     if direction.matrix_frac is not None:
-        sustained = direction.matrix_frac * peak_flop_per_s
+        sustained = clock_frac(device) * direction.matrix_frac * peak_flop_per_s
     elif kernel is AttentionKernel.MEMORY_EFFICIENT:
         sustained *= _MEMORY_EFFICIENT_FRAC
     tile_flops = counted_frac * 2 * num_products * _SCORE_TILE**2 * width
     # A vector FLOP/s counts a multiply-add as two.
     tile_vector_flops = 2 * direction.instructions * _SCORE_TILE**2
-    tile_s = tile_flops / sustained + tile_vector_flops / device.vector_flop_per_s
+    tile_s = tile_flops / sustained + tile_vector_flops / (clock_frac(device) * device.vector_flop_per_s)
     streamed = device.memory_bandwidth_bytes_per_s * efficiency_frac(device, OperationClass.ELEMENTWISE)
     besides_s = direction.passes * heads * queries * width * operation.dtype.item_bytes / streamed
     return rates.slower * (tiles_in_turn * tile_s * device.num_multiprocessors + besides_s)

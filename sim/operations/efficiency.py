@@ -95,6 +95,19 @@ MIXED_SHARE: Final = 0.6
 """Share of the time up to which products leave the board power for ``POWER_LIMITED_FRAC`` of its peak: of six trainings
 on this H100, in which products and attention took 36 to 63 % of the time, all products came within 5 % of it, at 1,755
 to 1,980 MHz."""
+LIMITED_EXPONENT: Final = 1 / 3
+"""Power of limit over power that clocks go with under a limit: the voltage follows the clock, so that power grows with
+the third power of it (Mudge, "Power: a first-class architectural design constraint", doi 10.1109/2.917539).  Measured:
+0.40 for prompts on an RTX 3090 from 309 to 175 W (github.com/noonghunna/club-3090/issues/104), 0.36 for images on a
+V100 from 250 to 175 W (github.com/bradrlaw/ai-server/pull/32)."""
+LIMITED_WARPGROUPS_EXPONENT: Final = 0.63
+"""The same on Hopper and later, whose products reach the limit at clocks where the voltage hardly falls any further.
+
+Of the readings of an H100's board (``benchmarks/sheet_predictions.py`` prints them): in two trainings at its full clock
+it drew 575 and 665 W where products and attention took 34 and 43 % of the time, so that products alone would draw 1,260
+W; under its limit of 698 W they run at 1,365 of 1,980 MHz.  A GB300 from 1,400 to 500 W: 0.92 to 1.22
+(github.com/facebookexperimental/triton/pull/2023).
+"""
 TENSOR_FLOAT_RATE: Final = 0.5
 """TF32 over bfloat16, in FLOP/s of matrix units from Ampere on (NVIDIA's data sheets and white papers)."""
 UNLIMITED_MATRIX_RATE: Final = 2.0
@@ -125,11 +138,11 @@ def sustained_flop_per_s(device: Device, peak_flop_per_s: float, dtype: DType) -
         return stated * peak_flop_per_s
     if dtype is DType.FLOAT32:
         return _float32_frac(device) * peak_flop_per_s
-    clock_frac = _clock_frac(device)
+    limited = clock_frac(device)
     if device.sustained_frac is not None:
-        return clock_frac * device.sustained_frac * peak_flop_per_s
+        return limited * device.sustained_frac * peak_flop_per_s
     unlimited = min(peak_flop_per_s, UNLIMITED_MATRIX_RATE * device.vector_flop_per_s)
-    return clock_frac * max(POWER_LIMITED_FRAC * peak_flop_per_s, unlimited)
+    return limited * max(POWER_LIMITED_FRAC * peak_flop_per_s, unlimited)
 
 
 def tensor_float_flop_per_s(device: Device) -> float | None:
@@ -145,15 +158,12 @@ def tensor_float_flop_per_s(device: Device) -> float | None:
     return None if peak is None else TENSOR_FLOAT_RATE * peak
 
 
-def _clock_frac(device: Device) -> float:
-    """Clocks under a power limit over those without, where products keep the board at its limit.
-
-    Power grows with the third power of the clock, as the voltage follows the clock (Mudge, "Power: a first-class
-    architectural design constraint", doi 10.1109/2.917539).
-    """
+def clock_frac(device: Device) -> float:
+    """Clocks under a power limit over those without, where products or attention keep the board at its limit."""
     if device.power_limit_w is None or device.power_w is None:
         return 1.0
-    return float((device.power_limit_w / device.power_w) ** (1 / 3))
+    exponent = LIMITED_WARPGROUPS_EXPONENT if multiplies_by_warpgroups(device) else LIMITED_EXPONENT
+    return float((device.power_limit_w / device.power_w) ** exponent)
 
 
 def _float32_frac(device: Device) -> float:

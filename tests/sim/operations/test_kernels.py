@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from math import ceil
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.sheet_predictions import limited_exponent
 from protwin.shared.catalogue.parts import device_part
 from protwin.shared.schema.hardware import Device, DeviceKind
 from protwin.shared.schema.workload import DType, Operation, OperationClass, Phase
+from protwin.sim.operations.attention import attention_s
 from protwin.sim.operations.efficiency import (
     KERNEL_FIXED_S,
     POWER_LIMITED_FRAC,
@@ -24,6 +28,7 @@ from protwin.sim.operations.roofline import operation_s, roofline_s
 
 from .kernel_cases import attention, device, product
 
+SHEETS = Path(__file__).parents[3] / "benchmarks" / "results" / "sheets-2026-11-27-h100.json"
 SHAPES = st.tuples(st.integers(1, 8), st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 5000))
 
 
@@ -224,13 +229,20 @@ def test_aligning_a_product_never_takes_much_longer(shape: tuple[int, ...]) -> N
     assert after <= before * padded / n * 1.01
 
 
-def test_a_power_limit_slows_products_by_its_cube_root() -> None:
-    h100 = device_part("h100-80gb")
-    limited = Device.model_validate(h100.model_dump() | {"power_limit_w": 700 / 8})
-    slow, fast = (sustained_flop_per_s(of, 989e12, DType.BFLOAT16) for of in (limited, h100))
-    assert slow == pytest.approx(fast / 2)
-    assert sustained_flop_per_s(limited, 67e12, DType.FLOAT32) == sustained_flop_per_s(h100, 67e12, DType.FLOAT32)
-    assert (limited.drawn_w, h100.drawn_w) == (87.5, 700)
+@pytest.mark.parametrize("name", ["h100-80gb", "a100-80gb"])
+def test_a_power_limit_slows_products_and_attention(name: str) -> None:
+    """On Hopper as much as an H100's board tells, and by the cube root before; float32 is far from any limit."""
+    part = device_part(name)
+    assert part.power_w is not None
+    limited = Device.model_validate(part.model_dump() | {"power_limit_w": part.power_w / 8})
+    slower = 8 ** limited_exponent(json.loads(SHEETS.read_text())) if name.startswith("h100") else 2
+    slow, fast = (sustained_flop_per_s(of, 989e12, DType.BFLOAT16) for of in (limited, part))
+    assert fast / slow == pytest.approx(slower, rel=0.01)
+    assert sustained_flop_per_s(limited, 67e12, DType.FLOAT32) == sustained_flop_per_s(part, 67e12, DType.FLOAT32)
+    flash = attention(256, 8192, 128)
+    slow_s, fast_s = (attention_s(flash, of, 989e12) for of in (limited, part))
+    assert slow_s / fast_s == pytest.approx(slower, rel=0.01)
+    assert (limited.drawn_w, part.drawn_w) == (part.power_w / 8, part.power_w)
 
 
 @pytest.mark.parametrize("changes", [{"power_limit_w": 701.0}, {"power_limit_w": 500.0, "power_w": None}])
