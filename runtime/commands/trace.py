@@ -40,7 +40,7 @@ from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import TrainingMethod
 from ...shared.schema.training_options import TrainingOptions
 from ...shared.schema.workload import Workload
-from ...shared.workloads.check import narrow_words
+from ...shared.workloads.check import narrow_words, unpacked_words
 from ...shared.workloads.dtypes import choose_dtype
 
 __all__ = ["trace"]
@@ -199,7 +199,7 @@ def trace_command(
     workload = chosen.note_in(workload, described.config)
     words = attention_words(workload.quadratic, workload.model_name, workload.num_tokens // workload.num_samples)
     left_out = left_out_words(workload.kernels_left_out, workload.model_name)
-    for said in (words, left_out, narrow_words(workload)):
+    for said in (words, left_out, narrow_words(workload), unpacked_words(workload)):
         if said is not None:
             warn(said)
     give(workload, output, as_json=as_json, tables=lambda: workload_tables(workload))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ..basics.errors import WorkloadError
-from ..basics.units import format_bytes
+from ..basics.units import format_bytes, format_count
 from ..phases.activation_modes import FUSED_DROPOUT
 from ..phases.operations import OperationClass, lowering_words
 from ..phases.tiling import LossHead
@@ -21,6 +21,7 @@ _MOST_BYTES: Final = 2**56
 _MOST_FLOPS: Final = 2**100
 _PASSES: Final = 2**10
 """Operations read and write the same data many times over."""
+_MATRIX_DIMENSIONS: Final = 2
 _OF_GPUS: Final = FUSED_DROPOUT | {"native_dropout", "_fused_rms_norm"}
 """Operations, in traces without a machine, of which torch has no kernel on the CPU or runs another."""
 
@@ -97,6 +98,25 @@ def narrow_words(workload: Workload) -> str | None:
     return (
         f"--loss narrow leaves logits in 16 bits, but {workload.model_name} computes them in float32 here: nothing is "
         f"spared, and the answer is that of --loss eager. A type of 16 bits (--dtype bfloat16) has them."
+    )
+
+
+def unpacked_words(workload: Workload) -> str | None:
+    """What is to be said where maps are packed, but more scalars are in stacks of matrices; else None."""
+    stacked = [
+        parameter
+        for parameter in workload.parameters
+        if parameter.block is not None and len(parameter.shape) > _MATRIX_DIMENSIONS and not parameter.trainable
+    ]
+    left = sum(parameter.scalars for parameter in stacked)
+    packed = sum(parameter.scalars for parameter in workload.parameters if parameter.quantized is not None)
+    if not packed or left <= packed:
+        return None
+    return (
+        f"{workload.model_name} has {format_count(left)} weights in stacks of matrices, as {stacked[0].name}. No "
+        f"quantization packs these: they stay in {stacked[0].dtype}, "
+        f"{format_bytes(sum(parameter.size_bytes for parameter in stacked))}, beside {format_count(packed)} that are "
+        f"packed. Releases of transformers before 5 have experts as linear maps, which bitsandbytes packs."
     )
 
 

@@ -9,7 +9,7 @@ from ...shared.phases.quadratic import attention_words
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.record import Record
 from ...shared.schema.workload import Workload
-from ...shared.workloads.check import narrow_words
+from ...shared.workloads.check import narrow_words, unpacked_words
 from ...shared.workloads.dtypes import TRAINABLE
 
 
@@ -48,6 +48,12 @@ def warn_of_kernels(workload: Workload) -> None:
 def warn_of_loss(workload: Workload) -> None:
     """Warn of a loss that is asked to be narrow where no logits are."""
     if (words := narrow_words(workload)) is not None:
+        warn(words)
+
+
+def warn_of_packing(workload: Workload) -> None:
+    """Warn of most weights staying as they are although maps are packed."""
+    if (words := unpacked_words(workload)) is not None:
         warn(words)
 
 

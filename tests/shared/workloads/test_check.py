@@ -1,4 +1,4 @@
-"""Workloads that hold kernels of GPUs, asked about on CPUs."""
+"""Workloads that hold kernels of GPUs, asked about on CPUs, and what is said of others."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 
+from protwin.runtime.tracing.configurations import workload_of_configuration
 from protwin.shared.basics.errors import WorkloadError
+from protwin.shared.basics.units import format_bytes, format_count
+from protwin.shared.phases.quantization import Quantization, QuantizedType
 from protwin.shared.schema.hardware import DeviceKind
+from protwin.shared.schema.training_options import LoraOptions, QuantizationOptions, TrainingOptions
 from protwin.shared.schema.workload import DType, Operation, OperationClass, Phase, Workload
-from protwin.shared.workloads.check import has_kernels_of_gpus
+from protwin.shared.workloads.check import has_kernels_of_gpus, unpacked_words
 from protwin.shared.workloads.untraced import resolve_family
 from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.searching.request import SearchRequest
@@ -77,3 +81,32 @@ def test_a_cpu_refuses_them() -> None:
 def test_a_search_for_a_cpu_refuses_them_too() -> None:
     with pytest.raises(WorkloadError, match="holds dropout, attention or norms as GPUs run them"):
         search(SearchRequest(workload=shipped("gpt2"), hardware=machine(kind=DeviceKind.CPU)))
+
+
+@pytest.mark.parametrize("experts", [None, 4])
+def test_packing_that_leaves_most_weights_is_told(experts: int | None) -> None:
+    """Experts are three matrices each, in two stacks of a block; a model without them has linear maps alone."""
+    blocks, hidden, width = 2, 64, 128
+    shape = {"hidden_size": hidden, "intermediate_size": width, "num_hidden_layers": blocks, "vocab_size": 64}
+    config = shape | {"num_attention_heads": 2, "num_key_value_heads": 2, "model_type": "llama"}
+    if experts is not None:
+        config |= {"model_type": "mixtral", "num_local_experts": experts, "num_experts_per_tok": 2}
+    workload = workload_of_configuration(
+        config,
+        name="mine",
+        batch_size=1,
+        sequence_length=8,
+        dtype=DType.BFLOAT16,
+        options=TrainingOptions(
+            lora=LoraOptions(rank=2, targets=("q_proj",)),
+            quantized=QuantizationOptions(how=Quantization(type=QuantizedType.NF4, blocksize=64)),
+        ),
+    )
+    words = unpacked_words(workload)
+    if experts is None:
+        assert words is None
+        return
+    left = blocks * experts * 3 * hidden * width
+    assert words is not None
+    assert f"has {format_count(left)} weights in stacks" in words
+    assert f"stay in bfloat16, {format_bytes(2 * left)}, beside {format_count(blocks * 4 * hidden**2)}" in words
