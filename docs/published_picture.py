@@ -19,6 +19,7 @@ PICTURE: Final = Path(__file__).resolve().parent / "published.svg"
 _GROUPS: Final = {
     "FSDP on A100": ("#4c78a8", ("FSDP on A100", "FSDP on 128 A100", "FSDP2 on 64 A100")),
     "FSDP on H100": ("#f58518", ("FSDP on H100", "FSDP on 96 H100", "FSDP2 on H100")),
+    "FSDP on H200": ("#b279a2", ("FSDP2 on H200",)),
     "FSDP on MI300X": ("#ff9da6", ("FSDP2 on MI300X",)),
     "FSDP on B200": ("#bab0ac", ("FSDP2 on B200",)),
     "offload": ("#e45756", ("offload",)),

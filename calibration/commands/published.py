@@ -101,7 +101,7 @@ def _check_form(asked: str, others: list[MeasuredRun]) -> None:
     """Raise ProtwinError if what is asked for are runs of forms that no plan has."""
     if others:
         forms = "; ".join(dict.fromkeys(run.other_form or "" for run in others))
-        raise ProtwinError(f"{asked} is not predicted, for no plan has its parallel form: {forms}.")
+        raise ProtwinError(f"{asked} is not predicted, for no plan has its form: {forms}.")
 
 
 def _document(run: MeasuredRun, predicted: PredictedRun) -> dict[str, Any]:

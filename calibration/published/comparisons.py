@@ -191,7 +191,7 @@ def form_of_run(run: MeasuredRun) -> PlanForm:
 def _machine(run: MeasuredRun) -> str:
     trained = f"{run.dtype}, {run.autocast}, {run.lora_rank}, {run.lora_dropout}, {run.lora_targets}"
     trained += f", {run.quantized}, {run.compiled}, {run.float8}, {run.float8_gather}, {run.runtime is Runtime.FSDP2}"
-    trained += f", {run.kernels}"
+    trained += f", {run.kernels}, {run.runtime.is_deepspeed}"
     where = f"{run.num_ranks} of {run.machine}, {run.network}, {run.changes}"
     return f"{run.source}: {run.model} ({trained}) at {run.sequence_length} tokens on {where}"
 

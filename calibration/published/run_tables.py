@@ -309,7 +309,7 @@ def of_memory(predicted: Predicted, every: Sequence[MemoryOfRun]) -> Parts:
 
 
 def of_other_forms() -> Parts:
-    """Runs in parallel forms that no plan has: what was measured, and the form."""
+    """Runs in forms that no plan has: what was measured, and the form."""
     rows = []
     for run in RUNS_OF_OTHER_FORMS:
         speed, memory = run.measured.speed, run.measured.memory

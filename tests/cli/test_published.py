@@ -54,8 +54,8 @@ def test_a_document_has_source_prediction_and_error(protwin_here: Protwin) -> No
     [
         (("--class", "TPU"), "--class 'TPU' is in no class"),
         (("--run", "fms-7b-a100"), "Did you mean fms-7b-a100-128"),
-        (("--run", "prime-rl-3234-8192-none"), "no plan has its parallel form: expert parallelism over 8 devices"),
-        (("--class", "eXperts on eight"), "no plan has its parallel form: expert parallelism over 8 devices"),
+        (("--run", "prime-rl-3234-8192-none"), "no plan has its form: expert parallelism over 8 devices"),
+        (("--class", "eXperts on eight"), "no plan has its form: expert parallelism over 8 devices"),
     ],
 )
 def test_what_is_not_there_is_refused(protwin_here: Protwin, arguments: tuple[str, str], words: str) -> None:
