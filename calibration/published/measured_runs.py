@@ -181,7 +181,7 @@ class MeasuredRun(FrozenModel):
     approximations: tuple[str, ...] = ()
     """Where the prediction is of something else than the run."""
     other_form: str | None = None
-    """A form of the run, parallel or of its model, that no plan has, so that nothing is predicted of it; None: plans have its form."""
+    """A form of the run or of its model that no plan has, so that nothing is predicted of it; None: plans have it."""
     memory_differs: str | None = None
     """Why the run's memory is another one than that of the plan that is predicted; None where no reason is known."""
     is_shown: bool = False
