@@ -49,7 +49,7 @@ from .machine_choice import check_budget, price_files
 from .model_choice import NamedModel, PredictedTraining, student_of
 from .options import MOST_SAMPLES, Margin, MaxGradientNorm, margin_frac_of
 from .space_options import ProductKnobs
-from .warnings import warn_of_kernels, warn_of_loss, warn_of_packing
+from .warnings import warn_of_kernels, warn_of_options
 
 if TYPE_CHECKING:
     from ...shared.report.page import Report
@@ -186,8 +186,7 @@ def advise_command(
     cache = None if answer.no_cache else cache_folder()
     num_parts = check_request(request, cache, named.method if training.subspaces.unfreeze_rank_ratio is None else None)
     smallest = request.smallest_workload(cache)
-    warn_of_loss(smallest)
-    warn_of_packing(smallest)
+    warn_of_options(smallest)
     warn_of_kernels(smallest)
     boxes = list(machines.values())
     asked = machines_with(boxes, numbers) if numbers else whole_machines(boxes, num_parts)

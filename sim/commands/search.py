@@ -57,7 +57,7 @@ from .space_options import (
     StepChoice,
     groups_that_share,
 )
-from .warnings import warn_of_attention, warn_of_dtype, warn_of_kernels, warn_of_loss, warn_of_memory, warn_of_packing
+from .warnings import warn_of_attention, warn_of_dtype, warn_of_kernels, warn_of_memory, warn_of_options
 
 if TYPE_CHECKING:
     from ...shared.report.page import Report
@@ -181,7 +181,7 @@ def search_command(
     result = found.result
     warn_of_dtype(result.prediction, machine)
     chosen = _workload_of(request, found, choice)
-    for warn_of in (warn_of_attention, warn_of_kernels, warn_of_loss, warn_of_packing):
+    for warn_of in (warn_of_attention, warn_of_kernels, warn_of_options):
         warn_of(chosen)
     warn_of_memory(result.prediction, rank_host_bytes(machine, result.plan.num_ranks))
     save(result.noted_plan.model_copy(update={"made_for": chosen.words}), answer.output)

@@ -48,7 +48,7 @@ from .machine_choice import MachineChoice, RanksOfPlan, check_budget, unused_dev
 from .model_choice import NamedModel, PredictedTraining
 from .options import RuntimeChoice
 from .pipelines import Asked, refuse, simulate_stages
-from .warnings import warn_of_attention, warn_of_dtype, warn_of_kernels, warn_of_loss, warn_of_memory, warn_of_packing
+from .warnings import warn_of_attention, warn_of_dtype, warn_of_kernels, warn_of_memory, warn_of_options
 
 if TYPE_CHECKING:
     from ...shared.report.page import Report
@@ -143,8 +143,7 @@ def simulate_command(
     _warn(record, machine, budget_bytes)
     warn_of_attention(workload)
     warn_of_kernels(workload)
-    warn_of_loss(workload)
-    warn_of_packing(workload)
+    warn_of_options(workload)
     if carried_out.foreach and machine.device.kind is DeviceKind.CPU:
         warn(
             "--foreach is asked about on a CPU, where PyTorch takes lists of tensors if it is told foreach=True alone, "

@@ -38,7 +38,7 @@ from .space_options import (
     StepChoice,
     groups_that_share,
 )
-from .warnings import warn_of_kernels, warn_of_loss, warn_of_packing
+from .warnings import warn_of_kernels, warn_of_options
 
 if TYPE_CHECKING:
     from ...shared.report.page import Report
@@ -141,8 +141,7 @@ def sweep_command(
             ),
         )
         smallest = asked.request.smallest_workload()
-        warn_of_loss(smallest)
-        warn_of_packing(smallest)
+        warn_of_options(smallest)
         warn_of_kernels(smallest)
         points, is_complete = sweep_points(
             asked,

@@ -45,16 +45,11 @@ def warn_of_kernels(workload: Workload) -> None:
         warn(words)
 
 
-def warn_of_loss(workload: Workload) -> None:
-    """Warn of a loss that is asked to be narrow where no logits are."""
-    if (words := narrow_words(workload)) is not None:
-        warn(words)
-
-
-def warn_of_packing(workload: Workload) -> None:
-    """Warn of most weights staying as they are although maps are packed."""
-    if (words := unpacked_words(workload)) is not None:
-        warn(words)
+def warn_of_options(workload: Workload) -> None:
+    """Warn of options that do less than they say: a narrow loss where no logits are, packing that leaves most weights."""
+    for words in (narrow_words(workload), unpacked_words(workload)):
+        if words is not None:
+            warn(words)
 
 
 def warn_of_memory(record: Record, host_bytes: int) -> None:
