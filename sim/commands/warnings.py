@@ -46,7 +46,7 @@ def warn_of_kernels(workload: Workload) -> None:
 
 
 def warn_of_options(workload: Workload) -> None:
-    """Warn of options that do less than they say: a narrow loss where no logits are, packing that leaves most weights."""
+    """Warn of options that do less than they say: a narrow loss without logits, packing that leaves most weights."""
     for words in (narrow_words(workload), unpacked_words(workload)):
         if words is not None:
             warn(words)
