@@ -10,6 +10,7 @@ from ...shared.basics.errors import ProtwinError
 from ...shared.basics.progress import progress_bar
 from ...shared.basics.units import parse_bytes
 from ...shared.catalogue.machines import load_hardware, override_hardware
+from ...shared.cli.option_groups import with_groups
 from ...shared.cli.options import (
     HardwareChanges,
     JsonFlag,
@@ -24,7 +25,10 @@ from ...shared.cli.options import (
 )
 from ...shared.cli.output import give
 from ...shared.schema.optimizer import Optimizer
+from ...shared.schema.training_options import FULL_TRAINING
 from ...shared.workloads.dtypes import choose_dtype
+from ...sim.commands.model_choice import PredictedKnown
+from ...sim.commands.space_options import ProductKnobs
 from ...sim.questions.largest import LargestRequest, largest_models
 from ..published.largest import CLAIMS, published_largest
 
@@ -83,9 +87,12 @@ AddedDisk = Annotated[
         "protwin largest --hardware rtx-3090 --host-memory 64GiB --host-memory 128GiB --sequence-length 1024",
         "protwin largest --hardware rtx-4090 --host-memory 128GiB --disk nvme-pcie4-2tb",
         "protwin largest --hardware machine.toml --optimizer adamw-8bit --json",
+        "protwin largest --hardware rtx-3090 --host-memory 64GiB --lora-rank 16 --quantize nf4",
     )
 )
+@with_groups
 def largest_command(
+    *,
     hardware: Machines = None,
     changes: HardwareChanges = None,
     host_memories: HostMemories = None,
@@ -94,13 +101,15 @@ def largest_command(
     disk: AddedDisk = None,
     dtype: Annotated[str, typer.Option("--dtype", metavar="NAME", help="Element type of parameters.")] = "bfloat16",
     optimizer: OptimizerName = None,
+    training: PredictedKnown,
     output: OutputPath = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Find the largest model of the catalogue that trains on a machine, by the memory of its host.
 
     Prints the model, its best plan's time and tokens per second, the busiest lane, and what the next larger model
-    lacks.  One device of a machine trains.  Without --hardware, published results stand beside it.
+    lacks.  One device of a machine trains.  Without --hardware, published results stand beside it, where the models
+    are trained whole.  Nothing is traced: models that are not known in a training are left out by name.
     """
     keep_apart({"--output": output}, {f"--hardware {name}": name for name in hardware or ()}, as_json=as_json)
     wanted = changes_of([*(changes or ()), *([f"disk={disk}"] if disk is not None else [])])
@@ -114,8 +123,10 @@ def largest_command(
         sequence_length=sequence_length,
         dtype=dtype,
         optimizer=optimizer or Optimizer.ADAMW,
+        options=training.options(None),
+        loss_tiles=training.tiles(ProductKnobs()).loss or (1,),
     )
-    num_claims = 0 if hardware else len(CLAIMS)
+    num_claims = len(CLAIMS) if not hardware and request.options == FULL_TRAINING else 0
     num_cells = len(machines) * len(set(sizes))
     with progress_bar("largest models") as on_progress:
         found = largest_models(

@@ -14,6 +14,7 @@ from ..schema.plan import Plan
 from ..schema.question import Question
 from ..schema.record import Factorisation, TrainingRun
 from ..schema.schedule import Lane
+from ..schema.training_options import FULL_TRAINING, TrainingOptions
 from .list_price import ListPrice
 from .plan_kind import PlanKind
 from .search_result import Goal
@@ -258,7 +259,11 @@ class LargestModels(Document):
     sequence_length: PositiveInt
     """Tokens per sample."""
     optimizer: Optimizer
+    options: TrainingOptions = FULL_TRAINING
+    """What of the models is trained, and how."""
     left_out: tuple[str, ...] = ()
     """Models of the catalogue that have no such sequences."""
+    untraced: tuple[str, ...] = ()
+    """Models of the catalogue that are left out because only a trace knows them in this training."""
     machines: tuple[LargestModel, ...]
     published: tuple[PublishedLargest, ...] = ()

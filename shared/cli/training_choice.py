@@ -294,31 +294,30 @@ class ImageChoice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingChoice:
-    """All of them; see [Note: Groups of options] in ``option_groups.py``."""
+class KnownTraining:
+    """What families of the catalogue know of any model; see [Note: Groups of options] in ``option_groups.py``."""
 
-    lora: LoraChoice = LoraChoice()
+    lora: LoraMaps = LoraMaps()
     packed: PackingChoice = PackingChoice()
     subspaces: SubspaceChoice = SubspaceChoice()
-    frozen: FrozenParts = None
-    pictures: ImageChoice = ImageChoice()
-    autocast: Annotated[
-        str | None,
-        typer.Option(
-            "--autocast", metavar="NAME", help="Compute in this element type, by autocast (bfloat16, float16)."
-        ),
-    ] = None
+    frozen: list[str] | None = None
+    autocast: str | None = None
     loss: LossName = None
-    kernels: KernelPackages = None
+    kernels: list[KernelPackage] | None = None
 
     @property
     def quantized(self) -> QuantizationOptions | None:
         """How weights are packed.  Raises what ``PackedTo.options`` raises."""
         return self.packed.options()
 
+    @property
+    def images(self) -> ImageOptions | None:
+        """What is made up beside text; None: the model's own."""
+        return None
+
     def options(self, method: TrainingMethod | None) -> TrainingOptions:
         """How the model is trained, by ``method`` where one is named.  Raises what the groups' options raise."""
-        osft, quantized, images = self.subspaces.options(method), self.quantized, self.pictures.options()
+        osft, quantized, images = self.subspaces.options(method), self.quantized, self.images
         return trained(
             self.lora.options(),
             quantized,
@@ -329,6 +328,27 @@ class TrainingChoice:
             autocast=self.autocast,
             kernels=self.kernels,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingChoice(KnownTraining):
+    """With what a trace is needed for."""
+
+    lora: LoraChoice = LoraChoice()
+    frozen: FrozenParts = None
+    autocast: Annotated[
+        str | None,
+        typer.Option(
+            "--autocast", metavar="NAME", help="Compute in this element type, by autocast (bfloat16, float16)."
+        ),
+    ] = None
+    kernels: KernelPackages = None
+    pictures: ImageChoice = ImageChoice()
+
+    @property
+    def images(self) -> ImageOptions | None:
+        """What is made up beside text.  Raises ProtwinError if the size is none."""
+        return self.pictures.options()
 
 
 def trained(

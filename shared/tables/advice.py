@@ -7,6 +7,8 @@ from typing import Final
 
 from ..answers.advice import Advice, LargestModel, LargestModels, MachineAdvice, PublishedLargest, TrainedModel
 from ..basics.units import format_bytes, format_duration, format_number, format_seconds
+from ..phases.operations import lowering_notes
+from ..schema.training_options import TrainingOptions
 from .labels import LANE_NAMES, NO_VALUE, format_interval_s, format_share, plan_words, selective_notes
 from .memory import EXPANDABLE_SETTING
 from .question import asked_of_all_table
@@ -198,6 +200,7 @@ _FOUND: Final = ("model", ">parameters", ">iteration", ">tokens\nper s", "bottle
 def largest_tables(answer: LargestModels) -> Parts:
     """The largest models by device and host memory, and beside them what others published."""
     step = f"{answer.batch_size} x {answer.sequence_length:,} tokens, {answer.optimizer.words}"
+    step += "".join(f", {words}" for words in _options_words(answer.options))
     has_disk = any(one.disk_name is not None for one in answer.machines)
     rows = [
         (
@@ -226,6 +229,8 @@ def largest_tables(answer: LargestModels) -> Parts:
         notes.append(TIGHT_NOTE)
     if answer.left_out:
         notes.append(f"Left out, for they have no such sequences: {', '.join(answer.left_out)}.")
+    if answer.untraced:
+        notes.append(f"Left out, for only a trace knows them in this training: {', '.join(answer.untraced)}.")
     title = f"The largest models that train: {step}"
     parts: list[Table | str] = [
         Table(title=title, columns=columns, rows=rows, always=8 + has_disk, notes=notes, expendable=(_EXPECTED,))
@@ -233,6 +238,20 @@ def largest_tables(answer: LargestModels) -> Parts:
     if answer.published:
         parts.append(_published_table(answer.published))
     return tuple(parts)
+
+
+def _options_words(options: TrainingOptions) -> list[str]:
+    """What differs from plain full training: ``["LoRA of rank 16 beside nf4"]``."""
+    words = []
+    if (lora := options.lora) is not None:
+        maps = f" on {', '.join(lora.targets)}" if lora.targets else ""
+        base = "" if options.quantized is None else f" beside {options.quantized.how.words}"
+        words.append(f"LoRA of rank {lora.rank}{maps}{base}")
+    if options.osft is not None:
+        words.append(f"{format_share(options.osft.unfreeze_rank_ratio)} of directions trained")
+    if options.other_loss is not None:
+        words.append(f"loss {options.other_loss}")
+    return [*words, *lowering_notes(options.compiled, options.float8, options.packed_products)]
 
 
 def _published_table(published: Sequence[PublishedLargest]) -> Table:

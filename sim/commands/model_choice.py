@@ -14,7 +14,7 @@ from ...shared.basics.errors import ProtwinError, WorkloadError
 from ...shared.catalogue.models import known_model
 from ...shared.cli.loss_options import loss_tiles_of
 from ...shared.cli.options import DTypeName, MethodName, ModelName, PackedLengths, cache_folder, warn
-from ...shared.cli.training_choice import LoraChoice, TrainingChoice
+from ...shared.cli.training_choice import KnownTraining, LoraChoice, TrainingChoice
 from ...shared.schema.hardware import Device, Hardware
 from ...shared.schema.plan import TrainingMethod
 from ...shared.schema.training_options import QuantizationOptions, TrainingOptions
@@ -59,7 +59,7 @@ class _NeedsTraceError(ProtwinError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictedTraining(TrainingChoice):
+class PredictedKnown(KnownTraining):
     """With what others' programs run, which is predicted alone."""
 
     compiled: Annotated[
@@ -131,6 +131,11 @@ class PredictedTraining(TrainingChoice):
         loss = loss_tiles_of(self.loss, asked.loss_tiles)
         found = AskedTiles.named(asked.mlp_tiles or whole, loss, at_any_length=at_any_length)
         return found.needed if is_needed else found
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedTraining(PredictedKnown, TrainingChoice):
+    """Of any model, traced where it has to be."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from ...shared.catalogue.models import model_configuration, model_names
 from ...shared.records.question import sequence_length_of
 from ...shared.schema.hardware import Device, Hardware
 from ...shared.schema.optimizer import Optimizer
+from ...shared.schema.training_options import FULL_TRAINING, TrainingOptions
 from ...shared.schema.workload import Workload
 from ...shared.tables.labels import bottleneck
 from ...shared.workloads.source import WorkloadRequest, untraced_workload
@@ -31,6 +32,8 @@ from ..searching.least_memory import least_host, some_plan_fits
 from ..searching.problem import SearchProblem, search_problem
 from ..searching.request import SearchRequest, Step
 from ..searching.search import search_batches
+from ..space.space import SearchSpace
+from .in_tiles import Tiles
 
 _UNLIMITED_BYTES: Final = 2**50
 """More than any model needs."""
@@ -49,6 +52,10 @@ class LargestRequest:
     optimizer: Optimizer = Optimizer.ADAMW
     margin_frac: float = DEFAULT_MARGIN_FRAC
     """As of ``SearchRequest``."""
+    options: TrainingOptions = FULL_TRAINING
+    """What of the model is trained, and how."""
+    loss_tiles: Tiles = (1,)
+    """Numbers of tiles that head and loss may run in."""
 
     @cached_property
     def models(self) -> tuple[tuple[int, str], ...]:
@@ -57,24 +64,34 @@ class LargestRequest:
         return tuple(sorted(found, reverse=True))
 
     def workload(self, model: str, device: Device) -> Workload | None:
-        """What the model does in one step; None if it has no sequences of this length."""
+        """What the model does in one step; None if it has no sequences of this length, or only a trace knows."""
         try:
             asked = WorkloadRequest(
                 model,
                 batch_size=self.batch_size,
                 sequence_length=self.sequence_length,
                 dtype=self.dtype,
+                options=self.options,
                 device=device,
+                loss_tiles=self.loss_tiles,
             )
             found = untraced_workload(asked)
         except WorkloadError:
             return None
         return found if found is not None and sequence_length_of(found) is not None else None
 
+    def is_known_whole(self, model: str, device: Device) -> bool:
+        """Whether its full training has such a step: what ``workload`` lacks then, a trace would know."""
+        return replace(self, options=FULL_TRAINING, loss_tiles=(1,)).workload(model, device) is not None
+
     def search_request(self, workload: Workload, hardware: Hardware) -> SearchRequest:
         """The search for its best plan on the machine, with what its host cannot hold on its disk if it has one."""
         found = SearchRequest(
-            workload=workload, hardware=hardware, margin_frac=self.margin_frac, step=Step(optimizer=self.optimizer)
+            workload=workload,
+            hardware=hardware,
+            margin_frac=self.margin_frac,
+            space=SearchSpace(loss_tiles=self.loss_tiles),
+            step=Step(optimizer=self.optimizer),
         )
         return found.with_disk() if found.may_use_disk else found
 
@@ -108,9 +125,10 @@ def largest_models(
         host_memories: Bytes, in the place of the machines' own; None for more than any model needs.
         on_progress: Told how many machines with a host's memory are answered.
 
-    Raises what ``search`` raises, but for models that do not fit.
+    Raises what ``search`` raises, but for models that do not fit, and WorkloadError if nothing is known of any model in
+    such a training.
     """
-    left_out: dict[str, None] = {}
+    left_out: dict[str, bool] = {}
     found: list[LargestModel] = []
     sizes = sorted(set(host_memories), key=lambda size: _UNLIMITED_BYTES if size is None else size)
     boxes = [box for hardware in machines for box in _without_and_with_disk(hardware)]
@@ -122,11 +140,19 @@ def largest_models(
             of_machine.append(one)
             on_progress(len(found) + len(of_machine), len(boxes) * len(sizes))
         found += of_machine[::-1]
+    if len(left_out) == len(request.models) and any(left_out.values()):
+        raise WorkloadError(
+            f"no model of the catalogue with sequences of {request.sequence_length:,} tokens is known in this training "
+            f"without a trace, and none is traced here. Leave an option of it out, or ask protwin search about one "
+            f"model."
+        )
     return LargestModels(
         batch_size=request.batch_size,
         sequence_length=request.sequence_length,
         optimizer=request.optimizer,
-        left_out=tuple(sorted(left_out)),
+        options=request.options,
+        left_out=tuple(sorted(model for model, is_known_whole in left_out.items() if not is_known_whole)),
+        untraced=tuple(sorted(model for model, is_known_whole in left_out.items() if is_known_whole)),
         machines=tuple(found),
     )
 
@@ -136,7 +162,7 @@ def _without_and_with_disk(hardware: Hardware) -> list[Hardware]:
 
 
 def _of_machine(
-    request: LargestRequest, hardware: Hardware, host_memories: Sequence[int | None], left_out: dict[str, None]
+    request: LargestRequest, hardware: Hardware, host_memories: Sequence[int | None], left_out: dict[str, bool]
 ) -> Iterator[LargestModel]:
     """One answer for each size of the host's memory; these descend."""
     models, tried = request.models, 0
@@ -148,7 +174,7 @@ def _of_machine(
             model = models[tried][1]
             workload = request.workload(model, box.device)
             if workload is None:
-                left_out[model] = None
+                left_out[model] = request.is_known_whole(model, box.device)
             elif request.fits(workload, box):
                 found = trained(request, workload, box)
                 break

@@ -12,11 +12,14 @@ import pytest
 from typer.main import get_command
 
 from protwin.shared.basics.errors import WorkloadError
+from protwin.shared.cli.option_groups import with_groups
+from protwin.shared.cli.options import command_app
 from protwin.shared.cli.root import APPS
 from protwin.shared.cli.training_choice import TrainingChoice
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.training_options import TrainingOptions
 from protwin.shared.workloads.source import WorkloadRequest
+from protwin.sim.commands.model_choice import PredictedTraining
 from tests.cli.conftest import Protwin
 
 ASKING: Final = ("search", "simulate", "advise", "sweep")
@@ -84,6 +87,31 @@ def options(command: str) -> set[str]:
 
 HAS: Final = {command: options(command) for command in (*ASKING, *OTHERS)}
 EXCEPTED: Final = {name: set(having.split()) for names, having, _ in EXCEPTIONS for name in names.split()}
+
+
+WITH_A_TRACE: Final = (
+    "--autocast",
+    "--freeze",
+    "--image-size",
+    "--images",
+    "--kernels",
+    "--lora-dropout",
+    "--lora-dtype",
+    "--use-dora",
+)
+"""Of trainings that no model of the catalogue is known in without one, which ``protwin largest`` never makes."""
+
+
+def test_the_largest_model_is_asked_about_in_every_training_that_is_known_without_a_trace() -> None:
+    def of(group: type[object]) -> set[str]:
+        def command(*, training: Any) -> None: ...
+
+        command.__annotations__["training"] = group
+        typer_ = command_app()
+        typer_.command()(with_groups(command))
+        return {name for one in get_command(typer_).params for name in one.opts if name.startswith("--")}
+
+    assert of(PredictedTraining) - options("largest") == set(WITH_A_TRACE)
 
 
 @pytest.mark.parametrize("option", sorted(set().union(*HAS.values())))

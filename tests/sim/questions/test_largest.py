@@ -7,14 +7,17 @@ from dataclasses import replace
 import pytest
 
 from protwin.shared.answers.advice import TrainedModel
-from protwin.shared.basics.errors import InfeasibleError
+from protwin.shared.basics.errors import InfeasibleError, WorkloadError
 from protwin.shared.catalogue.machines import load_hardware, override_hardware
 from protwin.shared.catalogue.models import model_configuration
+from protwin.shared.phases.quantization import Quantization, QuantizedType
 from protwin.shared.schema.hardware import Hardware
 from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.training_options import FULL_TRAINING, LoraOptions, QuantizationOptions, TrainingOptions
 from protwin.shared.schema.workload import Workload
 from protwin.shared.tables.advice import largest_tables
 from protwin.shared.tables.terminal import as_text
+from protwin.shared.workloads.source import load_workload
 from protwin.sim.questions import largest
 from protwin.sim.questions.largest import (
     LargestRequest,
@@ -24,7 +27,7 @@ from protwin.sim.questions.largest import (
     with_host_memory,
 )
 from protwin.sim.searching.least_memory import some_plan_fits
-from protwin.sim.searching.request import Effort
+from protwin.sim.searching.request import Effort, SearchRequest
 from protwin.sim.searching.search import search
 
 GIB = 2**30
@@ -118,6 +121,43 @@ def test_models_without_such_sequences_are_left_out_by_name(monkeypatch: pytest.
     found = largest_models(LargestRequest(sequence_length=1025), [box(2 * GIB)], [2 * GIB])
     assert found.machines[0].found is None
     assert found.left_out == ("gpt2", "vit-huge")
+
+
+def test_adapters_beside_packed_weights_are_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held against a search of what any command that names one model asks about; a host that full training exceeds."""
+    models, hardware = ("qwen2.5-0.5b", "tinyllama-1.1b"), with_host_memory(box(2 * GIB), 9 * GIB)
+    options = TrainingOptions(
+        lora=LoraOptions(rank=8), quantized=QuantizationOptions(how=Quantization(type=QuantizedType.NF4, blocksize=64))
+    )
+    monkeypatch.setattr(largest, "model_names", lambda: models)
+    asked = replace(REQUEST, options=options, sequence_length=512)
+    of_adapters, of_all = (
+        largest_models(request, [hardware], [9 * GIB]) for request in (asked, replace(asked, options=FULL_TRAINING))
+    )
+    workload = load_workload(
+        "tinyllama-1.1b", batch_size=1, sequence_length=512, dtype="bfloat16", hardware=hardware, options=options
+    )
+    search(SearchRequest(workload=workload, hardware=hardware, margin_frac=None, effort=Effort(max_replays=1)))
+    (found,), (whole,) = (answer.machines for answer in (of_adapters, of_all))
+    assert found.found is not None
+    assert (found.found.model, found.found.plan.workload_id) == ("tinyllama-1.1b", workload.identity)
+    assert whole.found is None or whole.found.model != "tinyllama-1.1b"
+    title = as_text(tuple(largest_tables(of_adapters)), width=150).splitlines()[0]
+    assert "LoRA of rank 8 beside nf4" in title
+
+
+def test_models_that_only_a_trace_knows_are_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as models without such sequences; and an answer about no model at all is none."""
+    options = TrainingOptions(lora=LoraOptions(rank=8, targets=("q_proj", "v_proj")))
+    asked = LargestRequest(sequence_length=1025, options=options)
+    monkeypatch.setattr(largest, "model_names", lambda: ("tinyllama-1.1b", "gpt2-xl", "opt-1.3b"))
+    found = largest_models(asked, [box(4 * GIB)], [16 * GIB])
+    (answer,) = found.machines
+    assert answer.found is not None
+    assert (answer.found.model, found.untraced, found.left_out) == ("tinyllama-1.1b", ("opt-1.3b",), ("gpt2-xl",))
+    assert "only a trace knows them in this training: opt-1.3b" in as_text(tuple(largest_tables(found)), width=200)
+    with pytest.raises(WorkloadError, match="ask protwin search about one model"):
+        largest_models(replace(asked, options=TrainingOptions(frozen=("*",))), [box(4 * GIB)], [16 * GIB])
 
 
 def test_the_nearest_model_is_nearest() -> None:
