@@ -161,7 +161,7 @@ class BypassSteps:
         ),
     ] = None
     learning_rate: Annotated[
-        float, typer.Option("--learning-rate", metavar="RATE", min=0.0, help="At the warm-up's end.")
+        float, typer.Option("--learning-rate", metavar="RATE", help="At the warm-up's end; above 0.")
     ] = 1e-4
     least_rate_frac: Annotated[
         float, typer.Option("--least-rate", metavar="FRACTION", help="What it falls to, of its peak.")

@@ -119,7 +119,7 @@ def _parts_of(module: nn.Module) -> dict[str, int]:
 def _difference(model: nn.Module, workload: Workload) -> str:
     """In what ``model`` differs first from the one that was traced."""
     traced = {parameter.name: parameter for parameter in workload.parameters}
-    given = dict(model.named_parameters())
+    given = dict(_listed(model, workload))
     for lacking, has, how in (
         (traced.keys() - given.keys(), traced, "has a parameter {}, which this one lacks"),
         (given.keys() - traced.keys(), given, "lacks the parameter {} of this one"),
@@ -135,4 +135,16 @@ def _difference(model: nn.Module, workload: Workload) -> str:
         ):
             if then != now:
                 return f"{what} of {name} was {then}, and is {now} here"
-    return "module classes, buffers or strides differ"
+    unlisted = "" if workload.distillation is None else ", or parameters outside of the blocks,"
+    return f"module classes, buffers or strides{unlisted} differ"
+
+
+def _listed(model: nn.Module, workload: Workload) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that a workload of ``model`` lists: a distillation's has those of blocks, and few others."""
+    blocks = tuple(f"{block.name}." for block in workload.blocks)
+    named = model.named_parameters(remove_duplicate=False)
+    in_blocks = {id(parameter) for name, parameter in named if name.startswith(blocks)}
+    traced = {parameter.name for parameter in workload.parameters}
+    for name, parameter in model.named_parameters():
+        if workload.distillation is None or id(parameter) in in_blocks or name in traced:
+            yield name, parameter

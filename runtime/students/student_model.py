@@ -92,6 +92,23 @@ def set_learnt(model: nn.Module, student: Student, shapes: Sequence[BlockShape])
         )
 
 
+def take_types(made: nn.Module, teacher: nn.Module) -> None:
+    """Give a student without values the element types that ``make_student`` would give it, parameter by parameter.
+
+    Buffers have types of their own: rotary frequencies are float32 in models of any type.
+    """
+    of_parameters = {name: one.dtype for name, one in teacher.named_parameters(remove_duplicate=False)}
+    of_buffers = {name: one.dtype for name, one in teacher.named_buffers(remove_duplicate=False)}
+    of_others = of_parameters[min(of_parameters)]
+    for name, parameter in made.named_parameters():
+        parameter.data = parameter.data.to(of_parameters.get(name, of_others))
+    for path, module in made.named_modules():
+        for name, buffer in module._buffers.items():
+            dtype = of_buffers.get(f"{path}.{name}" if path else name)
+            if buffer is not None and dtype is not None:
+                module._buffers[name] = buffer.to(dtype)
+
+
 def _block_of(name: str, blocks: Mapping[str, BlockValues]) -> tuple[BlockValues | None, str]:
     """The block of a parameter, and its path there; None outside of blocks."""
     for path, block in blocks.items():

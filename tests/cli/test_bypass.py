@@ -147,6 +147,7 @@ BAD: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
     "a sweep of the data": (lambda work: sweep(work, "sequence_length = 4"), ("--sweep", "sweep.toml"), "sequence_l"),
     "no sweep": (lambda work: write_sweep(work, "a = 1"), ("--sweep", "sweep.toml"), "is no sweep"),
     "a narrow autocast": (nothing, ("--autocast", "float16"), "Give bfloat16"),
+    "a rate that is none": (nothing, ("--learning-rate", "-1"), "the rate positive"),
     "code of the teacher's own": (with_code, (), "code of its own: modeling_mine.py. It did not run"),
     "code of somebody else": (with_code_elsewhere, ("--trust-remote-code",), "is no class of a file in that folder"),
     "a sweep's student": (
