@@ -7,6 +7,10 @@ highest where the rows are where they count most: as many experts as a row choos
 after the one at hand.  So a few routings are tried: the first experts have everything, or the last, or those in the
 middle, or some of both ends; the others have nothing, or a single row each; and all experts have equally many.  The
 highest of what these take is the worst ([Note: Envelope] in ``shared/phases/envelope.py``).
+
+[Note: Random branches]
+A block may leave parts out at random (stochastic depth, layer drop): it draws a scalar and asks which side of a rate it
+is on.  So such scalars are drawn as low and as high as they can be, all of them or every other one.
 """
 
 from __future__ import annotations
@@ -28,6 +32,12 @@ _ALONE: Final = frozenset({"argmax", "argmin", "multinomial"})
 
 
 _COMPARISONS: Final = frozenset({"gt", "ge", "lt", "le"})
+_DRAWS: Final = frozenset({"rand", "uniform", "uniform_", "bernoulli", "bernoulli_"})
+"""Operators that draw from 0 to 1, or between two bounds that follow the tensor."""
+_HIGHEST: Final = 1 - 2**-24
+"""What such a scalar is below; 1 to a ``bernoulli``."""
+_MOST_DRAWS: Final = 32
+"""Scalars that one phase is given: a loop that draws until one passes has to end."""
 
 
 class Routing(StrEnum):
@@ -44,6 +54,16 @@ class Routing(StrEnum):
 
 _WITH_NONE: Final = frozenset({Routing.FIRST, Routing.LAST})
 """Routings in which some experts have nothing."""
+_HIGH: Final = {
+    Routing.EVEN: (True,),
+    Routing.FIRST: (False,),
+    Routing.LAST: (True,),
+    Routing.FIRST_OF_ALL: (False, True),
+    Routing.MIDDLE_OF_ALL: (True, False),
+    Routing.LAST_OF_ALL: (True,),
+    Routing.ENDS_OF_ALL: (False,),
+}
+"""Which of the scalars that a phase draws are high, in turns."""
 
 
 class ForcedChoices(TorchDispatchMode):
@@ -51,8 +71,8 @@ class ForcedChoices(TorchDispatchMode):
 
     A choice is ``topk``, ``argmax``, ``max`` along a dim, ``multinomial`` or a ``sort`` of floating-point scores, or a
     comparison of such scores with a threshold, which all pass where every expert is to have rows: only where shapes
-    depend on values, since elsewhere a loop may run until none passes.  Whoever watches operations does not see what is
-    done here.
+    depend on values, since elsewhere a loop may run until none passes.  So is a scalar that is drawn at random
+    ([Note: Random branches]).  Whoever watches operations does not see what is done here.
     """
 
     def __init__(self, routing: Routing, watch: ValueWatch) -> None:
@@ -62,6 +82,8 @@ class ForcedChoices(TorchDispatchMode):
         """Where the model is."""
         self.forced: set[int] = set()
         """Blocks in which a choice was forced."""
+        self._drawn: tuple[PhaseKey | None, int] = (None, 0)
+        """The phase of the latest scalar, and how many it has drawn."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -72,7 +94,9 @@ class ForcedChoices(TorchDispatchMode):
         if place is None or not isinstance(place[1], int) or place[1] not in self._watch.blocks:
             return result
         with _disable_current_modes():
-            if self._forces(int(place[1]), func, args, kwargs or {}, result):
+            if self._forces_draw(place, func, args, result) or self._forces(
+                int(place[1]), func, args, kwargs or {}, result
+            ):
                 self.forced.add(int(place[1]))
         return result
 
@@ -90,6 +114,27 @@ class ForcedChoices(TorchDispatchMode):
         scores = args[0]
         dim = _dim_of(func, args, kwargs) % scores.dim()
         _force(indices, self._routing, dim, scores.shape[dim])
+        return True
+
+    def _forces_draw(self, place: PhaseKey, func: Any, args: tuple[Any, ...], result: Any) -> bool:
+        """Whether ``result`` is a scalar that is drawn at random; it is then low or high."""
+        name = func.overloadpacket.__name__
+        if name not in _DRAWS or not isinstance(result, torch.Tensor) or result.numel() != 1:
+            return False
+        before, number = self._drawn
+        number = number if before == place else 0
+        self._drawn = place, number + 1
+        if number >= _MOST_DRAWS:
+            return False
+        turns = _HIGH[self._routing]
+        is_high = turns[number % len(turns)]
+        if name.startswith("bernoulli"):
+            result.fill_(1 if is_high else 0)
+        else:
+            # What is as it is by default comes in neither.
+            given: tuple[float, ...] = args[1:3] if name.startswith("uniform") else ()
+            low, high = *given, *(0.0, 1.0)[len(given) :]
+            result.fill_(low + (high - low) * _HIGHEST if is_high else low)
         return True
 
 

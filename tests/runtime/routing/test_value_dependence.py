@@ -125,3 +125,61 @@ def test_other_batches_have_other_data_and_the_same_masks_and_shapes() -> None:
         assert torch.equal(other["attention_mask"], batch["attention_mask"])
         assert other["input_ids"].shape == (3, 4)
         assert not torch.equal(other["input_ids"], batch["input_ids"])
+
+
+DRAWS: dict[str, Callable[[], float]] = {
+    "rand": lambda: torch.rand(()).item(),
+    "uniform_": lambda: torch.empty(1).uniform_(0, 1).item(),
+    "bernoulli_": lambda: torch.empty(()).bernoulli_(0.5).item(),
+    "bernoulli": lambda: torch.bernoulli(torch.full((1,), 0.5)).item(),
+    "uniform_ of signs": lambda: (torch.empty(()).uniform_(-1, 1).item() + 1) / 2,
+}
+
+
+class LayerDrop(nn.Module):
+    """A residual part that is left out where what is drawn is at most ``rate``; two are drawn, and the second counts
+    the other way round.
+    """
+
+    def __init__(self, draw: Callable[[], float], rate: float) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.draw, self.rate = draw, rate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(n, 8) in and out."""
+        x = x * 1.0
+        if self.draw() > self.rate:
+            x = x + self.narrow(self.wide(x).tanh())
+        return x + self.narrow(self.wide(x).exp()) if self.draw() < 1 - self.rate else x
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_what_a_block_leaves_out_at_random_is_accounted_for_whatever_the_trace_has_drawn(draw: str) -> None:
+    """Each trace's phases hold what a model takes that never leaves anything out."""
+
+    def traced(rate: float, seed: int) -> list[int]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(LayerDrop(DRAWS[draw], rate)))
+        points = torch.randn(16, 8)
+        workload = trace(model, points, loss=lambda output, _: output.square().mean(), blocks=["1"], repeats=0)
+        (profile,) = workload.profiles
+        return [value for phase in profile.phases for value in (phase.peak_bytes, phase.net_bytes)]
+
+    whole = traced(-1.0, seed=0)
+    for seed in range(3):
+        found = traced(0.5, seed)
+        assert found[0] >= whole[0], "the forward's peak"
+        assert found[1] >= whole[1], "what it leaves"
+
+
+def test_a_loop_that_draws_until_one_passes_ends() -> None:
+    watch = watching(is_sized=False)
+    for routing in Routing:
+        choices = ForcedChoices(routing, watch)
+        choices.place = lambda: PLACE
+        with choices:
+            while torch.rand(()) > 0.5:
+                pass
+            while torch.rand(()) < 0.5:
+                pass
