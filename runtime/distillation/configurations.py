@@ -19,7 +19,7 @@ from ..devices.time_limit import TimeChecks, time_limit
 from ..model.batches import BatchRefusedError
 from ..model.configurations import quiet
 from ..students.building import build_student
-from ..students.student_model import set_learnt, take_types
+from ..students.student_model import set_learnt, with_types_of
 from ..tracing.configurations import ModelFailedError, autocast_of, check_limits, configured_model, one_message
 from ..tracing.model_inputs import ModelInputs
 from .block_losses import block_loss
@@ -59,8 +59,7 @@ def distillation_of_configuration(
             teacher: Any = configured_model(configuration, name, dtype, FULL_TRAINING, code=code)
             shapes = shapes or student_shapes(student, teacher.config.to_dict(), name=name)
             report(1, _STAGES)
-            made = build_student(type(teacher), teacher.config, shapes)
-            take_types(made, teacher)
+            made = with_types_of(teacher, build_student(type(teacher), teacher.config, shapes))
             set_learnt(made, student, shapes)
             report(2, _STAGES)
         check_limits(teacher, name, given)

@@ -92,8 +92,8 @@ def set_learnt(model: nn.Module, student: Student, shapes: Sequence[BlockShape])
         )
 
 
-def take_types(made: nn.Module, teacher: nn.Module) -> None:
-    """Give a student without values the element types that ``make_student`` would give it, parameter by parameter.
+def with_types_of(teacher: nn.Module, made: nn.Module) -> nn.Module:
+    """``made``, a student without values, in the element types that ``make_student`` would give it, one by one.
 
     Buffers have types of their own: rotary frequencies are float32 in models of any type.
     """
@@ -107,6 +107,7 @@ def take_types(made: nn.Module, teacher: nn.Module) -> None:
             dtype = of_buffers.get(f"{path}.{name}" if path else name)
             if buffer is not None and dtype is not None:
                 module._buffers[name] = buffer.to(dtype)
+    return made
 
 
 def _block_of(name: str, blocks: Mapping[str, BlockValues]) -> tuple[BlockValues | None, str]:
