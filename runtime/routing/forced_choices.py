@@ -82,8 +82,10 @@ class ForcedChoices(TorchDispatchMode):
         """Where the model is."""
         self.forced: set[int] = set()
         """Blocks in which a choice was forced."""
-        self._drawn: tuple[PhaseKey | None, int] = (None, 0)
-        """The phase of the latest scalar, and how many it has drawn."""
+        self._phase: PhaseKey | None = None
+        """That of the latest operation."""
+        self._num_drawn = 0
+        """Scalars that it has drawn."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -91,12 +93,13 @@ class ForcedChoices(TorchDispatchMode):
         """The operation, with other indices."""
         result = func(*args, **(kwargs or {}))
         place = self.place() if self.place is not None else None
+        if place != self._phase:
+            # A recomputation draws what its forward has drawn.
+            self._phase, self._num_drawn = place, 0
         if place is None or not isinstance(place[1], int) or place[1] not in self._watch.blocks:
             return result
         with _disable_current_modes():
-            if self._forces_draw(place, func, args, result) or self._forces(
-                int(place[1]), func, args, kwargs or {}, result
-            ):
+            if self._forces_draw(func, args, result) or self._forces(int(place[1]), func, args, kwargs or {}, result):
                 self.forced.add(int(place[1]))
         return result
 
@@ -116,14 +119,13 @@ class ForcedChoices(TorchDispatchMode):
         _force(indices, self._routing, dim, scores.shape[dim])
         return True
 
-    def _forces_draw(self, place: PhaseKey, func: Any, args: tuple[Any, ...], result: Any) -> bool:
+    def _forces_draw(self, func: Any, args: tuple[Any, ...], result: Any) -> bool:
         """Whether ``result`` is a scalar that is drawn at random; it is then low or high."""
         name = func.overloadpacket.__name__
         if name not in _DRAWS or not isinstance(result, torch.Tensor) or result.numel() != 1:
             return False
-        before, number = self._drawn
-        number = number if before == place else 0
-        self._drawn = place, number + 1
+        number = self._num_drawn
+        self._num_drawn += 1
         if number >= _MOST_DRAWS:
             return False
         turns = _HIGH[self._routing]

@@ -173,6 +173,24 @@ def test_what_a_block_leaves_out_at_random_is_accounted_for_whatever_the_trace_h
         assert found[1] >= whole[1], "what it leaves"
 
 
+def test_a_recomputation_draws_what_its_forward_has_drawn() -> None:
+    """Between two forwards of a block other operations ran, and none drew; an odd number each is another turn."""
+
+    class Drop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.map = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            """(n, 8) in and out."""
+            return x + (self.map(x).tanh() if torch.rand(()) > 0.5 else x * 0)
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(Drop()), nn.Linear(8, 8))
+    workload = trace(model, torch.randn(4, 8), loss=lambda output, _: output.square().mean(), blocks="1", repeats=0)
+    (profile,) = workload.profiles
+    assert profile.recompute.net_bytes > 0
+
+
 def test_a_loop_that_draws_until_one_passes_ends() -> None:
     watch = watching(is_sized=False)
     for routing in Routing:
