@@ -259,11 +259,12 @@ class ModeChoice(FrozenModel):
     num_candidates: NonNegativeInt
     num_simulated: NonNegativeInt
     best_iteration_s: PositiveFloat | None
-    """The shortest iteration of its simulated plans; None where none was simulated: none fits, or none can win."""
+    """The shortest iteration of its simulated plans, the recommended one among them where none is expected to fit; None
+    where none was simulated: none fits, or none can win."""
     shortest_possible_s: NonNegativeFloat | None
     """No plan of this mode that fits has a shorter iteration; None where none fits, or where nothing is proven."""
     reason: str = ""
-    """Why it has no plan, or none that fits."""
+    """Why it has no plan, or none that fits, in a clause."""
 
     @property
     def words(self) -> str:

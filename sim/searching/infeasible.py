@@ -17,29 +17,57 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import gcd, inf
 from typing import Final
 
 from ...shared.basics.errors import InfeasibleError
 from ...shared.basics.units import format_bytes, format_enough_bytes, parse_bytes
+from ...shared.catalogue.models import known_model, model_configuration
 from ...shared.catalogue.parts import disk_names, disk_part
 from ...shared.compile.compile import compile_schedule
+from ...shared.phases.operations import OperationClass
+from ...shared.phases.sequence_sharing import why_not_shared
+from ...shared.phases.tiling import LossHead
+from ...shared.records.question import sequence_length_of
 from ...shared.schema.hardware import DeviceKind, Disk
 from ...shared.schema.plan import Plan, TrainingMethod, mode_words
 from ...shared.tables.memory import stays_sentence
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ..memory.host import default_host_budget_bytes, memory_with_room
-from .least_memory import Need, least_device, least_disk, least_host
+from .least_memory import Need, least_device, least_disk, least_host, some_plan_fits
 from .problem import SearchProblem, search_problem
 from .request import SearchRequest
 
+_ATTENTION: Final = OperationClass.ATTENTION
+_CAUSAL: Final = ("ForCausalLM", "LMHeadModel")
+"""Ends of the names of models with the loss of causal language."""
 _ROOMY: Final = Disk(name="any", capacity_bytes=2**60, read_bytes_per_s=1e9, write_bytes_per_s=1e9)
 
 
-def explain_infeasible(problem: SearchProblem, changes: Changes | None = None) -> InfeasibleError:
-    """The error that says why no plan of the space fits; ``changes``: what to do, other than the space's own."""
+def explain_infeasible(
+    problem: SearchProblem, changes: Changes | None = None, modes: Sequence[str] = ()
+) -> InfeasibleError:
+    """The error that says why no plan of the space fits.
+
+    ``changes``: what to do, other than the space's own; ``modes``: all that were searched, that of ``problem`` first.
+    """
     changes = changes or smallest_changes(problem)
-    return InfeasibleError(f"no plan fits{_why(problem)} {changes.sentence(problem)}{_others(problem)}")
+    where, who = "", problem.workload.model_name
+    if modes:
+        where = f" on {problem.step.num_ranks:,} ranks in mode{'s'[: len(modes) - 1]} {_either(sorted(modes))}"
+        who = f"{f'in mode {modes[0]}, which lacks the least, ' if len(modes) > 1 else ''}each rank of {who}"
+    words = f"no plan fits{where}{_why(problem, who)} {changes.sentence(problem)}{_others(problem)}"
+    return InfeasibleError(words)
+
+
+def shortage(problem: SearchProblem) -> str:
+    """In a clause, what even the leanest plans lack; empty where some plan fits."""
+    lacking = [] if some_plan_fits(problem) else _lacking(problem)
+    return ", and ".join(
+        f"needs at least {format_bytes(one.need_bytes)} of {one.memory} memory, {format_bytes(one.short_bytes)} more "
+        f"than the budget of {format_bytes(one.budget_bytes)}"
+        for one in lacking
+    )
 
 
 def nothing_fits(problems: Sequence[SearchProblem]) -> InfeasibleError:
@@ -56,12 +84,8 @@ def nothing_fits(problems: Sequence[SearchProblem]) -> InfeasibleError:
         return (inf if change.device_bytes is None else change.device_bytes), change.both_bytes
 
     least = min(reversed(problems), key=need)
-    reason = explain_infeasible(least, least_of(changes.values()))
-    others = " or ".join(mode for mode in changes if mode != _mode_of(least))
-    return InfeasibleError(
-        f"in mode {_mode_of(least)} on each of {least.step.num_ranks} ranks"
-        f"{f', nor in {others}' if others else ''}: {reason}"
-    )
+    others = [mode for mode in changes if mode != _mode_of(least)]
+    return explain_infeasible(least, least_of(changes.values()), [_mode_of(least), *others])
 
 
 def _mode_of(problem: SearchProblem) -> str:
@@ -147,43 +171,64 @@ def _device_alone(problem: SearchProblem, least_bytes: int) -> Need | None:
 # -- words -----------------------------------------------------------------------------------------------------------
 
 
-def _why(problem: SearchProblem) -> str:
-    """Facts, on the first line which memory is too small and by how much, the host's first; then the closest plans."""
+@dataclass(frozen=True)
+class _Lack:
+    """A memory that is too small for every plan."""
+
+    memory: str
+    need_bytes: int
+    budget_bytes: int
+    owner: str
+    plan: Plan
+    """One that needs no more."""
+
+    @property
+    def short_bytes(self) -> int:
+        """How much more is needed than there is."""
+        return self.need_bytes - self.budget_bytes
+
+    @property
+    def words(self) -> str:
+        """What is needed, and by how much that is too much."""
+        return (
+            f"{format_bytes(self.need_bytes)} of {self.memory} memory but the budget of {self.owner} is "
+            f"{format_bytes(self.budget_bytes)}, {format_bytes(self.short_bytes)} too little"
+        )
+
+
+def _lacking(problem: SearchProblem) -> list[_Lack]:
+    """The memories that are too small where no plan fits, the host's first."""
     host, device = problem.host_budget_bytes, problem.device_budget_bytes
     closest, smallest = _closest(problem), least_device(problem)
     assert smallest is not None
     within = least_host(problem) if closest is None else least_host(problem, max(device, smallest.device_bytes))
     assert within is not None
-    is_host_short = closest is None or closest.device_bytes != smallest.device_bytes
-    is_device_short = smallest.device_bytes > device
-    lacks, memories = [], []
-    if is_host_short:
-        memories.append("host")
-        lacks.append(_lack("host memory", within.host_bytes, host, f"host {problem.hardware.host.name}"))
-    if is_device_short:
-        memories.append("device")
-        lacks.append(_lack("device memory", smallest.device_bytes, device, problem.hardware.device.name))
-    nearest = within if is_host_short else smallest
+    found = []
+    if closest is None or closest.device_bytes != smallest.device_bytes:
+        found.append(_Lack("host", within.host_bytes, host, f"host {problem.hardware.host.name}", within.plan))
+    if smallest.device_bytes > device:
+        found.append(_Lack("device", smallest.device_bytes, device, problem.hardware.device.name, smallest.plan))
+    return found
+
+
+def _why(problem: SearchProblem, who: str) -> str:
+    """Facts, on the first line which memory is too small and by how much, the host's first; then the closest plans."""
+    lacking = _lacking(problem)
+    memories = [one.memory for one in lacking]
     words = f", for {' and '.join(memories)} memory {'is' if len(memories) == 1 else 'are'} too small: "
-    words += f"{problem.workload.model_name} needs {', and '.join(lacks)} ({_knobs(nearest.plan)})."
-    if is_host_short:
+    words += f"{who} needs {', and '.join(one.words for one in lacking)} ({_knobs(lacking[0].plan)})."
+    if "host" in memories:
         words += " The host would hold offloaded parameters, gradients and optimizer state."
-    if is_device_short:
-        words += f" {_what_stays(problem, smallest.plan)}"
-    if is_host_short and closest is not None:
+    if "device" in memories:
+        words += f" {_what_stays(problem, lacking[-1].plan)}"
+    closest = _closest(problem)
+    if "host" in memories and closest is not None:
         words += (
             f" Within the host's budget the closest plan needs {format_bytes(closest.device_bytes)} of device memory, "
-            f"{format_bytes(closest.device_bytes - device)} more than the budget of {format_bytes(device)} "
-            f"({_knobs(closest.plan)})."
+            f"{format_bytes(closest.device_bytes - problem.device_budget_bytes)} more than the budget of "
+            f"{format_bytes(problem.device_budget_bytes)} ({_knobs(closest.plan)})."
         )
     return words
-
-
-def _lack(memory: str, need_bytes: int, budget_bytes: int, owner: str) -> str:
-    return (
-        f"{format_bytes(need_bytes)} of {memory} but the budget of {owner} is {format_bytes(budget_bytes)}, "
-        f"{format_bytes(need_bytes - budget_bytes)} too little"
-    )
 
 
 def _what_stays(problem: SearchProblem, plan: Plan) -> str:
@@ -197,10 +242,40 @@ def _others(problem: SearchProblem) -> str:
     """What else may help: less activations, where the rest fits, and more of the space."""
     ways = []
     if _rest_bytes(problem) < problem.device_budget_bytes:
-        ways.append("a smaller batch or a shorter sequence")
+        ways += ["a smaller batch", "a shorter sequence"]
+        if (number := _ranks_that_may_share(problem)) is not None:
+            ways.append(
+                f"sequences that ranks share, for which the model is traced (--sequence-ranks {number}; in Python "
+                f'sequence_ranks=({number},) of trace(), knobs={{"sequence_ranks": {number}}} of train())'
+            )
     if problem.is_restricted:
         ways.append("more of the space than was allowed")
-    return f"; {' or '.join(ways)} may fit too." if ways else "."
+    return f"; {_either(ways)} may fit too." if ways else "."
+
+
+def _either(words: Sequence[str]) -> str:
+    return " or ".join([*([", ".join(words[:-1])] if len(words) > 1 else []), words[-1]])
+
+
+def _ranks_that_may_share(problem: SearchProblem) -> int | None:
+    """The most ranks that might share each sequence, if the workload knows nothing of that; None where none can.
+
+    They divide tokens and query heads.  What else a model must have for it, a trace finds out; of
+    models of the catalogue the kind is known.
+    """
+    workload, num_ranks = problem.workload, problem.step.num_ranks
+    is_plain = workload.method is TrainingMethod.FULL and workload.packing is None and workload.compiled is None
+    length = sequence_length_of(workload)
+    if workload.sequence_sharings or not is_plain or length is None or workload.loss_head is not LossHead.EAGER:
+        return None
+    known = known_model(workload.model_name)
+    if known is not None and not model_configuration(known).config["architectures"][0].endswith(_CAUSAL):
+        return None
+    operations = [one for profile in workload.profiles for one in profile.forward.operations]
+    heads = [one.shape[0] // workload.num_samples for one in operations if one.operation_class is _ATTENTION]
+    divided = gcd(length, num_ranks, *heads)
+    allowed = [n for n in range(2, divided + 1) if divided % n == 0 and why_not_shared(n, num_ranks) is None]
+    return max(allowed, default=None) if heads else None
 
 
 def _rest_bytes(problem: SearchProblem) -> int:

@@ -9,7 +9,7 @@ from typing import Final, Self
 import numpy as np
 
 from ...shared.answers.search_result import BatchChoice, Certificate, ModeChoice, PlanOutcome, SearchResult
-from ...shared.basics.errors import PlanError, ProtwinError
+from ...shared.basics.errors import PlanError
 from ...shared.catalogue.rank_share import rent_of_stage
 from ...shared.layout.kinds import kind_of
 from ...shared.schema.hardware import DeviceKind
@@ -20,13 +20,14 @@ from ..engine.prediction import RankMachine, predicted_record
 from ..memory.libraries import collective_bytes, rank_device_bytes
 from .branch_and_bound import BranchAndBound, Simulated
 from .choice import Choice, Chosen
-from .infeasible import explain_infeasible
+from .infeasible import shortage
 from .levels import Candidate
 from .problem import SearchProblem
 from .request import SearchRequest
 
 _NUM_ALTERNATIVES: Final = 4
 _PARETO_SAVING_FRAC: Final = 0.01
+_BEYOND_SEGMENTS: Final = "its plans fit by what they allocate, but not by the segments that they are expected to take"
 
 
 def search_result(
@@ -159,34 +160,36 @@ def mode_choice(
     shard_ranks: int | None,
     refusal: PlanError | None,
     is_interrupted: bool,
+    chosen_s: float | None = None,
 ) -> ModeChoice:
     """The outcome of one mode; ``branches``: its searches, one for each size of the micro-batch, ascending.
 
-    ``shard_ranks``: of its shard groups, if it has some.  ``refusal``: why it has no plan, where there is no search.
+    Args:
+        mode: What ranks do together.
+        branches: Its searches.
+        shard_ranks: Of its shard groups, if it has some.
+        refusal: Why it has no plan, where there is no search.
+        is_interrupted: Whether the search was ended early.
+        chosen_s: The time of the recommended plan, if that is one of this mode: it may be beyond all margins.
     """
     best_s = [branch.best.timing.iteration_s for branch in branches if branch.best is not None]
+    known_s = [*best_s, *([chosen_s] if chosen_s is not None else [])]
     bounds_s = [branch.open_bound_s for branch in branches if np.isfinite(branch.open_bound_s)]
     reason = ""
     if not branches:
         reason = str(refusal)
-    elif not best_s and not bounds_s:
-        reason = _why_nothing_fits(branches[0].problem)
+    elif not known_s and not bounds_s:
+        problems = [branch.problem for branch in branches]
+        reason = shortage(min(problems, key=lambda problem: problem.least_activation_bytes)) or _BEYOND_SEGMENTS
     return ModeChoice(
         parallel=mode,
         shard_ranks=shard_ranks,
         num_candidates=sum(branch.num_candidates for branch in branches),
         num_simulated=sum(len(branch.simulated) for branch in branches),
-        best_iteration_s=min(best_s, default=None),
+        best_iteration_s=min(known_s, default=None),
         shortest_possible_s=None if is_interrupted else min(best_s + bounds_s, default=None),
         reason=reason,
     )
-
-
-def _why_nothing_fits(problem: SearchProblem) -> str:
-    try:
-        return str(explain_infeasible(problem))
-    except ProtwinError as error:
-        return str(error)
 
 
 def batch_choice(size: int, branches: Sequence[BranchAndBound], *, is_interrupted: bool) -> BatchChoice:

@@ -191,6 +191,7 @@ def _search(
                 shard_ranks=group,
                 refusal=refusals.get((mode, group)),
                 is_interrupted=interrupted,
+                chosen_s=choice.chosen.iteration_s if chosen.grouping == (mode, group) else None,
             )
             for mode, group in _groupings(request)
         )

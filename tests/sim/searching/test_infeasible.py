@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import pytest
 from hypothesis import assume, given, settings
@@ -15,7 +15,8 @@ from protwin.shared.basics.errors import InfeasibleError
 from protwin.shared.basics.units import parse_bytes
 from protwin.shared.catalogue.machines import load_hardware
 from protwin.shared.schema.hardware import DeviceKind, Hardware
-from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.plan import ParallelMode, Plan
+from protwin.shared.schema.training_options import LoraOptions, TrainingOptions
 from protwin.shared.schema.workload import Workload
 from protwin.shared.workloads.source import load_workload
 from protwin.sim.memory.host import default_reserve_bytes, memory_with_room
@@ -23,7 +24,7 @@ from protwin.sim.searching import infeasible, least_memory
 from protwin.sim.searching.infeasible import Changes, smallest_changes
 from protwin.sim.searching.least_memory import least_device, least_host
 from protwin.sim.searching.problem import SearchProblem, search_problem
-from protwin.sim.searching.request import Effort
+from protwin.sim.searching.request import Effort, Step
 from protwin.sim.searching.search import problems, search
 from protwin.sim.space.space import SearchSpace
 from protwin.sim.space.step_spec import StepSpec
@@ -320,3 +321,44 @@ def test_the_least_host_memory_is_that_of_the_smallest_peak() -> None:
     assert free is not None
     assert free.host_bytes == 0, "everything persistent"
     assert least_host(problem, 1) is None
+
+
+# -- shared sequences ------------------------------------------------------------------------------------------------
+
+
+def refusal(model: str, num_ranks: int, sequence_length: int, **shape: Any) -> str:
+    """Why nothing fits where activations decide."""
+    found = load_workload(model, batch_size=1, sequence_length=sequence_length, dtype="bfloat16", **shape)
+    request = fastest_request(
+        workload=found,
+        hardware=load_hardware("rtx-4090-x8"),
+        device_budget_bytes=4 * 2**30,
+        space=SearchSpace(chunk_bytes=2**28, n_offload_input=0),
+        step=Step(num_ranks=num_ranks, modes=(ParallelMode.REPLICATED,)),
+    )
+    return str(infeasible.explain_infeasible(search_problem(request)))
+
+
+LORA: Final = TrainingOptions(lora=LoraOptions(rank=4))
+
+
+@pytest.mark.parametrize(
+    ("model", "num_ranks", "sequence_length", "shape", "is_told"),
+    [
+        ("qwen2.5-0.5b", 2, 32_768, {"options": LORA}, True),
+        ("tinyllama-1.1b", 8, 32_768, {"options": LORA}, True),
+        ("tinyllama-1.1b", 1, 32_768, {"options": LORA}, False),  # nobody to share with
+        ("tinyllama-1.1b", 8, 32_767, {"options": LORA}, False),  # tokens that no ranks divide
+        ("llama-3-8b", 8, 32_768, {"sequence_ranks": (2,)}, False),  # it knows some, and they are searched
+        ("tinyllama-1.1b", 8, 32_768, {"packed_lengths": "uniform:8192:8192"}, False),  # rows are not shared
+        ("t5-small", 8, 8_192, {}, False),  # an encoder has no sequence to share
+    ],
+)
+def test_ranks_that_might_share_sequences_are_told_that_they_might(
+    model: str, num_ranks: int, sequence_length: int, shape: dict[str, Any], *, is_told: bool
+) -> None:
+    message = refusal(model, num_ranks, sequence_length, **shape)
+    assert "a shorter sequence" in message
+    assert ("sequences that ranks share" in message) is is_told, message
+    if is_told:
+        assert f"(--sequence-ranks {num_ranks}; in Python" in message

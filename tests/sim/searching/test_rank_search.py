@@ -14,21 +14,27 @@ from hypothesis.strategies import DrawFn
 
 from protwin.shared.answers.search_result import SearchResult
 from protwin.shared.basics.errors import InfeasibleError, PlanError
+from protwin.shared.basics.units import format_bytes
 from protwin.shared.catalogue.machines import machine as known_machine
+from protwin.shared.catalogue.machines import override_hardware
 from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.families.shipped import shipped_family
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.layout.residencies import ChunkResidency, residencies
 from protwin.shared.schema.hardware import Hardware
 from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.schedule import Lane, Memory, lanes_of
-from protwin.shared.schema.workload import Workload
+from protwin.shared.schema.workload import DType, Workload
+from protwin.shared.tables.search import mode_table
+from protwin.shared.tables.terminal import as_text
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.bounds.peak_bounds import MemoryBounds
 from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.engine.simulator import simulate, simulate_timing
-from protwin.sim.searching.request import Effort, Step
-from protwin.sim.searching.search import search
+from protwin.sim.searching.least_memory import least_device
+from protwin.sim.searching.request import Effort, SearchRequest, Step
+from protwin.sim.searching.search import problems, search
 from protwin.sim.space.space import SearchSpace
 from protwin.sim.space.step_spec import SEVERAL
 from tests.cli.saved import decoder
@@ -219,7 +225,7 @@ def test_the_answer_says_what_became_of_every_mode() -> None:
     assert tight.plan.parallel is ParallelMode.SHARDED
     ddp = tight.modes[0]
     assert (ddp.parallel, ddp.best_iteration_s, ddp.shortest_possible_s) == (ParallelMode.DDP, None, None)
-    assert re.search(r"GiB of device memory but the budget of \S+ is 1 GiB", ddp.reason)
+    assert re.search(r"GiB of device memory, \S+ MiB more than the budget of 1 GiB", ddp.reason)
     for result in (roomy, tight):
         again = simulate(result.plan, model, box)
         assert again.iteration_s == pytest.approx(result.prediction.iteration_s)
@@ -251,7 +257,8 @@ def test_what_fits_nowhere_is_told() -> None:
     model, box = decoder(), known_machine("a100-80gb-x8")
     with pytest.raises(
         InfeasibleError,
-        match=r"in mode replicated on each of 8 ranks, nor in ddp or sharded: no plan",
+        match=r"no plan fits on 8 ranks in modes ddp, replicated or sharded, for device memory is too small: in mode "
+        r"replicated, which lacks the least, each rank of ",
     ):
         search(fastest_request(workload=model, hardware=box, device_budget_bytes=2**20, step=Step(num_ranks=8)))
     with pytest.raises(PlanError, match="no plan of this mode"):
@@ -263,6 +270,41 @@ def test_what_fits_nowhere_is_told() -> None:
                 step=Step(num_ranks=8, modes=(ParallelMode.DDP,)),
             )
         )
+
+
+def test_modes_that_do_not_fit_say_in_a_clause_what_they_lack() -> None:
+    """No plan is expected to fit in segments: one mode has the recommended plan, one says so, and DDP what is short."""
+    family = shipped_family("gpt2", DType.BFLOAT16)
+    assert family is not None
+    asked = SearchRequest(
+        workload=family.at(batch_size=4, sequence_length=1024),
+        hardware=known_machine("a100-80gb-x8"),
+        margin_frac=0.0,
+        space=SearchSpace(chunk_bytes=2**26, n_swap=0, loss_tiles=1),
+        step=Step(num_ranks=2),
+        effort=Effort(max_replays=100),
+        baselines=None,
+    )
+    found = {problem.step.parallel: problem for problem in problems(asked)}
+    needs = {mode: need.device_bytes for mode, problem in found.items() if (need := least_device(problem)) is not None}
+    budget_bytes = needs[ParallelMode.SHARDED]
+    assert needs[ParallelMode.REPLICATED] == budget_bytes < needs[ParallelMode.DDP]
+    memory_bytes = asked.hardware.device.memory_bytes - asked.budgets_bytes()[0] + budget_bytes
+    tight = override_hardware(asked.hardware, {"device.memory_bytes": str(memory_bytes)})
+    result = search(replace(asked, hardware=tight))
+    assert not result.survives
+    modes = {mode.parallel: mode for mode in result.modes}
+    chosen = modes.pop(result.plan.parallel)
+    assert (chosen.reason, chosen.best_iteration_s) == ("", result.prediction.iteration_s)
+    need, more = (format_bytes(needs[ParallelMode.DDP] - has_bytes) for has_bytes in (0, budget_bytes))
+    assert modes.pop(ParallelMode.DDP).reason == (
+        f"needs at least {need} of device memory, {more} more than the budget of {format_bytes(budget_bytes)}"
+    )
+    (other,) = modes.values()
+    assert other.reason == "its plans fit by what they allocate, but not by the segments that they are expected to take"
+    table = as_text((mode_table(result),), width=100)
+    assert "chosen" in table
+    assert "Raise" not in table
 
 
 def test_ctrl_c_gives_the_best_plan_so_far_and_says_that_it_is_not_certified() -> None:
