@@ -173,6 +173,8 @@ class MeasuredRun(FrozenModel):
     """Whether there was a second one, to be filled while the first was reduced."""
     keeps_gradients: bool = False
     """Whether gradients were zeroed behind a step, not dropped."""
+    holds_inputs: bool = False
+    """Whether checkpointing was around FSDP's units with frozen parameters (``RuntimeProfile.holds_inputs``)."""
     keeps_gathered: bool = False
     """Whether what forward gathered was kept for backward (FSDP's SHARD_GRAD_OP)."""
     attention_kernel: AttentionKernel | None = None

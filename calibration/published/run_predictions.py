@@ -117,6 +117,7 @@ def profile_of(run: MeasuredRun) -> RuntimeProfile:
         bucket_scalars=run.bucket_scalars,
         has_two_buckets=run.has_two_buckets,
         keeps_gradients=run.keeps_gradients,
+        holds_inputs=run.holds_inputs,
         expandable_segments=source is not None and source.expandable_segments,
     )
 

@@ -116,7 +116,7 @@ from ..schema.plan_check import check_plan
 from ..schema.schedule import Schedule
 from ..schema.workload import Workload
 from .family import Family, family_of
-from .homes import add_buckets, add_homes
+from .homes import add_buckets, add_held_inputs, add_homes
 from .pairs import Pairs
 from .projections import ProjectedResidency, ProjectedSections, ProjectedStaging, ProjectedUpdates
 from .residency import Residency
@@ -219,6 +219,7 @@ def drafted(family: Family, policies: Policies = FULL_TRAINING, *, with_operands
     if with_operands:
         homes = add_homes(family, draft, policies.keeping)
         add_buckets(family, draft, sections.forwards[:, -1], sections.backwards[:, -1])
+        add_held_inputs(family, draft, sections.backwards)
         sections.wire(updates.device_adam)
         residency.wire(homes, staging.passing)
         updates.wire(staging.wire(homes))

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..drafts.program import NOT_THERE, BoolArray, BufferGroup, Draft, IntArray, Operand
+from ..drafts.program import NOT_THERE, BoolArray, BufferGroup, Draft, IntArray, Operand, spread
 from ..layout.keeping import AS_PLANNED, BucketStay, Keeping, list_bytes, moment_bytes, num_with_masters
 from ..layout.shards import stepped_parts
+from ..layout.uses import parameters_of_blocks
 from ..optimizers.state import Stepped, master_bytes
 from ..schema.optimizer import Optimizer
 from ..schema.schedule import Content, Memory
@@ -21,6 +22,7 @@ from .chunk_facts import integers
 from .family import Family
 
 _PER_CHUNK = 8
+_MOST_BUCKETS = 2
 _BEHIND_ALL = 2**40
 """The place of what comes behind all chunks' buffers that are there for good."""
 
@@ -213,6 +215,52 @@ def add_buckets(family: Family, draft: Draft, forwards: IntArray, backwards: Int
             )
         )
         draft.read(backwards, made, at)
+
+
+def add_held_inputs(family: Family, draft: Draft, backwards: IntArray) -> None:
+    """Add what hooks hold of recomputed blocks; (M, n + 2) the backwards, from the epilogue on.
+
+    [Note: Held inputs]
+    FullyShardedDataParallel lets a frozen flat parameter go by a hook on the gradients of its unit's inputs
+    (``torch/distributed/fsdp/_runtime_utils.py``: _register_post_backward_reshard_only_hook, which takes
+    register_multi_grad_hook), whose handle it keeps until backward has ended.  Reentrant checkpointing around the unit
+    recomputes it from detached inputs: leaves, whose accumulators the handle holds, and with them the inputs and their
+    gradients.  So at the end of backward all inputs of such blocks are there, and a gradient of each.  Checkpointing
+    within the unit, or that is not reentrant, leaves nothing of the kind; nor do flat parameters that are trained.
+
+    The first block's input is the prologue's output, and the gradient of it is what the prologue's backward is given:
+    both are counted there.
+    """
+    if not draft.keeping.holds_inputs:
+        return
+    workload = family.workload
+    is_frozen = [any(not parameter.trainable for parameter in of) for of in parameters_of_blocks(workload)]
+    is_held = family.is_checkpoint[0] & np.array(is_frozen)
+    outputs = np.array([workload.profiles[block.profile].output_bytes for block in workload.blocks])
+    sizes = np.zeros(len(outputs), dtype=np.int64)
+    sizes[1:] += np.where(is_held[1:], outputs[:-1], 0)
+    sizes[:-1] += np.where(is_held[1:], outputs[:-1], 0)
+    blocks = np.flatnonzero(sizes)
+    if not len(blocks):
+        return
+    shape = (len(backwards), len(blocks))
+    at = Operand.RELEASED.at(_MOST_BUCKETS + spread(blocks, shape))
+    by_block = backwards[:, ::-1]  # of the prologue, of blocks, and of the epilogue
+    last = np.repeat(backwards[:, -1:], len(blocks), axis=1).ravel()
+    held = draft.buffers(
+        BufferGroup(
+            Content.HELD_INPUT,
+            Memory.DEVICE,
+            spread(sizes[blocks], shape),
+            section=spread(1 + blocks, shape),
+            micro_batch=spread(np.arange(len(backwards))[:, None], shape),
+            made_by=by_block[:, 1 + blocks].ravel(),
+            made_at=at,
+            freed_by=last,
+            freed_at=at,
+        )
+    )
+    draft.read(last, held, at)
 
 
 def staged_sizes(family: Family) -> list[tuple[Content, Memory, IntArray, BoolArray]]:

@@ -54,6 +54,9 @@ class Keeping:
     keeps_gradients: bool = False
     """Whether gradients of whole chunks that the device steps are there for good, so that every backward adds to them:
     zeroed behind a step, not dropped."""
+    holds_inputs: bool = False
+    """Whether inputs of recomputed blocks with frozen parameters, and the gradients of these inputs, stay until the
+    micro-batch's backward has ended ([Note: Held inputs] in ``shared/compile/homes.py``)."""
 
     @property
     def drops_gradients(self) -> bool:

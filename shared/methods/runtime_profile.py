@@ -96,6 +96,10 @@ class RuntimeProfile:
     keeps_gradients: bool = False
     """Whether gradients of what the device steps whole are zeroed behind a step, not dropped
     (``zero_grad(set_to_none=False)``, which PyTorch before 2.0 and accelerate before 0.28 take by themselves)."""
+    holds_inputs: bool = False
+    """Whether hooks of FSDP hold the inputs of recomputed blocks, and their gradients, until backward has ended:
+    reentrant checkpointing around units whose flat parameter is frozen, as transformers checkpoints under adapters
+    (``use_orig_params=False``; [Note: Held inputs] in ``shared/compile/homes.py``)."""
 
     @property
     def is_ours(self) -> bool:
@@ -117,6 +121,7 @@ class RuntimeProfile:
             number = "two buckets" if self.has_two_buckets else "a bucket"
             words.append("no bucket of gradients" if self.bucket_scalars == 0 else f"{number} of gradients{self._size}")
         words += ["gradients that stay"] if self.keeps_gradients else []
+        words += ["inputs of blocks that hooks hold"] if self.holds_inputs else []
         words += ["AdamW over lists of tensors"] if self.temporary_lists else []
         return ", ".join(words) or None
 
@@ -199,6 +204,12 @@ class RuntimeProfile:
                 f"gradients that stay are those of full training, but the plan is of method {plan.method}. Leave "
                 f"keeps_gradients out."
             )
+        if self.holds_inputs and not (self.recomputes_whole and self.runtime in _OF_FLAT_PARAMETERS):
+            raise PlanError(
+                f"inputs of blocks are to stay as hooks of FSDP hold them (holds_inputs, --holds-inputs), but that is "
+                f"so under reentrant checkpointing by {' or '.join(_OF_FLAT_PARAMETERS)} alone. Add --reentrant and "
+                f"--as {Runtime.FSDP}, or leave it out."
+            )
         modes = _MODES.get(self.runtime)
         if modes is not None and plan.parallel not in modes:
             reason = "one rank, which has no collectives" if plan.num_ranks == 1 else f"parallel {plan.parallel}"
@@ -272,7 +283,7 @@ class RuntimeProfile:
         policies, rules = method.policies, method.rules
         keeping = replace(_KEEPING.get(self.runtime, AS_PLANNED), parts_stay=self.parts_stay, buckets=self.buckets)
         keeping = replace(keeping, keeps_gradients=self.keeps_gradients or keeping.keeps_gradients)
-        keeping = replace(keeping, temporary_lists=self.temporary_lists)
+        keeping = replace(keeping, temporary_lists=self.temporary_lists, holds_inputs=self.holds_inputs)
         residency = _RESIDENCY.get(self.runtime)
         if residency is not None:
             policies = replace(policies, residency=residency)
@@ -299,6 +310,7 @@ def _hosts_may_step(plan: Plan) -> bool:
 
 
 _ONE_OR_SHARDED: Final = (ParallelMode.SINGLE, ParallelMode.SHARDED)
+_OF_FLAT_PARAMETERS: Final = (Runtime.FSDP, Runtime.FSDP_BACKWARD_POST, Runtime.COMPOSER)
 _MODES: Final = {
     Runtime.FSDP: (ParallelMode.SHARDED,),
     Runtime.FSDP_BACKWARD_POST: (ParallelMode.SHARDED,),

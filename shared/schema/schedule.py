@@ -268,6 +268,8 @@ class Content(StrEnum):
     """What another system copies gradients into, to reduce them together."""
     SECOND_BUCKET = "second_bucket"
     """Another one, which is filled while the first is reduced."""
+    HELD_INPUT = "held_input"
+    """The input of a recomputed block, and the gradient of the next one's, which another system's hooks hold."""
     OWNED_FROZEN = "owned_frozen"
     """Whole frozen matrices of the subspaces that this rank projects for all that have them in parts."""
     OWNED_TRAINED = "owned_trained"

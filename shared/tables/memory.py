@@ -35,6 +35,7 @@ _LEAVES: Final[dict[Content | None, str]] = {
     Content.REDUCED_GRADIENTS: "of shards of gradients",
     Content.BUCKET: "of buckets of gradients",
     Content.SECOND_BUCKET: "of buckets of gradients",
+    Content.HELD_INPUT: "of inputs of recomputed blocks, and their gradients, that hooks hold",
     Content.OWNED_FROZEN: "of frozen matrices that owners project against",
     Content.OWNED_TRAINED: "of matrices that owners project",
     Content.PASSING_PARTS: "of matrices on their way to owners and back",

@@ -24,7 +24,7 @@ from ..schema.schedule import (
     Task,
     TaskKind,
 )
-from ..schema.workload import Phase
+from ..schema.workload import BlockId, Phase
 from .claim import Claim, reject
 
 Name = tuple[Content, ChunkId | None, Section | None, int]
@@ -188,6 +188,33 @@ def with_buckets(claim: Claim, entry: Expected) -> Expected:
         stays = is_for_step and entry.micro_batch < last
         return entry if stays else replace(entry, reads=entry.reads | gone, drops=entry.drops | gone)
     return entry
+
+
+def with_held_inputs(claim: Claim, entry: Expected) -> Expected:
+    """``entry``, a backward, with what hooks hold: made by the blocks' backwards, and dropped by the prologue's.
+
+    Behind a block's backward its own input stays, and the gradient that it was given: that of the next one's input.
+    """
+    if not claim.keeping.holds_inputs:
+        return entry
+    blocks = [BlockId(number) for number in range(len(claim.modes))]
+    held = {block for block in blocks if claim.modes[block].is_recomputed and _has_frozen(claim, block)}
+    if entry.section is OuterSection.EPILOGUE:
+        return entry
+    sizes: dict[Name, int] = {}
+    for block in blocks:
+        given = claim.workload.profile_of(block).output_bytes if BlockId(block + 1) in held else 0
+        own = claim.workload.profile_of(BlockId(block - 1)).output_bytes if block and block in held else 0
+        if given + own:
+            sizes[(Content.HELD_INPUT, None, block, entry.micro_batch)] = given + own
+    if entry.section is OuterSection.PROLOGUE:
+        return replace(entry, reads=entry.reads | sizes.keys(), drops=entry.drops | sizes.keys())
+    made = {name: size for name, size in sizes.items() if name[2] == entry.section}
+    return replace(entry, makes=entry.makes | made)
+
+
+def _has_frozen(claim: Claim, block: BlockId) -> bool:
+    return any(parameter.block == block and not parameter.trainable for parameter in claim.workload.parameters)
 
 
 def looking_up(claim: Claim, forward: Expected) -> Expected:

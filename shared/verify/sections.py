@@ -19,6 +19,7 @@ from .compute_tasks import (
     looking_up,
     phases_of_prologue,
     with_buckets,
+    with_held_inputs,
 )
 
 
@@ -199,7 +200,7 @@ class _Walk:
             for section in reversed(self.sections):
                 if self._mode(section).is_recomputed:
                     yield self._recompute(section)
-                yield with_buckets(self.claim, self._backward(section))
+                yield with_buckets(self.claim, with_held_inputs(self.claim, self._backward(section)))
 
     def _expect(
         self,

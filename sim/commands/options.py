@@ -229,6 +229,15 @@ class RuntimeChoice:
             "2.0.",
         ),
     ] = False
+    holds_inputs: Annotated[
+        bool,
+        typer.Option(
+            "--holds-inputs",
+            help="Inputs of recomputed blocks and their gradients stay until backward ends: FSDP's hooks hold them "
+            "where reentrant checkpointing is around frozen blocks, as transformers has it under adapters with "
+            "use_orig_params=False.",
+        ),
+    ] = False
     foreach: Annotated[
         bool,
         typer.Option(
@@ -262,6 +271,7 @@ class RuntimeChoice:
             bucket_scalars=self.bucket_scalars,
             has_two_buckets=self.two_buckets,
             keeps_gradients=self.keeps_gradients,
+            holds_inputs=self.holds_inputs,
             temporary_lists=1 if self.foreach else 0,
             expandable_segments=self.expandable_segments,
         )
