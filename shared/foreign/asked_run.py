@@ -113,6 +113,8 @@ class AskedRun(FrozenModel):
     """The n of ``EVERY_NTH``."""
     recomputes_whole: bool = False
     """Whether recomputed blocks are recomputed to their end: reentrant checkpointing."""
+    frozen_apart: bool = False
+    """Whether what FSDP shards has flat parameters of frozen ones alone (``use_orig_params`` false)."""
     offloads_inputs: bool = False
     """Whether the inputs of recomputed blocks go to the host."""
     attention_kernel: AttentionKernel | None = None

@@ -117,6 +117,10 @@ def read_fsdp(options: Sequence[str], config: Mapping[str, Any]) -> Reading:
     elif wrap is not None:
         walk.leaves_out("auto_wrap_policy", "units are gathered otherwise; in the answer each holds one block")
     found["runtime"] = _runtime(walk)
+    if found["runtime"] is not Runtime.FSDP2 and walk.has("use_orig_params"):
+        found["frozen_apart"] = not walk.flag("use_orig_params")
+        apart = "apart from trained ones: under reentrant checkpointing hooks hold the inputs of blocks"
+        walk.means("use_orig_params", f"frozen parameters are flat {apart if found['frozen_apart'] else 'with others'}")
     return walk.reading(said(found))
 
 
@@ -127,8 +131,7 @@ def _runtime(walk: Walk) -> Runtime:
     is_old = version == 1 or (version is None and any(walk.has(key) for key in _OF_THE_FIRST))
     if not is_old:
         return Runtime.FSDP2
-    for key in ("use_orig_params", "sync_module_states"):
-        walk.means(key, "takes no time in a step; the first FSDP alone has it")
+    walk.means("sync_module_states", "takes no time in a step; the first FSDP alone has it")
     prefetch = (walk.text("backward_prefetch") or _BEFORE).lower()
     if prefetch == "backward_post":
         walk.means("backward_prefetch", "a block is gathered when the backward of the one before has ended")

@@ -204,10 +204,10 @@ class RuntimeProfile:
                 f"gradients that stay are those of full training, but the plan is of method {plan.method}. Leave "
                 f"keeps_gradients out."
             )
-        if self.holds_inputs and not (self.recomputes_whole and self.runtime in _OF_FLAT_PARAMETERS):
+        if self.holds_inputs and not (self.recomputes_whole and self.runtime in OF_FLAT_PARAMETERS):
             raise PlanError(
                 f"inputs of blocks are to stay as hooks of FSDP hold them (holds_inputs, --holds-inputs), but that is "
-                f"so under reentrant checkpointing by {' or '.join(_OF_FLAT_PARAMETERS)} alone. Add --reentrant and "
+                f"so under reentrant checkpointing by {' or '.join(OF_FLAT_PARAMETERS)} alone. Add --reentrant and "
                 f"--as {Runtime.FSDP}, or leave it out."
             )
         modes = _MODES.get(self.runtime)
@@ -310,7 +310,8 @@ def _hosts_may_step(plan: Plan) -> bool:
 
 
 _ONE_OR_SHARDED: Final = (ParallelMode.SINGLE, ParallelMode.SHARDED)
-_OF_FLAT_PARAMETERS: Final = (Runtime.FSDP, Runtime.FSDP_BACKWARD_POST, Runtime.COMPOSER)
+OF_FLAT_PARAMETERS: Final = (Runtime.FSDP, Runtime.FSDP_BACKWARD_POST, Runtime.COMPOSER)
+"""Runtimes of FullyShardedDataParallel."""
 _MODES: Final = {
     Runtime.FSDP: (ParallelMode.SHARDED,),
     Runtime.FSDP_BACKWARD_POST: (ParallelMode.SHARDED,),

@@ -26,7 +26,7 @@ from ...shared.basics.units import format_bytes
 from ...shared.catalogue.models import hidden_size, load_model_configuration
 from ...shared.foreign.asked_run import Checkpointing, Place, Split, Tool
 from ...shared.layout.layout import Layout, largest_block_bytes, largest_block_elements, layout_of
-from ...shared.methods.runtime_profile import Runtime, RuntimeProfile
+from ...shared.methods.runtime_profile import OF_FLAT_PARAMETERS, Runtime, RuntimeProfile
 from ...shared.schema.optimizer import HostGradients
 from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.workload import DType, Workload
@@ -134,6 +134,7 @@ def _runtime(settled: Settled) -> RuntimeProfile:
         run.runtime,
         run.reduce_dtype,
         recomputes_whole=is_whole,
+        holds_inputs=is_whole and run.frozen_apart and run.lora is not None and run.runtime in OF_FLAT_PARAMETERS,
         bucket_scalars=run.bucket_scalars,
         has_two_buckets=run.has_two_buckets,
     )

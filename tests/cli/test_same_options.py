@@ -60,8 +60,8 @@ EXCEPTIONS: Final[list[tuple[str, str, str]]] = [
     ("--processes", f"{A} {W}", "the others ask one question"),
     ("--tokens", f"{S} {M} {A}", "a sweep says what a million tokens cost at every shape"),
     (
-        "--as --bucket-scalars --expandable-segments --foreach --keeps-gradients --loss-metrics --reduce-dtype "
-        "--reentrant --two-buckets",
+        "--as --bucket-scalars --expandable-segments --foreach --holds-inputs --keeps-gradients --loss-metrics "
+        "--reduce-dtype --reentrant --two-buckets",
         M,
         "how another system carries out the one plan; searches are of plans of our own",
     ),

@@ -14,11 +14,13 @@ from protwin.shared.catalogue.machines import machine
 from protwin.shared.catalogue.models import model_configuration
 from protwin.shared.foreign.asked_run import AskedRun, Checkpointing, Place, Precision, Reading, Split, Tool
 from protwin.shared.foreign.deepspeed import read_deepspeed
+from protwin.shared.foreign.training_arguments import read_training_arguments
 from protwin.shared.methods.runtime_profile import Runtime, RuntimeProfile
 from protwin.shared.phases.tiling import LossHead
 from protwin.shared.schema.optimizer import HostGradients, Optimizer
 from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.schedule import TaskKind
+from protwin.shared.schema.training_options import LoraOptions
 from protwin.shared.schema.workload import DType
 from protwin.shared.workloads.source import load_workload
 from protwin.sim.as_configured.configured_plan import configured_plan
@@ -119,6 +121,25 @@ def test_what_others_copy_around_collectives_counts_in_the_run() -> None:
     assert told.configured.iteration_s == own.iteration_s > plain.iteration_s
     assert "copies that fsdp2 makes" in told.differences[0]
     assert told.found is None
+
+
+def test_hooks_hold_inputs_where_adapters_are_apart_and_checkpointing_is_reentrant() -> None:
+    """As transformers has it; without any one of these nothing is held."""
+    of_file = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"use_orig_params": False}}
+    told = read_training_arguments(of_file)
+    assert told.run is not None
+    assert (told.run.runtime, told.run.frozen_apart) == (Runtime.FSDP, True)
+    every: dict[str, Any] = {
+        "split": Split.PARAMETERS,
+        "runtime": Runtime.FSDP,
+        "frozen_apart": True,
+        "checkpointing": Checkpointing.FULL,
+        "recomputes_whole": True,
+        "lora": LoraOptions(rank=8),
+    }
+    assert planned(**every)[0].runtime.holds_inputs
+    for change in ({"frozen_apart": False}, {"recomputes_whole": False}, {"runtime": Runtime.FSDP2}, {"lora": None}):
+        assert not planned(**every | change)[0].runtime.holds_inputs
 
 
 @pytest.mark.parametrize(
