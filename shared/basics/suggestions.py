@@ -19,7 +19,8 @@ _SHORTEST_PART: Final = 3
 def nearest_names(name: str, known: Iterable[str], *, least_similarity: float = _LEAST_SIMILARITY) -> tuple[str, ...]:
     """Up to three known names that resemble ``name``, the nearest first; empty if none does.
 
-    A name that holds the other whole ("h100" in "h100-80gb") counts as near whatever its length.
+    A name that holds the other whole ("h100" in "h100-80gb") counts as near whatever its length, and one that begins
+    with the same part ("vit-huge" for "vit-large") before names that end alike.
     """
     wanted, names = _plain(name), {_plain(candidate): candidate for candidate in known}
     close = get_close_matches(wanted, names, n=_MAX_SHOWN, cutoff=least_similarity)
@@ -28,6 +29,10 @@ def nearest_names(name: str, known: Iterable[str], *, least_similarity: float = 
         for found in names
         if min(len(wanted), len(found)) >= _SHORTEST_PART and (wanted in found or found in wanted)
     ]
+    first = _first_part(wanted)
+    alike = [found for found in names if len(first) >= _SHORTEST_PART and _first_part(found) == first]
+    if alike and not set(alike) & set(close):
+        close = [*get_close_matches(wanted, alike, n=1, cutoff=0.0), *close]
     return tuple(names[found] for found in dict.fromkeys([*close, *parts]))[:_MAX_SHOWN]
 
 
@@ -50,3 +55,7 @@ def did_you_mean(name: str, known: Iterable[str], *, all_names: bool = False) ->
 
 def _plain(name: str) -> str:
     return name[:_LONGEST].casefold().replace("_", "-").replace(" ", "-").strip("-")
+
+
+def _first_part(name: str) -> str:
+    return name.partition("-")[0]

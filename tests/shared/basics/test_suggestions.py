@@ -30,3 +30,11 @@ def test_a_part_of_a_name_is_near_whatever_its_length() -> None:
 def test_the_nearest_name_comes_first() -> None:
     known = ("llama-3-70b", "llama-3-8b", "llama-2-7b", "gpt2")
     assert did_you_mean("llama_3_8", known) == "Did you mean llama-3-8b, llama-3-70b or llama-2-7b?"
+
+
+def test_a_name_that_begins_alike_comes_before_those_that_end_alike() -> None:
+    """The wrong variant, similarity alone, has three names of other families."""
+    known = ("t5-large", "gpt2-large", "bert-large", "vit-huge", "llama-3-8b")
+    assert did_you_mean("vit-large", known) == "Did you mean vit-huge, t5-large or gpt2-large?"
+    assert did_you_mean("ViT_large", known[:3]) == "Did you mean t5-large, gpt2-large or bert-large?"
+    assert did_you_mean("gpt2-larg", known) == "Did you mean gpt2-large, t5-large or bert-large?"
