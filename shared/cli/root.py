@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from typing import Annotated, Any, Final, cast
@@ -104,13 +104,14 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-def missing_runtime(missing: str, command: str) -> ProtwinError:
-    """What to tell a user who calls ``command`` without the extra that it needs."""
+def missing_runtime(missing: str, command: str, reasons: Sequence[str] = ()) -> ProtwinError:
+    """What to tell a user who calls ``command`` without the extra that it needs; ``reasons``: what for, if known."""
     from ..basics.extras import install_command
 
+    why = "".join(f": {reason}" for reason in reasons)
     return ProtwinError(
-        f"protwin {command} needs {missing}, which is not installed. Install what training needs: "
-        f"{install_command('runtime')}"
+        f"protwin {command} needs {missing}, which is not installed{why}. Install what training needs: "
+        f"{install_command('runtime')}, or pip install '.[runtime]' in a checkout."
     )
 
 
@@ -162,7 +163,7 @@ class _RootGroup(TyperGroup):
             missing = (error.name or "").partition(".")[0]
             if missing not in RUNTIME_MODULES:
                 raise
-            mistake = missing_runtime(missing, ctx.invoked_subcommand or "")
+            mistake = missing_runtime(missing, ctx.invoked_subcommand or "", getattr(error, "__notes__", ()))
             raise typer.Exit(report_mistake(str(mistake))) from error
         except KeyboardInterrupt as error:
             raise typer.Exit(report_interruption()) from error

@@ -171,6 +171,8 @@ def run_table(run: TrainingRun) -> Table:
 
 def _phase_rows(record: Record, phase: IterationPhase) -> Iterator[tuple[str, str, str]]:
     """One phase, and where compute waits in it, what it computes and what it waits for."""
+    if phase is IterationPhase.OPTIMIZER and not record.phase_s(phase):
+        return  # every step hides behind the backward
     parts = phase_parts(record, phase)
     for name, seconds in ((phase.value, record.phase_s(phase)), *((f"  {part.name}", part.seconds) for part in parts)):
         yield name, format_seconds(seconds), format_share(seconds / record.iteration_s)

@@ -309,19 +309,36 @@ def _trace(request: TraceRequest) -> Workload:
         is_full = request.student is None
         names = ("mlp_tiles", "loss_tiles", "sequence_ranks", "packing")
         tiles = {name: getattr(request, name) for name in names}
-        traced = plugin("protwin.tracers", "transformers" if is_full else "students")(
-            request.configuration,
-            name=request.name,
-            batch_size=request.batch_size,
-            sequence_length=request.sequence_length,
-            dtype=request.dtype,
-            device_kind=request.device_kind,
-            on_progress=on_progress,
-            options=request.options,
-            **(tiles if is_full else {"student": request.student, "code": request.code}),
-        )
+        try:
+            traced = plugin("protwin.tracers", "transformers" if is_full else "students")(
+                request.configuration,
+                name=request.name,
+                batch_size=request.batch_size,
+                sequence_length=request.sequence_length,
+                dtype=request.dtype,
+                device_kind=request.device_kind,
+                on_progress=on_progress,
+                options=request.options,
+                **(tiles if is_full else {"student": request.student, "code": request.code}),
+            )
+        except ModuleNotFoundError as error:
+            error.add_note(f"{_beyond_shipped(request)} is known by a trace alone")
+            raise
     assert isinstance(traced, Workload)
     return traced
+
+
+def _beyond_shipped(request: TraceRequest) -> str:
+    """What is asked for that is traced, in words."""
+    parts = []
+    if request.sequence_ranks:
+        numbers = " and ".join(map(str, request.sequence_ranks))
+        parts.append(f"with {numbers} ranks that share each sequence (--sequence-ranks)")
+    if request.mlp_tiles or request.loss_tiles:
+        parts.append("in tiles (--mlp-tiles, --loss-tiles)")
+    options = request.options.model_dump(exclude_defaults=True)
+    parts += [f"with {', '.join(name.replace('_', ' ') for name in options)}"] if options else []
+    return " ".join([request.name, *(["of such a batch"] if not parts else [" and ".join(parts)])])
 
 
 def _check_shape(

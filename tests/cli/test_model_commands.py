@@ -71,6 +71,26 @@ def test_attention_that_grows_with_the_square_is_told_once(protwin_here: Protwin
     assert "square" not in silent
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--ranks", "2", "--sequence-ranks", "2"), "with 2 ranks that share each sequence (--sequence-ranks)"),
+        (("--lora-rank", "4", "--lora-dropout", "0.1"), "with lora"),
+    ],
+)
+def test_what_has_to_be_traced_is_said_without_torch(
+    protwin: Protwin, without_torch: dict[str, str], options: tuple[str, ...], words: str
+) -> None:
+    for module in ("torch", "transformers"):
+        missing = f"raise ModuleNotFoundError('it is not installed', name='{module}')\n"
+        (Path(without_torch["PYTHONPATH"]) / f"{module}.py").write_text(missing)
+    asked = ("--model", "tinyllama-1.1b", "--hardware", "rtx-4090-x8", "--batch-size", "1", "--sequence-length", "64")
+    result = protwin("search", *asked, *options, **without_torch)
+    assert result.returncode == 2
+    told = f"which is not installed: tinyllama-1.1b {words} is known by a trace alone. Install"
+    assert told in " ".join(result.stderr.split())
+
+
 def test_training_that_is_not_shipped_is_traced(protwin: Protwin, without_torch: dict[str, str]) -> None:
     result = protwin(
         "search", *SMALL, "--sequence-length", "64", "--lora-rank", "4", "--lora-dropout", "0.1", **without_torch

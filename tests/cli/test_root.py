@@ -210,7 +210,7 @@ def test_a_missing_extra_says_what_to_install(environment: dict[str, str], modul
     assert result.returncode == 2
     assert result.stderr == (
         f"error: protwin search needs {top}, which is not installed. "
-        f"Install what training needs: {install_command('runtime')}\n"
+        f"Install what training needs: {install_command('runtime')}, or pip install '.[runtime]' in a checkout.\n"
     )
 
 

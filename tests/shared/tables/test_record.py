@@ -165,6 +165,13 @@ def test_phases_say_what_compute_waits_for() -> None:
     assert lines[9].startswith("optimizer")
 
 
+@given(record=records())
+def test_an_optimizer_that_takes_no_time_beyond_backward_has_no_row(record: Record) -> None:
+    hidden, seen = (record.model_copy(update={"optimizer_s": seconds, "waits": ()}) for seconds in (0.0, 1e-6))
+    phases = [[row[0] for row in iteration_table(one).rows] for one in (hidden, seen)]
+    assert phases[1] == [*phases[0][:2], "optimizer", *phases[0][2:]]
+
+
 @given(record=records(), phase=st.sampled_from(IterationPhase))
 def test_the_parts_of_a_phase_are_the_phase(record: Record, phase: IterationPhase) -> None:
     parts = phase_parts(record, phase)
