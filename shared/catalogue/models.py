@@ -45,6 +45,11 @@ def published_dtype(config: Mapping[str, Any]) -> str | None:
     return name if name != "auto" else None
 
 
+def has_flash_attention(config: Mapping[str, Any]) -> bool:
+    """Whether transformers has FlashAttention for a model of the catalogue: T5 adds a bias, which its kernels lack."""
+    return config.get("model_type") != "t5"
+
+
 def hidden_size(config: Mapping[str, Any]) -> int | None:
     """The width of what blocks hand on, by any of its names in a ``config.json``; None where it says none."""
     for section in (config, config.get("text_config") or {}):

@@ -47,18 +47,25 @@ class QuadraticMemory(FrozenModel):
         return ", ".join(f"{format_bytes(size_bytes)} {place}" for place, size_bytes in parts.items() if size_bytes)
 
 
-def attention_words(found: QuadraticMemory | None, model_name: str, num_tokens: int) -> str | None:
-    """What attention of a model takes with the square of ``num_tokens``, and what avoids it; None where it does not."""
+def attention_words(
+    found: QuadraticMemory | None, model_name: str, num_tokens: int, *, has_flash: bool | None = None
+) -> str | None:
+    """What attention of a model takes with the square of ``num_tokens``, and what avoids it; None where it does not.
+
+    ``has_flash``: whether transformers has FlashAttention for it; None where nobody knows.
+    """
     if found is None:
         return None
     what = "its kernel is given a mask or a bias" if found.has_kernel else "it forms whole scores"
     remedy = (
-        'attn_implementation="flash_attention_2", where the model has it, needs no mask: it knows sliding windows and '
-        "packed samples"
+        f'attn_implementation="flash_attention_2"{"" if has_flash else ", where the model has it,"} needs no mask: it '
+        f"knows sliding windows and packed samples. "
         if found.has_kernel
-        else 'A fused kernel (attn_implementation="sdpa") holds none, where the model adds no bias to them'
+        else 'A fused kernel (attn_implementation="sdpa") holds none, where the model adds no bias to them. '
     )
+    if found.has_kernel and has_flash is False:
+        remedy = ""
     return (
         f"attention of {model_name} takes memory with the square of {num_tokens:,} tokens: {what} ({found.where()}). "
-        f"{remedy}. Checkpointed blocks keep none of it."
+        f"{remedy}Checkpointed blocks keep none of it."
     )

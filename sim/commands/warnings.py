@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...shared.catalogue.models import has_flash_attention, known_model, model_configuration
 from ...shared.cli.options import MethodName as MethodName
 from ...shared.cli.options import warn
 from ...shared.phases.operations import left_out_words
@@ -34,7 +35,11 @@ def warn_of_dtype(record: Record, hardware: Hardware) -> None:
 
 def warn_of_attention(workload: Workload) -> None:
     """Warn of attention that takes memory with the square of the sequence."""
-    words = attention_words(workload.quadratic, workload.model_name, workload.num_tokens // workload.num_samples)
+    name = workload.model_name
+    known = known_model(name)
+    has_flash = None if known is None else has_flash_attention(model_configuration(known).config)
+    num_tokens = workload.num_tokens // workload.num_samples
+    words = attention_words(workload.quadratic, name, num_tokens, has_flash=has_flash)
     if words is not None:
         warn(words)
 

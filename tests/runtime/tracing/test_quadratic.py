@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, MistralConfig, MistralForCausalLM
 
@@ -14,6 +15,7 @@ from protwin.runtime import trace
 from protwin.runtime.hooks.square_tensors import SquareTensors
 from protwin.runtime.polynomials.families import family_of_configuration
 from protwin.runtime.tracing.configurations import workload_of_configuration
+from protwin.shared.catalogue.models import has_flash_attention, model_configuration, model_names
 from protwin.shared.phases.quadratic import attention_words
 from protwin.shared.schema.workload import QuadraticMemory, Workload
 from tests.runtime.models import VOCABULARY, llama
@@ -234,3 +236,18 @@ def test_words_name_the_kernel_the_bytes_and_what_avoids_them() -> None:
     for part in ("300 tokens", "given a mask", "87.89 KiB beside the blocks", "2.06 MiB kept", "flash_attention_2"):
         assert part in words
     assert QuadraticMemory(has_kernel=True).is_any is False
+
+
+def test_flash_attention_is_advised_for_models_whose_class_has_it() -> None:
+    """Of every model of the catalogue, transformers says which; T5 has none."""
+    advised = {}
+    for name in model_names():
+        config = model_configuration(name).config
+        of_class = getattr(transformers, config["architectures"][0])
+        assert has_flash_attention(config) is bool(of_class._supports_flash_attn), name
+        found = QuadraticMemory(kept_bytes=1, has_kernel=True)
+        words = attention_words(found, name, 512, has_flash=has_flash_attention(config))
+        assert words is not None
+        advised[name] = "flash_attention_2" in words
+    assert not advised["t5-3b"]
+    assert advised["gpt2"]
