@@ -15,7 +15,7 @@ from .asked_run import Checkpointing, Precision, Reading, Split
 from .axolotl_keys import AXOLOTL_KEYS
 from .deepspeed import read_deepspeed
 from .fsdp import fsdp_options, read_fsdp
-from .keys import AUTO, Walk, attention_of, one_of, recomputes_whole, said
+from .keys import AUTO, Walk, attention_of, lora_targets, one_of, recomputes_whole, said
 from .named_files import section
 from .optimizers import optimizer_of
 
@@ -25,7 +25,6 @@ _LOSS_TILES: Final = 8
 _MLP_TILES: Final = 4
 _ADAPTERS: Final = {"lora": False, "qlora": True}
 """Whether the base is packed in 4 bits unless a file says otherwise."""
-_USUAL_TARGETS: Final = ("q_proj", "v_proj")
 """Of PEFT, for most models, where nobody says."""
 _TILED: Final = "logits are made in tiles, and never exist whole"
 
@@ -138,7 +137,8 @@ def _adapter(walk: Walk) -> tuple[LoraOptions | None, QuantizationOptions | None
     walk.means("lora_dropout", "part that is dropped of what they read")
     walk.means("peft_use_dora", "whether magnitudes are trained too")
     uses_dora = bool(walk.flag("peft_use_dora"))
-    lora = LoraOptions(rank=rank, targets=_targets(walk), dropout=min(dropout, 0.999), use_dora=uses_dora)
+    targets = () if _adapts_all(walk) else lora_targets(walk)
+    lora = LoraOptions(rank=rank, targets=targets, dropout=min(dropout, 0.999), use_dora=uses_dora)
     how = None
     if is_gptq:
         how = Quantization(type=QuantizedType.GPTQ, blocksize=GROUP_SIZE)
@@ -153,25 +153,11 @@ def _adapter(walk: Walk) -> tuple[LoraOptions | None, QuantizationOptions | None
     return lora, None if how is None else QuantizationOptions(how=how)
 
 
-def _targets(walk: Walk) -> tuple[str, ...]:
-    if walk.flag("lora_target_linear"):
+def _adapts_all(walk: Walk) -> bool:
+    is_linear = bool(walk.flag("lora_target_linear"))
+    if is_linear:
         walk.means("lora_target_linear", "all linear maps of a block are adapted")
-        return ()
-    given = walk.value("lora_target_modules")
-    if given is None:
-        walk.means("lora_target_modules", "the maps that are adapted, by PEFT", usually=list(_USUAL_TARGETS))
-        return _USUAL_TARGETS
-    names = [given] if isinstance(given, str) else given
-    if names == ["all-linear"]:
-        return ()
-    if not isinstance(names, list) or not all(isinstance(name, str) and name.isidentifier() for name in names):
-        walk.contradict(
-            "lora_target_modules is no list of plain names, and patterns are not read. Write such a list, or "
-            "lora_target_linear: true."
-        )
-        return ()
-    walk.means("lora_target_modules", "the linear maps that are adapted")
-    return tuple(names)
+    return is_linear
 
 
 def _attention(walk: Walk) -> AttentionKernel | None:

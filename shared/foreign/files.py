@@ -61,6 +61,9 @@ _MARKS: Final[Mapping[Tool, frozenset[str]]] = {
             "max_grad_norm",
             "lr_scheduler_type",
             "logging_steps",
+            "model_name_or_path",
+            "use_peft",
+            "dataset_name",
             NESTED,
         }
     ),

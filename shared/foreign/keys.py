@@ -309,6 +309,28 @@ def recomputes_whole(walk: Walk) -> bool:
     return is_reentrant
 
 
+_USUAL_TARGETS: Final = ("q_proj", "v_proj")
+
+
+def lora_targets(walk: Walk) -> tuple[str, ...]:
+    """The linear maps that get adapters, as axolotl and TRL name them; none: all of a block."""
+    given = walk.value("lora_target_modules")
+    if given is None:
+        walk.means("lora_target_modules", "the maps that are adapted, by PEFT", usually=list(_USUAL_TARGETS))
+        return _USUAL_TARGETS
+    names = [given] if isinstance(given, str) else given
+    if names == ["all-linear"]:
+        return ()
+    if not isinstance(names, list) or not all(isinstance(name, str) and name.isidentifier() for name in names):
+        walk.contradict(
+            "lora_target_modules is no list of plain names, and patterns are not read. Write such a list, or "
+            "all-linear."
+        )
+        return ()
+    walk.means("lora_target_modules", "the linear maps that are adapted")
+    return tuple(names)
+
+
 _KERNELS: Final = {"flash_attention_2": AttentionKernel.FLASH_2, "flash_attention_3": AttentionKernel.FLASH_3}
 """Values of transformers' ``attn_implementation`` that name a kernel of the cost model."""
 

@@ -1,7 +1,8 @@
 """TrainingArguments of transformers as JSON, whole or a few fields of them, read without transformers.
 
 ``TrainingArguments.to_json_string`` writes them so.  A file may also hold them as ``training_args``, with the sections
-``fsdp_config`` and ``deepspeed`` in them or beside them.  Fields of TRL's SFTConfig are read too.
+``fsdp_config`` and ``deepspeed`` in them or beside them.  Fields of TRL's SFTConfig and ModelConfig, which its scripts
+take in one file with them, are read too.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from ..phases.quantization import LATEST_RELEASE, PackedProducts, Quantization, QuantizedType
 from ..phases.tiling import LossHead
+from ..schema.training_options import LoraOptions, QuantizationOptions
 from ..schema.workload import Compiled
 from .asked_run import AskedRun, Checkpointing, Precision, Reading, Split
 from .deepspeed import read_deepspeed
 from .fsdp import fsdp_options, read_fsdp
-from .keys import Walk, attention_of, recomputes_whole, said
+from .keys import Walk, attention_of, lora_targets, one_of, recomputes_whole, said
 from .named_files import section
 from .optimizers import optimizer_of
 from .training_arguments_keys import TRAINING_ARGUMENTS_KEYS
@@ -49,6 +52,7 @@ def read_training_arguments(content: Mapping[str, Any], *, folder: Path | None =
         "split": Split.NOTHING,
         **_memory(walk, is_sft=is_sft),
         **_rows(walk, is_sft=is_sft),
+        **_of_model(walk),
     }
     if walk.has("per_gpu_train_batch_size"):
         found["batch_size"] = walk.number("per_gpu_train_batch_size")
@@ -67,7 +71,10 @@ def read_training_arguments(content: Mapping[str, Any], *, folder: Path | None =
         if others:
             walk.contradict("fsdp and deepspeed are both asked for. Leave one of the two out.")
         others.append(read_deepspeed(section(walk, "deepspeed", folder), prefix="deepspeed.", by_transformers=True))
-    run = said(found | {"precision": _precision(walk, others, is_sft=is_sft)})
+    precision = _precision(walk, others, is_sft=is_sft)
+    if found.get("quantized") is not None or (found.get("lora") is not None and _loads_narrow(walk)):
+        precision = _BESIDE_ADAPTERS.get(precision, precision)
+    run = said(found | {"precision": precision})
     for other in others:
         _agree(walk, run, other)
         beside = {name: getattr(other.run, name) for name in other.run.model_fields_set if name != "precision"}
@@ -154,7 +161,89 @@ def _loaded(walk: Walk) -> dict[str, Any]:
         walk.leaves_out(key, f"weights are loaded in {dtype}; in the answer masters are float32")
     if others := [name for name in init if name not in _LOADED]:
         walk.leaves_out(key, f"{', '.join(map(str, others))} may change time and memory; not in the answer")
-    return {"attention_kernel": attention_of(walk, key, init.get("attn_implementation"))}
+    kernel = attention_of(walk, key, init.get("attn_implementation"))
+    return {} if kernel is None else {"attention_kernel": kernel}
+
+
+_RANK: Final = 16
+_DROPOUT: Final = 0.05
+_OF_ADAPTERS: Final = ("lora_r", "lora_dropout", "lora_target_modules", "lora_modules_to_save", "use_dora")
+
+
+_BESIDE_ADAPTERS: Final = {
+    Precision.AUTOCAST_BFLOAT16: Precision.MIXED_BFLOAT16,
+    Precision.AUTOCAST_FLOAT16: Precision.MIXED_FLOAT16,
+}
+"""Of a frozen base that is loaded in 16 bits, so that nothing is cast where products read it."""
+
+
+def _loads_narrow(walk: Walk) -> bool:
+    return any(walk.value(key) in ("bfloat16", "float16") for key in ("dtype", "torch_dtype"))
+
+
+def _of_model(walk: Walk) -> dict[str, Any]:
+    """TRL's ModelConfig: which model, how it is loaded, and its adapters."""
+    found: dict[str, Any] = {}
+    if walk.has("model_name_or_path"):
+        found["model"] = walk.text("model_name_or_path")
+        walk.means("model_name_or_path", "which model")
+    if walk.has("attn_implementation"):
+        key = "attn_implementation"
+        found["attention_kernel"] = attention_of(walk, key, walk.value(key))
+    for key in ("dtype", "torch_dtype"):
+        if walk.has(key) and walk.value(key) not in ("auto", "float32") and not walk.flag("use_peft"):
+            walk.leaves_out(key, f"weights are loaded in {walk.value(key)}; in the answer masters are float32")
+        else:
+            walk.means(key, "the element type that weights are loaded in")
+    is_4bit, is_8bit = walk.flag("load_in_4bit"), walk.flag("load_in_8bit")
+    if not walk.flag("use_peft"):
+        if is_4bit or is_8bit:
+            walk.contradict(
+                "the base is packed (load_in_4bit, load_in_8bit), so that nothing is trained without an adapter. Write "
+                "use_peft: true."
+            )
+        for key in _OF_ADAPTERS:
+            walk.means(key, "nothing, as use_peft is not true")
+        return found
+    walk.means("use_peft", "low-rank matrices are trained beside linear maps")
+    rank, dropout = walk.number("lora_r", _RANK), walk.real("lora_dropout", _DROPOUT) or 0.0
+    if dropout > 1:
+        walk.refuse("lora_dropout", "a part from 0 to 1")
+    walk.means("lora_r", "their rank", usually=_RANK)
+    walk.means("lora_dropout", "part that is dropped of what they read", usually=_DROPOUT)
+    walk.means("use_dora", "whether magnitudes are trained too")
+    if walk.value("lora_modules_to_save"):
+        walk.leaves_out("lora_modules_to_save", "modules are trained whole beside adapters: more memory and time")
+    targets, uses_dora = lora_targets(walk), bool(walk.flag("use_dora"))
+    if rank is not None:
+        found["lora"] = LoraOptions(rank=rank, targets=targets, dropout=min(dropout, 0.999), use_dora=uses_dora)
+    return found | _packed(walk, is_4bit=bool(is_4bit), is_8bit=bool(is_8bit))
+
+
+def _packed(walk: Walk, *, is_4bit: bool, is_8bit: bool) -> dict[str, Any]:
+    """How the base is packed."""
+    if is_4bit and is_8bit:
+        walk.contradict("load_in_4bit and load_in_8bit are both true. Choose one.")
+    if is_8bit:
+        walk.means("load_in_8bit", "the base is packed in 8 bits, whose maps keep their inputs until backward")
+        how = Quantization(type=QuantizedType.INT8)
+        return {"quantized": QuantizationOptions(how=how, products=PackedProducts(release=LATEST_RELEASE))}
+    if not is_4bit:
+        return {}
+    packed: QuantizedType | None = one_of(
+        walk, "bnb_4bit_quant_type", _FOUR_BITS, walk.text("bnb_4bit_quant_type", "nf4")
+    )
+    walk.means("load_in_4bit", "the base is packed in 4 bits")
+    walk.means("bnb_4bit_quant_type", "which ones", usually="nf4")
+    walk.means("use_bnb_nested_quant", "whether its scales are packed too")
+    if packed is None:
+        return {}
+    return {
+        "quantized": QuantizationOptions(how=Quantization(type=packed, double=bool(walk.flag("use_bnb_nested_quant"))))
+    }
+
+
+_FOUR_BITS: Final = {"nf4": QuantizedType.NF4, "fp4": QuantizedType.FP4}
 
 
 def _is_compiled(walk: Walk) -> bool:

@@ -26,9 +26,11 @@ from protwin.shared.foreign.torchtitan import read_torchtitan
 from protwin.shared.foreign.torchtitan_keys import TORCHTITAN_KEYS
 from protwin.shared.foreign.training_arguments import read_training_arguments
 from protwin.shared.foreign.training_arguments_keys import TRAINING_ARGUMENTS_KEYS
+from protwin.shared.phases.quantization import Quantization, QuantizedType
 from protwin.shared.phases.tiling import LossHead
 from protwin.shared.schema.hardware import AttentionKernel
 from protwin.shared.schema.optimizer import Optimizer
+from protwin.shared.schema.training_options import LoraOptions, QuantizationOptions
 from protwin.shared.schema.workload import Compiled, Float8, Float8Gather
 from tests.proof_size import some_quick
 from tests.shared.foreign.recorded_keys import AXOLOTL, DEEPSPEED, TORCHTITAN
@@ -486,3 +488,35 @@ def test_what_computes_attention(given: object, kernel: AttentionKernel | None, 
     reading = read_training_arguments({"model_init_kwargs": {"attn_implementation": given}, "max_length": 512})
     assert reading.run.attention_kernel is kernel
     assert ("model_init_kwargs" in {note.key for note in reading.left_out}) == left_out
+
+
+def test_a_script_of_trl_names_its_model_and_its_adapters() -> None:
+    """Fields of ModelConfig beside those of SFTConfig, with TRL's own defaults where the file is silent."""
+    content: dict[str, Any] = {"model_name_or_path": "mistralai/Mistral-7B-v0.1", "use_peft": True, "bf16": True}
+    run = read_run(content, Path("sft.yaml")).run
+    assert run.lora == LoraOptions(rank=16, targets=("q_proj", "v_proj"), dropout=0.05)
+    assert (run.model, run.quantized) == (content["model_name_or_path"], None)
+    assert run.precision is Precision.AUTOCAST_BFLOAT16
+    more = {"lora_r": 64, "lora_target_modules": "all-linear", "load_in_4bit": True, "use_bnb_nested_quant": True}
+    packed = read_run(content | more, Path("sft.yaml")).run
+    assert packed.lora == LoraOptions(rank=64, dropout=0.05)
+    assert packed.quantized == QuantizationOptions(how=Quantization(type=QuantizedType.NF4, double=True))
+    assert packed.precision is Precision.MIXED_BFLOAT16
+    narrow = read_run(content | {"dtype": "bfloat16"}, Path("sft.yaml"))
+    assert (narrow.run.precision, narrow.left_out) == (Precision.MIXED_BFLOAT16, ())
+    assert read_run(content | {"use_peft": False, "lora_r": 64}, Path("sft.yaml")).run.lora is None
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"use_peft": False, "load_in_4bit": True}, "nothing is trained without an adapter"),
+        ({"load_in_4bit": True, "load_in_8bit": True}, "both true"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf5"}, "Choose from nf4, fp4"),
+        ({"lora_dropout": 1.5}, "a part from 0 to 1"),
+        ({"lora_r": 0}, "lora_r"),
+    ],
+)
+def test_what_adapters_of_trl_cannot_be_is_one_message(more: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        read_run({"model_name_or_path": "gpt2", "use_peft": True} | more, Path("sft.yaml"))
