@@ -41,7 +41,7 @@ CONTENT_COLOURS: Final[dict[Content | None, str]] = {
     Content.PASSING_PARTS: "plum",
     Content.BUCKET: "steel",
     Content.SECOND_BUCKET: "sand",
-    Content.HELD_INPUT: "sky",
+    Content.HELD_INPUT: "rose",
     None: "gold",
 }
 CURVE_COLOURS: Final = ("blue", "orange")

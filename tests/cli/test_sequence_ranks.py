@@ -49,7 +49,7 @@ def test_a_step_of_one_batch_is_shared_by_all_ranks(protwin_here: Protwin, folde
     assert protwin_here("search", *BOX, *asked).returncode == 2, "8 ranks cannot have batches of their own"
     found = protwin_here("search", *BOX, *asked, "--sequence-ranks", "8", "--parallel", "sharded")
     assert found.returncode == 0, found.stderr
-    chosen = json.loads(found.stdout)["result"]["plan"]
+    chosen = json.loads(found.stdout)["plan"]
     assert (chosen["sequence_ranks"], chosen["micro_batches"]) == (8, 1)
 
 
