@@ -137,7 +137,8 @@ def explain_config_command(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="An axolotl YAML, TrainingArguments or a DeepSpeed configuration as JSON, a torchtitan TOML.",
+            help="An axolotl YAML, the YAML of a script of TRL, TrainingArguments or a DeepSpeed configuration as "
+            "JSON, a torchtitan TOML.",
             show_default=False,
         ),
     ],

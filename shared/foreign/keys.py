@@ -216,7 +216,7 @@ class Walk:
             else:
                 unknown.append(KeyValue(key=named, value=shown(value)))
         if self.contradictions:
-            raise PlanError(" ".join(self.contradictions))
+            raise PlanError(" ".join(dict.fromkeys(self.contradictions)))
         readings = tuple(other)
         return Reading(
             tool=self.table.tool,

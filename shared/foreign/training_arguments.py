@@ -18,7 +18,7 @@ from ..schema.workload import Compiled
 from .asked_run import AskedRun, Checkpointing, Precision, Reading, Split
 from .deepspeed import read_deepspeed
 from .fsdp import fsdp_options, read_fsdp
-from .keys import Walk, attention_of, lora_targets, one_of, recomputes_whole, said
+from .keys import Walk, attention_of, lora_targets, one_of, recomputes_whole, said, shown
 from .named_files import section
 from .optimizers import optimizer_of
 from .training_arguments_keys import TRAINING_ARGUMENTS_KEYS
@@ -26,7 +26,13 @@ from .training_arguments_keys import TRAINING_ARGUMENTS_KEYS
 _BATCH_SIZE: Final = 8
 """``per_device_train_batch_size`` where nobody says."""
 _OPTIMIZER: Final = "adamw_torch_fused"
-_SFT_FIELDS: Final = frozenset({"max_length", "max_seq_length", "packing", "padding_free", "dataset_text_field"})
+_SFT_FIELDS: Final = frozenset(
+    {
+        *("max_length", "max_seq_length", "packing", "padding_free", "dataset_text_field"),
+        *("use_peft", "lora_r", "load_in_4bit", "load_in_8bit", "use_bnb_nested_quant"),
+    }
+)
+"""Keys that SFTConfig of TRL has, or the ModelConfig beside it, and TrainingArguments have not."""
 _SFT_LENGTH: Final = 1024
 NESTED: Final = "training_args"
 """The key of a file that holds TrainingArguments beside other things."""
@@ -72,8 +78,8 @@ def read_training_arguments(content: Mapping[str, Any], *, folder: Path | None =
             walk.contradict("fsdp and deepspeed are both asked for. Leave one of the two out.")
         others.append(read_deepspeed(section(walk, "deepspeed", folder), prefix="deepspeed.", by_transformers=True))
     precision = _precision(walk, others, is_sft=is_sft)
-    if found.get("quantized") is not None or (found.get("lora") is not None and _loads_narrow(walk)):
-        precision = _BESIDE_ADAPTERS.get(precision, precision)
+    if found.get("quantized") is not None or (found.get("lora") is not None and _loaded_in(walk) in _NARROW):
+        precision = _beside_adapters(precision, _loaded_in(walk))
     run = said(found | {"precision": precision})
     for other in others:
         _agree(walk, run, other)
@@ -93,9 +99,9 @@ def _precision(walk: Walk, others: list[Reading], *, is_sft: bool) -> Precision:
         is_brain = not is_half
     if is_half and is_brain:
         walk.contradict("bf16 and fp16 are both true. Choose one.")
-    for key in ("bf16", "fp16"):
-        if walk.flag(key):
-            walk.means(key, "products compute in 16 bits, weights are stepped in float32")
+    for key, usual in (("bf16", True if is_sft and is_brain else None), ("fp16", None)):
+        if walk.flag(key) or (usual and not walk.has(key)):
+            walk.means(key, "products compute in 16 bits, weights are stepped in float32", usually=usual)
     own = next((one.run.precision for one in others if one.run.precision is not None), None)
     if own is not None and not (is_brain or is_half):
         return own
@@ -109,9 +115,9 @@ def _precision(walk: Walk, others: list[Reading], *, is_sft: bool) -> Precision:
 def _memory(walk: Walk, *, is_sft: bool) -> dict[str, Any]:
     """Recomputation, offloaded inputs, and the head."""
     is_recomputed = walk.flag("gradient_checkpointing", is_sft) or walk.flag("activation_checkpointing")
-    for key in ("gradient_checkpointing", "activation_checkpointing"):
-        if walk.flag(key):
-            walk.means(key, "every block is recomputed in backward")
+    for key, usual in (("gradient_checkpointing", is_sft), ("activation_checkpointing", False)):
+        if walk.flag(key, usual):
+            walk.means(key, "every block is recomputed in backward", usually=usual or None)
     found: dict[str, Any] = {"checkpointing": Checkpointing.FULL if is_recomputed else Checkpointing.NONE}
     if _is_compiled(walk):
         found["compiled"] = Compiled.MODEL
@@ -138,10 +144,17 @@ def _memory(walk: Walk, *, is_sft: bool) -> dict[str, Any]:
     if kind.startswith("chunked"):
         walk.means("loss_type", tiled)
         found["loss_head"] = LossHead.CHUNKED
+    elif kind not in _SFT_LOSSES:
+        walk.contradict(
+            f"loss_type is {shown(kind)}, which SFTTrainer does not have. Other Trainers of TRL run more than one "
+            f"forward per sample, and no plan does. Choose from {', '.join(_SFT_LOSSES)}, chunked_nll."
+        )
     elif kind != "nll":
         walk.leaves_out("loss_type", "the loss reads logits once more")
     return found | _loaded(walk)
 
+
+_SFT_LOSSES: Final = ("nll", "dft")
 
 _LOADED: Final = ("dtype", "torch_dtype", "attn_implementation", "use_cache", "trust_remote_code", "revision")
 """What ``from_pretrained`` is told that is answered, or takes neither time nor memory in a step."""
@@ -177,8 +190,21 @@ _BESIDE_ADAPTERS: Final = {
 """Of a frozen base that is loaded in 16 bits, so that nothing is cast where products read it."""
 
 
-def _loads_narrow(walk: Walk) -> bool:
-    return any(walk.value(key) in ("bfloat16", "float16") for key in ("dtype", "torch_dtype"))
+_NARROW: Final = {"bfloat16": Precision.MIXED_BFLOAT16, "float16": Precision.MIXED_FLOAT16}
+_TYPES: Final = ("auto", "float32", *_NARROW)
+_LOADED_IN: Final = ("dtype", "torch_dtype")
+
+
+def _loaded_in(walk: Walk) -> str:
+    """The element type that weights are loaded in; "" where nobody says."""
+    return next((walk.value(key) for key in _LOADED_IN if walk.has(key) and walk.value(key) in _TYPES), "")
+
+
+def _beside_adapters(precision: Precision, loaded: str) -> Precision:
+    """Of a run whose frozen base is narrow: products compute in the base's type where nothing is cast to another."""
+    if precision is Precision.FLOAT32:
+        return _NARROW.get(loaded, precision)
+    return _BESIDE_ADAPTERS.get(precision, precision)
 
 
 def _of_model(walk: Walk) -> dict[str, Any]:
@@ -190,12 +216,16 @@ def _of_model(walk: Walk) -> dict[str, Any]:
     if walk.has("attn_implementation"):
         key = "attn_implementation"
         found["attention_kernel"] = attention_of(walk, key, walk.value(key))
-    for key in ("dtype", "torch_dtype"):
-        if walk.has(key) and walk.value(key) not in ("auto", "float32") and not walk.flag("use_peft"):
+    is_4bit, is_8bit = walk.flag("load_in_4bit"), walk.flag("load_in_8bit")
+    for key in _LOADED_IN:
+        if walk.has(key) and walk.value(key) not in _TYPES:
+            walk.contradict(f"{key} is {shown(walk.value(key))}. Choose from {', '.join(_TYPES)}.")
+        elif walk.value(key) == "auto" and not (is_4bit or is_8bit):
+            walk.leaves_out(key, "weights are loaded in the type that they are published in; in the answer in float32")
+        elif walk.value(key) in _NARROW and not walk.flag("use_peft"):
             walk.leaves_out(key, f"weights are loaded in {walk.value(key)}; in the answer masters are float32")
         else:
             walk.means(key, "the element type that weights are loaded in")
-    is_4bit, is_8bit = walk.flag("load_in_4bit"), walk.flag("load_in_8bit")
     if not walk.flag("use_peft"):
         if is_4bit or is_8bit:
             walk.contradict(

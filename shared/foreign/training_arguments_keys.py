@@ -68,7 +68,25 @@ _LEFT_OUT: Final = {
     "include_num_input_tokens_seen": LeftOut("ranks gather their numbers of tokens in every step", ("no",)),
     "include_tokens_per_second": LeftOut("the first steps wait for the device"),
 }
+_OTHER_TRAINER = Contradicts(
+    "another Trainer of TRL than SFTTrainer takes it, which runs more than one forward per sample or writes text, and "
+    "no plan does. Leave it out."
+)
 _CONTRADICTS: Final = {
+    **dict.fromkeys(
+        (
+            *(
+                "beta",
+                "max_prompt_length",
+                "max_completion_length",
+                "num_generations",
+                "use_vllm",
+                "ref_model_init_kwargs",
+            ),
+            *("precompute_ref_log_probs", "generation_batch_size", "reward_model_path", "reward_funcs"),
+        ),
+        _OTHER_TRAINER,
+    ),
     "auto_find_batch_size": Contradicts("the batch is then found by running out of memory. Name its size."),
     "parallelism_config": Contradicts(
         "ranks then share layers or sequences, which no plan does. Leave it out, or ask without it."
