@@ -17,7 +17,7 @@ from ...shared.schema.plan import Plan
 from ...shared.schema.plan_check import check_plan
 from ...shared.schema.record import Record
 from ...shared.schema.workload import Workload
-from ...shared.workloads.check import has_kernels_of_gpus, narrow_words, unpacked_words
+from ...shared.workloads.check import has_kernels_of_gpus, option_words
 from ...shared.workloads.dtypes import TRAINABLE
 from ...shared.workloads.source import WorkloadRequest, resolve_workload
 from ..checkpoints.published import check_free, save_published
@@ -156,9 +156,8 @@ class RunRequest:
                 f"more, so that the peak may exceed what is guaranteed. Leave --workload out, and the model is traced "
                 f"for the CPU."
             )
-        for words in (narrow_words(workload), unpacked_words(workload)):
-            if words is not None and self.rank.speaks:
-                warn(words)
+        for words in option_words(workload) if self.rank.speaks else ():
+            warn(words)
         for option, asked, planned in (
             ("--batch-size", self.shape.batch_size, workload.num_samples),
             ("--sequence-length", self.shape.sequence_length, workload.num_tokens // workload.num_samples),

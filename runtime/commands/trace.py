@@ -33,14 +33,13 @@ from ...shared.cli.output import give
 from ...shared.cli.training_choice import TrainingChoice
 from ...shared.phases.operations import left_out_words
 from ...shared.phases.packing import parse_packed_lengths
-from ...shared.phases.quadratic import attention_words
 from ...shared.phases.sequence_sharing import MOST_SEQUENCE_RANKS
 from ...shared.phases.tiling import MOST_TILES, LossHead
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import TrainingMethod
 from ...shared.schema.training_options import TrainingOptions
 from ...shared.schema.workload import Workload
-from ...shared.workloads.check import narrow_words, unpacked_words
+from ...shared.workloads.check import option_words, quadratic_words
 from ...shared.workloads.dtypes import choose_dtype
 
 __all__ = ["trace"]
@@ -197,9 +196,8 @@ def trace_command(
     from ...shared.tables.workloads import workload_tables
 
     workload = chosen.note_in(workload, described.config)
-    words = attention_words(workload.quadratic, workload.model_name, workload.num_tokens // workload.num_samples)
     left_out = left_out_words(workload.kernels_left_out, workload.model_name)
-    for said in (words, left_out, narrow_words(workload), unpacked_words(workload)):
+    for said in (quadratic_words(workload), left_out, *option_words(workload)):
         if said is not None:
             warn(said)
     give(workload, output, as_json=as_json, tables=lambda: workload_tables(workload))

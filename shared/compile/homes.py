@@ -23,6 +23,7 @@ from .family import Family
 
 _PER_CHUNK = 8
 _MOST_BUCKETS = 2
+"""Their places are the first among a task's released buffers; what hooks hold comes behind them."""
 _BEHIND_ALL = 2**40
 """The place of what comes behind all chunks' buffers that are there for good."""
 

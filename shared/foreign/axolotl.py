@@ -25,7 +25,6 @@ _LOSS_TILES: Final = 8
 _MLP_TILES: Final = 4
 _ADAPTERS: Final = {"lora": False, "qlora": True}
 """Whether the base is packed in 4 bits unless a file says otherwise."""
-"""Of PEFT, for most models, where nobody says."""
 _TILED: Final = "logits are made in tiles, and never exist whole"
 
 

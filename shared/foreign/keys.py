@@ -310,6 +310,7 @@ def recomputes_whole(walk: Walk) -> bool:
 
 
 _USUAL_TARGETS: Final = ("q_proj", "v_proj")
+"""Of PEFT, for most models, where nobody says."""
 
 
 def lora_targets(walk: Walk) -> tuple[str, ...]:

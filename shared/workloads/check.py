@@ -7,8 +7,10 @@ from typing import Final
 
 from ..basics.errors import WorkloadError
 from ..basics.units import format_bytes, format_count
+from ..catalogue.models import has_flash_attention, known_model, model_configuration
 from ..phases.activation_modes import FUSED_DROPOUT
 from ..phases.operations import OperationClass, lowering_words
+from ..phases.quadratic import attention_words
 from ..phases.tiling import LossHead
 from ..schema.hardware import DeviceKind, Hardware
 from ..schema.plan import TrainingMethod
@@ -83,6 +85,19 @@ def check_kernels(workload: Workload, hardware: Hardware) -> None:
             f"{hardware.name} torch saves more. Name the model in place of its workload, or trace it there (protwin "
             f"trace --real, protwin calibrate)."
         )
+
+
+def quadratic_words(workload: Workload) -> str | None:
+    """What is to be said of attention that takes memory with the square of the sequence; else None."""
+    name, num_tokens = workload.model_name, workload.num_tokens // workload.num_samples
+    known = known_model(name)
+    has_flash = None if known is None else has_flash_attention(model_configuration(known).config)
+    return attention_words(workload.quadratic, name, num_tokens, has_flash=has_flash)
+
+
+def option_words(workload: Workload) -> tuple[str, ...]:
+    """What is to be said of options that do less than they say."""
+    return tuple(words for words in (narrow_words(workload), unpacked_words(workload)) if words is not None)
 
 
 def narrow_words(workload: Workload) -> str | None:

@@ -287,6 +287,10 @@ class ModelChoice:
         """What it does with longer or shorter samples, one unless their number is given."""
         return self.at(self.batch_size or 1, sequence_length)
 
+    def untraced_at_batch_size(self, batch_size: int) -> Workload | None:
+        """The same where no trace is needed to know, with such tiles alone as need none; None where one is."""
+        return self.untraced(batch_size, self.sequence_length)
+
     def untraced(self, batch_size: int, sequence_length: int | None) -> Workload | None:
         """What it does with another batch, where no trace is needed to know; None where one is."""
 

@@ -222,7 +222,7 @@ def _found(
             return _found(goal, tiled, needed, on_progress)
         if isinstance(request.workload, GlobalBatch):
             raise InfeasibleError(f"{error}{untried}") from error
-        sized = choice.at_batch_size if choice.is_known and goal is Goal.FASTEST else None
+        sized = choice if choice.is_known and goal is Goal.FASTEST else None
         raise InfeasibleError(f"{error}{_what_fits_instead(request, sized)}{untried}") from error
 
 
@@ -255,11 +255,19 @@ def _workload_of(request: SearchRequest, found: BatchSearchResult, choice: Model
     return choice.at(question.samples_per_micro_batch, question.sequence_length)
 
 
-def _what_fits_instead(request: SearchRequest, workload_at: Callable[[int], Workload] | None) -> str:
-    """A smaller batch or more devices that fit where the plans that were asked about do not, in words."""
+def _what_fits_instead(request: SearchRequest, sized: ModelChoice | None) -> str:
+    """A smaller batch or more devices that fit where the plans that were asked about do not, in words.
+
+    ``sized``: the model, where other batches of it are worth a look.
+    """
     from ..questions.what_if import fewest_ranks, largest_batch
 
-    batch_size = largest_batch(request, workload_at) if workload_at is not None else None
+    batch_size = None
+    if sized is not None and sized.tiles.is_needed:
+        # A trace in tiles takes minutes, and a batch that fits whole needs none.
+        batch_size = largest_batch(request, sized.at_batch_size, sized.untraced_at_batch_size)
+    elif sized is not None:
+        batch_size = largest_batch(request, sized.at_batch_size)
     smaller = f" A batch of {batch_size} fits as things are." if batch_size is not None else ""
     num_ranks = fewest_ranks(request) if request.step.num_ranks > 1 else None
     more = f" A plan of {num_ranks} ranks fits this machine." if num_ranks is not None else ""

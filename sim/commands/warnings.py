@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from ...shared.catalogue.models import has_flash_attention, known_model, model_configuration
 from ...shared.cli.options import MethodName as MethodName
 from ...shared.cli.options import warn
 from ...shared.phases.operations import left_out_words
-from ...shared.phases.quadratic import attention_words
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.record import Record
 from ...shared.schema.workload import Workload
-from ...shared.workloads.check import narrow_words, unpacked_words
+from ...shared.workloads.check import option_words, quadratic_words
 from ...shared.workloads.dtypes import TRAINABLE
 
 
@@ -35,12 +33,7 @@ def warn_of_dtype(record: Record, hardware: Hardware) -> None:
 
 def warn_of_attention(workload: Workload) -> None:
     """Warn of attention that takes memory with the square of the sequence."""
-    name = workload.model_name
-    known = known_model(name)
-    has_flash = None if known is None else has_flash_attention(model_configuration(known).config)
-    num_tokens = workload.num_tokens // workload.num_samples
-    words = attention_words(workload.quadratic, name, num_tokens, has_flash=has_flash)
-    if words is not None:
+    if (words := quadratic_words(workload)) is not None:
         warn(words)
 
 
@@ -52,9 +45,8 @@ def warn_of_kernels(workload: Workload) -> None:
 
 def warn_of_options(workload: Workload) -> None:
     """Warn of options that do less than they say: a narrow loss without logits, packing that leaves most weights."""
-    for words in (narrow_words(workload), unpacked_words(workload)):
-        if words is not None:
-            warn(words)
+    for words in option_words(workload):
+        warn(words)
 
 
 def warn_of_memory(record: Record, host_bytes: int) -> None:

@@ -178,17 +178,34 @@ def machine_with_room(hardware: Hardware, num_ranks: int) -> Hardware:
     return hardware.model_copy(update={"network": network.model_copy(update={"num_nodes": nodes})})
 
 
-def largest_batch(request: SearchRequest, workload_at: Callable[[int], Workload]) -> int | None:
+def largest_batch(
+    request: SearchRequest,
+    workload_at: Callable[[int], Workload],
+    untraced_at: Callable[[int], Workload | None] = lambda size: None,
+) -> int | None:
     """The largest batch below the request's with which some plan fits, in samples; None if none does.
 
-    ``workload_at``: the workload at a batch of this number of samples.  By halving the range, one is found that fits
-    while the next larger one does not.
+    By halving the range, one is found that fits while the next larger one does not.
+
+    Args:
+        request: In which no plan fits.
+        workload_at: The workload at a batch of this number of samples.
+        untraced_at: The same as far as it is known without a trace, which may know fewer tiles, or None.  Where some
+            plan of it fits, ``workload_at`` is not asked.
     """
-    fits, fails = 0, request.smallest_workload().num_samples
-    while fails - fits > 1:
-        middle = (fits + fails) // 2
-        fits, fails = (middle, fails) if _fits(search_problem(request, workload_at(middle))) else (fits, middle)
-    return fits or None
+
+    def fits(size: int) -> bool:
+        known = untraced_at(size)
+        if known is not None and _fits(search_problem(request, known)):
+            return True
+        workload = workload_at(size)
+        return workload != known and _fits(search_problem(request, workload))
+
+    lower, upper = 0, request.smallest_workload().num_samples
+    while upper - lower > 1:
+        middle = (lower + upper) // 2
+        lower, upper = (middle, upper) if fits(middle) else (lower, middle)
+    return lower or None
 
 
 def fewest_ranks(request: SearchRequest) -> int | None:

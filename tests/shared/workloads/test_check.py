@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from transformers import T5ForConditionalGeneration
 
 from protwin.runtime.tracing.configurations import workload_of_configuration
 from protwin.shared.basics.errors import WorkloadError
@@ -12,8 +13,8 @@ from protwin.shared.basics.units import format_bytes, format_count
 from protwin.shared.phases.quantization import Quantization, QuantizedType
 from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.training_options import LoraOptions, QuantizationOptions, TrainingOptions
-from protwin.shared.schema.workload import DType, Operation, OperationClass, Phase, Workload
-from protwin.shared.workloads.check import has_kernels_of_gpus, unpacked_words
+from protwin.shared.schema.workload import DType, Operation, OperationClass, Phase, QuadraticMemory, Workload
+from protwin.shared.workloads.check import has_kernels_of_gpus, quadratic_words, unpacked_words
 from protwin.shared.workloads.untraced import resolve_family
 from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.searching.request import SearchRequest
@@ -34,6 +35,18 @@ def shipped(name: str) -> Workload:
     assert family is not None
     target_length = 64 if name.startswith("t5") else None
     return family.at(batch_size=2, sequence_length=64, target_length=target_length)
+
+
+def test_no_kernel_is_advised_that_transformers_lacks_for_the_model() -> None:
+    found = QuadraticMemory(kept_bytes=1, has_kernel=True)
+    workload = shipped("t5-small").model_copy(update={"quadratic": found})
+    words = quadratic_words(workload)
+    assert words is not None
+    assert T5ForConditionalGeneration._supports_flash_attn is False
+    assert "flash_attention_2" not in words
+    other = quadratic_words(workload.model_copy(update={"model_name": "one's own"}))
+    assert other is not None
+    assert "flash_attention_2" in other, "nobody knows of a model of one's own"
 
 
 def test_shipped_models_with_dropout_hold_fused_kernels() -> None:

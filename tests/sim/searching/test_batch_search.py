@@ -150,6 +150,21 @@ def test_the_largest_batch_fits_and_the_next_larger_one_does_not() -> None:
     assert fits(at_size(workload(3), batch_size, 0.0), device_bytes, host_bytes)
     assert not fits(at_size(workload(3), batch_size + 1, 0.0), device_bytes, host_bytes)
 
+    # A workload that is known without a trace may fit less often; it answers alone where it fits.
+    for num_more in (0, 1):
+        traced: list[int] = []
+
+        def known_at(size: int, num_more: int = num_more) -> Workload:
+            return at_size(workload(3), size + num_more, 0.0)
+
+        def workload_at(size: int, traced: list[int] = traced) -> Workload:
+            traced.append(size)
+            return at_size(workload(3), size, 0.0)
+
+        assert largest_batch(request, workload_at, known_at) == batch_size
+        assert traced, "the next larger batch is traced"
+        assert not any(fits(known_at(size), device_bytes, host_bytes) for size in traced)
+
 
 def test_what_if_answers_are_those_of_searches() -> None:
     model, box = workload(4).model_copy(update={"measured_on": "slow machine"}), machine(gather_s=2.0)
