@@ -29,7 +29,7 @@ from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.verify.verify import verify_schedule
 from tests.proof_size import examples
-from tests.shared.small_models import OUTPUT_BYTES, parameter, plan, workload
+from tests.shared.small_models import OUTPUT_BYTES, SAVED_BYTES, parameter, phase, plan, workload
 from tests.strategies.plans import PlannedWorkload, parallel_workloads, planned_workloads
 
 
@@ -85,6 +85,25 @@ def test_blocks_that_are_trained_or_kept_hold_nothing() -> None:
     assert not any(held_by_time(compiled(plan(model, chunk_bytes=8_192), model, HOLDING)))
     whole = adapted(4, held=frozenset())
     assert not any(held_by_time(compiled(plan(whole, n_checkpoint=4, chunk_bytes=8_192), whole, HOLDING)))
+
+
+def test_every_input_is_as_large_as_what_the_block_before_gives_and_goes_with_its_micro_batch() -> None:
+    """Blocks give 1, 2, 4 and 8 times as much: inputs of 1, 2 and 4 are held, and a gradient as large as each."""
+    model = adapted(4, held=frozenset(range(4)))
+    profiles = tuple(
+        one.model_copy(
+            update={
+                "output_bytes": OUTPUT_BYTES << number,
+                "checkpoint_forward": phase(OUTPUT_BYTES << number),
+                "checkpoint_backward": phase(40 - SAVED_BYTES + 500 - (OUTPUT_BYTES << number)),
+            }
+        )
+        for number, one in enumerate(model.profiles)
+    )
+    model = model.model_copy(update={"profiles": profiles})
+    of_two = plan(model, n_checkpoint=4, chunk_bytes=8_192, micro_batches=2)
+    held = held_by_time(compiled(of_two, model, HOLDING))
+    assert held == 2 * [0, *(OUTPUT_BYTES * times for times in (4, 4 + 2 + 4, 10 + 1 + 2, 13 + 1)), 0]
 
 
 @settings(max_examples=examples(200, 15))

@@ -229,7 +229,7 @@ def test_aligning_a_product_never_takes_much_longer(shape: tuple[int, ...]) -> N
     assert after <= before * padded / n * 1.01
 
 
-@pytest.mark.parametrize("name", ["h100-80gb", "a100-80gb"])
+@pytest.mark.parametrize("name", ["h100-80gb", "a100-80gb", "v100-32gb", "mi300x-192gb"])
 def test_a_power_limit_slows_products_and_attention(name: str) -> None:
     """On Hopper as much as an H100's board tells, and by the cube root before; float32 is far from any limit."""
     part = device_part(name)
