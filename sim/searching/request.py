@@ -29,6 +29,7 @@ from ...shared.basics.arguments import (
 )
 from ...shared.basics.errors import PlanError
 from ...shared.catalogue.rank_share import machine_of_rank
+from ...shared.layout.keeping import AS_PLANNED
 from ...shared.methods.known import method_named
 from ...shared.methods.method import Method
 from ...shared.optimizers.check import check_host_gradients, check_optimizer
@@ -290,6 +291,11 @@ class SearchRequest:
         check_kind("step", self.step, Step, "a Step, as Step(micro_batches=2)")
         check_kind("effort", self.effort, Effort, "an Effort, as Effort(tolerance_frac=0.01)")
         check_kind("method", self.method, (Method, NoneType), "a Method, or None")
+        if self.method is not None and self.method.policies.keeping != AS_PLANNED:
+            raise PlanError(
+                "method keeps more than plans say, as other systems do (Policies.keeping), and searches do not count "
+                "that. Search without it, and ask simulate about the plan."
+            )
         pairs = self.baselines if isinstance(self.baselines, tuple | list | NoneType) else (self.baselines,)
         for pair in pairs or ():
             named = pair if isinstance(pair, tuple | list) and len(pair) == 2 else (None, None)

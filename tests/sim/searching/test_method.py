@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protwin.shared.basics.errors import ScheduleError
+from protwin.shared.basics.errors import PlanError, ScheduleError
 from protwin.shared.compile.compile import Policies, compile_schedule
 from protwin.shared.compile.family import Family
 from protwin.shared.compile.homes import Homes
@@ -21,6 +21,7 @@ from protwin.shared.compile.residency import COPIES, EXCHANGES, Residency
 from protwin.shared.compile.sections import FullTraining
 from protwin.shared.compile.updates import Updates
 from protwin.shared.drafts.program import Draft, IntArray, Part, TaskGroup, Work
+from protwin.shared.layout.keeping import Keeping
 from protwin.shared.methods.full_training import FULL_TRAINING
 from protwin.shared.methods.method import Method
 from protwin.shared.schema.schedule import Lane, TaskKind, add_task_kind
@@ -34,10 +35,13 @@ from protwin.sim.bounds.replay import REPLAY_FRAC, Replayer, ReplayPlan
 from protwin.sim.bounds.stretches import least_periods_s
 from protwin.sim.bounds.throughput import Throughput
 from protwin.sim.engine.simulator import simulate_plan
+from protwin.sim.searching.request import SearchRequest
 from tests.proof_size import examples
+from tests.shared.small_models import chain
 from tests.sim import brute_force
 from tests.sim.bound_cases import Case, cases
 from tests.sim.engine.test_added_kinds import PAUSE, PAUSE_S, check_pauses
+from tests.sim.hand_made import machine
 
 SECOND_HALF = add_task_kind("second_half", Lane.H2D)
 SECOND_HALF_S = 0.002
@@ -139,3 +143,10 @@ def test_a_search_of_its_plans_finds_what_brute_force_finds(case: brute_force.Ca
     budget_bytes = data.draw(st.sampled_from(sorted(outcome.device_bytes for outcome in case.outcomes)))
     best_s = min(outcome.iteration_s for outcome in case.feasible(budget_bytes))
     assert case.search(budget_bytes).prediction.iteration_s == best_s
+
+
+def test_what_other_systems_keep_is_not_searched() -> None:
+    """The search's account of memory has none of it: its best plan took more than the budget."""
+    keeping = replace(FULL_TRAINING.policies, keeping=Keeping(holds_inputs=True))
+    with pytest.raises(PlanError, match="searches do not count that"):
+        SearchRequest(workload=chain(2), hardware=machine(), method=replace(FULL_TRAINING, policies=keeping))
