@@ -44,10 +44,10 @@ def check_figures(calibration: Calibration, hardware: Hardware) -> None:
     if before is None or before == hardware:
         return
     changed = _parts_changed(before, hardware)
-    now = dict(_figures(hardware.model_dump(mode="json")))
-    for place, figure in _figures(before.model_dump(mode="json")):
-        if place[0] not in changed and not _is_same(figure, now.get(place)):
-            is_now = now.get(place, "not stated")
+    then, now = (dict(_figures(one.model_dump(mode="json"))) for one in (before, hardware))
+    for place in {**then, **now}:
+        if place[0] not in changed and not _is_same(then.get(place), now.get(place)):
+            figure, is_now = (one.get(place, "not stated") for one in (then, now))
             raise CalibrationError(
                 f"the calibration was made with other figures of {hardware.name}: {'.'.join(place)} was {figure}, "
                 f"and is {is_now}. Factors hold beside the figures that they were fitted with: give the file of then, "

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from protwin.shared.basics.errors import CalibrationError
+from protwin.shared.catalogue.machines import load_hardware
 from protwin.shared.catalogue.overrides import override_hardware
 from protwin.shared.records.calibrated import check_figures
 from protwin.shared.schema.calibration import Calibration
@@ -16,6 +17,7 @@ from protwin.shared.schema.plan import Plan
 from protwin.sim import SearchRequest, simulate
 from tests.calibration.fitting.test_fit import MACHINE, a_workload
 from tests.calibration.fitting.test_kinds_of_seconds import of_operations
+from tests.shared.full_machine import full_hardware
 
 BOX = Hardware.model_validate(
     MACHINE.model_dump()
@@ -105,3 +107,49 @@ def test_questions_about_a_changed_machine_are_answered() -> None:
     with_disk = KNOWN.model_copy(update={"hardware": BOX.model_copy(update={"disk": disk})})
     with pytest.raises(CalibrationError, match=r"disk.*, and is not stated"):
         check_figures(with_disk, BOX)
+
+
+def test_figures_that_are_new_or_gone_are_others() -> None:
+    """Of parts that were there before: seconds follow from them now, and did not, or the other way."""
+    link, host = BOX.host_to_device, BOX.host
+    longer = (*link.table, link.table[0].model_copy(update={"size_bytes": 2000}))
+    others = (
+        BOX.model_copy(update={"host_to_device": link.model_copy(update={"table": longer})}),
+        BOX.model_copy(update={"host": host.model_copy(update={"adam_bytes_per_s": None})}),
+    )
+    for before, now in [pair for other in others for pair in ((BOX, other), (other, BOX))]:
+        with pytest.raises(CalibrationError, match="not stated"):
+            check_figures(KNOWN.model_copy(update={"hardware": before}), now)
+
+
+def test_figures_may_be_written_shorter_and_no_further_off() -> None:
+    for times, is_other in ((1 + 1e-12, False), (1 - 1e-12, False), (1 + 1e-6, True), (1 - 1e-6, True)):
+        rate = BOX.device.memory_bandwidth_bytes_per_s * times
+        again = BOX.model_copy(update={"device": BOX.device.model_copy(update={"memory_bandwidth_bytes_per_s": rate})})
+        if is_other:
+            with pytest.raises(CalibrationError, match="memory_bandwidth"):
+                check_figures(KNOWN, again)
+        else:
+            check_figures(KNOWN, again)
+
+
+def test_what_was_asked_when_it_was_made_is_no_change_now() -> None:
+    """Of a machine with an override, asked about with the same one: figures of that part have to be the same."""
+    asked = override_hardware(BOX, {"host.memory_bandwidth_bytes_per_s": "1GB/s"})
+    known = KNOWN.model_copy(update={"hardware": asked})
+    check_figures(known, asked)
+    host = asked.host.model_copy(update={"memory_bandwidth_bytes_per_s": 3e9})
+    with pytest.raises(CalibrationError, match="memory_bandwidth"):
+        check_figures(known, asked.model_copy(update={"host": host}))
+    check_figures(known, BOX)
+
+
+def test_collectives_that_a_question_drops_are_no_other_figures() -> None:
+    """A change of links or of the device has measured collectives dropped, which are of a part of their own."""
+    box = load_hardware("a100-80gb-x8").model_copy(update={"collectives": full_hardware().collectives})
+    known = KNOWN.model_copy(update={"hardware": box})
+    for change in ({"link": "pcie3-x16"}, {"device": "h100-80gb"}):
+        asked = override_hardware(box, change)
+        assert box.collectives
+        assert not asked.collectives
+        check_figures(known, asked)
