@@ -94,10 +94,17 @@ def test_what_was_learnt_of_both_kinds_is_sure_of_neither() -> None:
     calibration, _ = known(1.9, is_timed=True)
     assert (calibration.of_timed_phases, calibration.of_modelled_phases) == (True, False)
     workload = of_operations(1.9, is_timed=False)
-    plan = of_workload(bootstrap_plans(of_operations(1.9, is_timed=True))[0], workload)
-    record = simulate(plan, workload, MACHINE).model_copy(update={"origin": Origin.MEASURED})
-    both = updated(calibration, [told(Pair(workload, record))], MACHINE)
-    assert (both.of_timed_phases, both.of_modelled_phases) == (True, True)
+    timed = of_operations(1.9, is_timed=True)
+
+    def learnt(before: Calibration, of: Workload) -> Calibration:
+        plan = of_workload(bootstrap_plans(timed)[0], of)
+        record = simulate(plan, of, MACHINE).model_copy(update={"origin": Origin.MEASURED})
+        return updated(before, [told(Pair(of, record))], MACHINE)
+
+    both = learnt(calibration, workload)
+    again = learnt(both, timed)
+    for one in (both, again):
+        assert (one.of_timed_phases, one.of_modelled_phases) == (True, True)
     for is_timed in (True, False):
         _, found = expected(1.9, both, is_timed=is_timed)
         assert found.high / found.low > 2
