@@ -53,7 +53,8 @@ def in_own_units(predicted: Predicted) -> Parts:
 def of_runs(runs: Sequence[MeasuredRun], predicted: Predicted) -> Parts:
     """Every one of ``runs``: its own unit, prediction, measurement, signed error, and the interval of the time."""
     notes: list[str] = []
-    rows, errors = [], []
+    rows: list[tuple[str, ...]] = []
+    errors: list[float | None] = []
     for run in runs:
         numbers = ", ".join(str(_number(note, notes)) for note in run.approximations)
         found = predicted[run.id]
@@ -79,7 +80,7 @@ def of_runs(runs: Sequence[MeasuredRun], predicted: Predicted) -> Parts:
         marked = f"{run.trained} ({numbers})" if numbers else run.trained
         rows.append((marked, run.where, *told, *of_memory_cells))
         errors.append(error)
-    columns = (
+    columns: tuple[str, ...] = (
         "trained",
         "on",
         ">measured",
@@ -93,7 +94,9 @@ def of_runs(runs: Sequence[MeasuredRun], predicted: Predicted) -> Parts:
     lines = [f"{number}: {note}" for number, note in enumerate(notes, start=1)]
     used = dict.fromkeys(run.source for run in runs)
     lines += [f"{name}: {' '.join(SOURCES[name].about.split())}. {SOURCES[name].url}" for name in used]
-    expendable = ("memory", ">GiB", ">error")
+    expendable: tuple[str, ...] = ("memory", ">GiB", ">error")
+    if all(run.measured.speed is None for run in runs):  # of memory alone, which then is the answer
+        columns, rows, expendable = (*columns[:2], *columns[6:]), [(*row[:2], *row[6:]) for row in rows], ()
     table = Table(title="Published runs", columns=columns, rows=rows, errors_frac=errors, expendable=expendable)
     return table, "\n".join(lines)
 

@@ -68,3 +68,14 @@ def test_it_needs_no_torch() -> None:
     code = "import sys, protwin.calibration.commands.published; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "False"
+
+
+def test_runs_of_memory_alone_show_their_memory(protwin_here: Protwin) -> None:
+    """Also where the table is narrow: its columns of time were kept, and all of them are empty."""
+    told = protwin_here("published", "--class", "memory alone").stdout
+    chosen = [run for run in MEASURED_RUNS if "memory alone" in run.run_class]
+    figures = [run.measured.memory for run in chosen]
+    assert figures
+    for figure in figures:
+        assert figure is not None
+        assert f"{figure[1] / 2**30:.2f}" in told
