@@ -28,6 +28,7 @@ from protwin.shared.schema.schedule import Content, Lane, Schedule, TaskKind
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.verify.verify import verify_schedule
+from protwin.sim.commands.options import RuntimeChoice
 from tests.proof_size import examples
 from tests.shared.small_models import OUTPUT_BYTES, SAVED_BYTES, parameter, phase, plan, workload
 from tests.strategies.plans import PlannedWorkload, parallel_workloads, planned_workloads
@@ -183,6 +184,11 @@ def test_it_is_asked_for_where_it_is_known() -> None:
     asked = RuntimeProfile(Runtime.FSDP, recomputes_whole=True, holds_inputs=True)
     assert asked.other == "copies of fsdp around collectives, blocks recomputed whole, inputs of blocks that hooks hold"
     model = adapted(2, held=frozenset({0, 1}))
+    method = asked.method(FULL_TRAINING)
+    assert (
+        max(held_by_time(compiled(plan(model, n_checkpoint=2, chunk_bytes=8_192), model, method))) == 2 * OUTPUT_BYTES
+    )
+    assert RuntimeChoice(runtime=Runtime.FSDP, reentrant=True, holds_inputs=True).profile() == asked
     for wrong in (replace(asked, recomputes_whole=False), replace(asked, runtime=Runtime.FSDP2)):
         with pytest.raises(PlanError, match="as hooks of FSDP hold them"):
             wrong.check(plan(model))
