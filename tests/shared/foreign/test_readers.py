@@ -14,7 +14,7 @@ import pytest
 import tomli_w
 
 from protwin.shared.basics.errors import FileError, PlanError
-from protwin.shared.foreign.asked_run import AskedRun, Checkpointing, Place, Precision, Reading, Split, Tool
+from protwin.shared.foreign.asked_run import AskedRun, Place, Precision, Split, Tool
 from protwin.shared.foreign.axolotl import read_axolotl
 from protwin.shared.foreign.axolotl_keys import AXOLOTL_KEYS
 from protwin.shared.foreign.deepspeed import read_deepspeed
@@ -22,16 +22,13 @@ from protwin.shared.foreign.deepspeed_keys import DEEPSPEED_KEYS
 from protwin.shared.foreign.files import read_content, read_run
 from protwin.shared.foreign.fsdp import FSDP_KEYS
 from protwin.shared.foreign.keys import KeyTable
-from protwin.shared.foreign.torchtitan import read_torchtitan
 from protwin.shared.foreign.torchtitan_keys import TORCHTITAN_KEYS
 from protwin.shared.foreign.training_arguments import read_training_arguments
 from protwin.shared.foreign.training_arguments_keys import TRAINING_ARGUMENTS_KEYS
-from protwin.shared.phases.quantization import Quantization, QuantizedType
 from protwin.shared.phases.tiling import LossHead
 from protwin.shared.schema.hardware import AttentionKernel
 from protwin.shared.schema.optimizer import Optimizer
-from protwin.shared.schema.training_options import LoraOptions, QuantizationOptions
-from protwin.shared.schema.workload import Compiled, Float8, Float8Gather
+from protwin.shared.schema.workload import Compiled
 from tests.proof_size import some_quick
 from tests.shared.foreign.recorded_keys import AXOLOTL, DEEPSPEED, TORCHTITAN
 from tests.shared.foreign.writers import (
@@ -182,16 +179,6 @@ def test_strategies_of_fsdp(config: dict[str, Any], split: Split, is_hybrid: boo
     assert (run.split, run.shards_within_node) == (split, is_hybrid)
 
 
-def test_the_trainer_of_trl_recomputes_and_has_a_length_unless_it_is_told_otherwise() -> None:
-    assert read_training_arguments({"max_length": None}).run.sequence_length is None, "nothing is cut off"
-    run = read_training_arguments({"packing": True}).run
-    assert (run.sequence_length, run.is_packed, run.checkpointing) == (1024, True, Checkpointing.FULL)
-    assert run.precision is Precision.AUTOCAST_BFLOAT16
-    run = read_training_arguments({"max_length": 4096, "gradient_checkpointing": False, "bf16": False}).run
-    assert (run.sequence_length, run.is_packed, run.checkpointing) == (4096, False, Checkpointing.NONE)
-    assert run.precision is Precision.FLOAT32
-
-
 def test_fused_losses_make_no_logits() -> None:
     assert read_training_arguments({"use_liger_kernel": True}).run.loss_head is LossHead.CHUNKED
     kernels = {"fused_linear_cross_entropy": False, "cross_entropy": True}
@@ -259,34 +246,6 @@ def test_what_training_arguments_cannot_ask_for_is_one_message(content: dict[str
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ({"parallelism": {"tensor_parallel_degree": 8}}, "parallelism.tensor_parallel_degree is 8: no plan splits"),
-        ({"experimental": {"pipeline_parallel_degree": 4}}, "experimental.pipeline_parallel_degree is 4"),
-        ({"parallelism": {"context_parallel_degree": 2}}, "parallelism.context_parallel_degree is 2"),
-        ({"activation_checkpoint": {"mode": "most"}}, "none, full, selective"),
-        ({"activation_checkpoint": {"selective_ac_option": "0"}}, '"op", or a whole number from 1'),
-        ({"training": {"seq_len": "long"}}, "training.seq_len is"),
-        ({"training": {"dtype": "float8"}}, "float32, bfloat16"),
-        ({"optimizer": {"name": "Muon"}}, 'optimizer.name is "Muon"'),
-        (
-            {
-                "training": {"enable_cpu_offload": True},
-                "parallelism": {"data_parallel_shard_degree": 1, "data_parallel_replicate_degree": 2},
-            },
-            "FSDP alone offloads",
-        ),
-        ({"fault_tolerance": {"enable": True}}, "fault_tolerance.enable is true"),
-    ],
-    ids=str,
-)
-def test_what_a_file_of_torchtitan_cannot_ask_for_is_one_message(content: dict[str, Any], words: str) -> None:
-    with pytest.raises(PlanError) as caught:
-        read_torchtitan(content)
-    assert words in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
         ({"rl": "dpo"}, 'rl is "dpo": it trains by another Trainer'),
         ({"load_in_4bit": True}, "nothing is trained without an adapter"),
         ({"gptq": True}, "nothing is trained without an adapter"),
@@ -316,92 +275,6 @@ def test_what_compilers_and_fused_kernels_spare_is_named() -> None:
     assert [note.key for note in reading.left_out] == ["liger_rms_norm"]
     assert reading.run.compiled is Compiled.MODEL
     assert read_axolotl({"base_model": "gpt2", "torch_compile": False}).run.compiled is None
-
-
-@pytest.mark.parametrize(
-    ("components", "compiled"),
-    [
-        (None, Compiled.BLOCKS_AND_LOSS),
-        (["loss", "model"], Compiled.BLOCKS_AND_LOSS),
-        ("model,loss", Compiled.BLOCKS_AND_LOSS),
-        (["model"], Compiled.BLOCKS),
-        (["loss"], None),
-        ([], None),
-    ],
-)
-def test_torchtitan_compiles_the_parts_that_are_named(components: list[str] | str | None, compiled: object) -> None:
-    section = {"enable": True} | ({} if components is None else {"components": components})
-    reading = read_torchtitan({"compile": section})
-    assert reading.run.compiled is compiled
-    assert [note.key for note in reading.left_out] == (["compile.components"] if components == ["loss"] else [])
-    assert read_torchtitan({"compile": section | {"enable": False}}).run.compiled is None
-
-
-@pytest.mark.parametrize("components", [["modell"], 5, {"model": True}])
-def test_other_parts_than_torchtitan_has_are_refused(components: object) -> None:
-    with pytest.raises(PlanError, match=r"compile\.components is .* where a list of model and loss belongs"):
-        read_torchtitan({"compile": {"enable": True, "components": components}})
-
-
-def test_what_torchtitan_compiles_and_narrows_is_read() -> None:
-    both = {"compile": {"enable": True}, "model": {"converters": ["float8"]}}
-    reading = read_torchtitan(both)
-    assert (reading.run.compiled, reading.run.float8) == (Compiled.BLOCKS_AND_LOSS, Float8.TENSORWISE)
-    assert not {"compile.enable", "model.converters"} & {note.key for note in reading.left_out}
-    by_rows = read_torchtitan(both | {"float8": {"recipe_name": "rowwise"}}).run
-    assert by_rows.float8 is Float8.ROWWISE
-    older = read_torchtitan({"training": {"compile": True}, "float8": {"enable_float8_linear": True}}).run
-    assert (older.compiled, older.float8) == (Compiled.BLOCKS, Float8.TENSORWISE)
-    assert older.float8_gather is None
-
-
-@pytest.mark.parametrize("section", ["float8", "quantize.linear.float8"])
-def test_gathers_of_torchtitan_in_float8_are_read(section: str) -> None:
-    both = {"compile": {"enable": True}, "model": {"converters": [section]}}
-
-    def read(more: dict[str, Any], **others: Any) -> Reading:
-        for name in reversed(section.split(".")):
-            more = {name: more}
-        return read_torchtitan(both | more | others)
-
-    asked = {"enable_fsdp_float8_all_gather": True}
-    ahead = asked | {"precompute_float8_dynamic_scale_for_fsdp": True}
-    assert read(ahead).run.float8_gather is Float8Gather.PRECOMPUTED
-    assert {f"{section}.{key}" for key in ahead} <= {note.key for note in read(ahead).understood}
-    assert read(asked).run.float8_gather is Float8Gather.DYNAMIC
-    assert read({"precompute_float8_dynamic_scale_for_fsdp": True}).run.float8_gather is None
-    replicas = {"data_parallel_shard_degree": 1, "data_parallel_replicate_degree": 8}
-    assert read(ahead, parallelism=replicas).run.float8_gather is None
-    with pytest.raises(PlanError, match=r"enable_fsdp_float8_all_gather is true, but products are scaled rowwise"):
-        read(asked | {"recipe_name": "rowwise"})
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        pytest.param({"model": {"converters": ["float8"]}}, id="nothing is compiled"),
-        pytest.param({"compile": {"enable": True}, "model": {"converters": ["mx"]}}, id="another type"),
-        pytest.param(
-            {
-                "compile": {"enable": True},
-                "model": {"converters": ["float8"]},
-                "float8": {"recipe_name": "rowwise_with_gw_hp"},
-            },
-            id="another recipe",
-        ),
-    ],
-)
-def test_narrow_products_that_are_not_predicted_are_named(content: dict[str, Any]) -> None:
-    reading = read_torchtitan(content)
-    assert reading.run.float8 is None
-    assert "model.converters" in {note.key for note in reading.left_out}
-
-
-def test_a_flavor_of_attention_and_a_model_that_is_none_of_the_catalogue() -> None:
-    reading = read_torchtitan({"model": {"name": "llama3", "flavor": "8B_flex"}})
-    assert reading.run.model == "llama-3.1-8b"
-    assert "model.flavor" in {note.key for note in reading.left_out}
-    assert read_torchtitan({"model": {"name": "llama4", "flavor": "17bx16e"}}).run.model == "llama4/17bx16e"
 
 
 def test_everything_that_contradicts_is_told_at_once() -> None:
@@ -488,75 +361,3 @@ def test_what_computes_attention(given: object, kernel: AttentionKernel | None, 
     reading = read_training_arguments({"model_init_kwargs": {"attn_implementation": given}, "max_length": 512})
     assert reading.run.attention_kernel is kernel
     assert ("model_init_kwargs" in {note.key for note in reading.left_out}) == left_out
-
-
-def test_a_script_of_trl_names_its_model_and_its_adapters() -> None:
-    """Fields of ModelConfig beside those of SFTConfig, with TRL's own defaults where the file is silent."""
-    content: dict[str, Any] = {"model_name_or_path": "mistralai/Mistral-7B-v0.1", "use_peft": True, "bf16": True}
-    run = read_run(content, Path("sft.yaml")).run
-    assert run.lora == LoraOptions(rank=16, targets=("q_proj", "v_proj"), dropout=0.05)
-    assert (run.model, run.quantized) == (content["model_name_or_path"], None)
-    assert run.precision is Precision.AUTOCAST_BFLOAT16
-    more = {"lora_r": 64, "lora_target_modules": "all-linear", "load_in_4bit": True, "use_bnb_nested_quant": True}
-    packed = read_run(content | more, Path("sft.yaml")).run
-    assert packed.lora == LoraOptions(rank=64, dropout=0.05)
-    assert packed.quantized == QuantizationOptions(how=Quantization(type=QuantizedType.NF4, double=True))
-    assert packed.precision is Precision.MIXED_BFLOAT16
-    narrow = read_run(content | {"dtype": "bfloat16"}, Path("sft.yaml"))
-    assert (narrow.run.precision, narrow.left_out) == (Precision.MIXED_BFLOAT16, ())
-    assert read_run(content | {"use_peft": False, "lora_r": 64}, Path("sft.yaml")).run.lora is None
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({"use_peft": False, "load_in_4bit": True}, "nothing is trained without an adapter"),
-        ({"load_in_4bit": True, "load_in_8bit": True}, "both true"),
-        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf5"}, "Choose from nf4, fp4"),
-        ({"lora_dropout": 1.5}, "a part from 0 to 1"),
-        ({"lora_r": 0}, "lora_r"),
-        ({"dtype": "float99"}, "Choose from auto, float32, bfloat16, float16"),
-        ({"dtype": ["bfloat16"]}, "Choose from auto, float32, bfloat16, float16"),
-        ({"use_peft": "ja"}, 'yaml: use_peft is "ja", where true or false belongs. Write one.$'),
-        ({"loss_type": "sigmoid"}, "Choose from nll, dft, chunked_nll"),
-        ({"beta": 0.1}, "another Trainer"),
-        ({"num_generations": 8, "use_vllm": True}, "another Trainer"),
-    ],
-)
-def test_what_adapters_of_trl_cannot_be_is_one_message(more: dict[str, Any], words: str) -> None:
-    with pytest.raises(PlanError, match=words):
-        read_run({"model_name_or_path": "gpt2", "use_peft": True} | more, Path("sft.yaml"))
-
-
-def test_keys_of_adapters_make_a_file_one_of_trl_whose_defaults_it_then_has() -> None:
-    """TRL's scripts recompute blocks, compute in bfloat16, and cut rows at 1,024 tokens, as SFTConfig has it."""
-    reading = read_run({"model_name_or_path": "gpt2", "use_peft": True}, Path("sft.yaml"))
-    run = reading.run
-    assert (run.sequence_length, run.checkpointing) == (1024, Checkpointing.FULL)
-    assert run.precision is Precision.AUTOCAST_BFLOAT16
-    assumed = {note.key: note.value for note in reading.assumed}
-    shown = {"max_length": "1024", "gradient_checkpointing": "true", "bf16": "true"}
-    assert {key: assumed.get(key) for key in shown} == shown
-    silent = read_run({"model_name_or_path": "gpt2", "use_peft": True, "fp16": True}, Path("sft.yaml"))
-    assert "bf16" not in {note.key for note in silent.assumed}
-    plain = read_run({"model_name_or_path": "gpt2", "dataset_name": "text"}, Path("run_clm.yaml"))
-    assert (plain.run.sequence_length, plain.run.checkpointing) == (None, Checkpointing.NONE)
-    assert not {"bf16", "gradient_checkpointing"} & {note.key for note in plain.assumed}
-
-
-@pytest.mark.parametrize(
-    ("more", "precision", "left_out"),
-    [
-        ({"dtype": "bfloat16"}, Precision.MIXED_BFLOAT16, set()),
-        ({"torch_dtype": "float16"}, Precision.MIXED_FLOAT16, set()),
-        ({"dtype": "float32"}, Precision.FLOAT32, set()),
-        ({"dtype": "auto"}, Precision.FLOAT32, {"dtype"}),
-        ({"dtype": "auto", "use_peft": False}, Precision.FLOAT32, {"dtype"}),
-        ({"dtype": "bfloat16", "use_peft": False}, Precision.FLOAT32, {"dtype"}),
-    ],
-)
-def test_the_type_that_a_base_is_loaded_in(more: dict[str, Any], precision: Precision, left_out: set[str]) -> None:
-    """Without autocast, products of a frozen base compute in the type of its weights."""
-    reading = read_run({"model_name_or_path": "gpt2", "use_peft": True, "bf16": False} | more, Path("sft.yaml"))
-    assert reading.run.precision is precision
-    assert {note.key for note in reading.left_out} == left_out

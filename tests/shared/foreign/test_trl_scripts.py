@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from protwin.shared.basics.errors import PlanError
-from protwin.shared.foreign.asked_run import Precision
+from protwin.shared.foreign.asked_run import Checkpointing, Precision
 from protwin.shared.foreign.files import read_run
+from protwin.shared.foreign.training_arguments import read_training_arguments
 from protwin.shared.phases.quantization import LATEST_RELEASE, PackedProducts, Quantization, QuantizedType
 from protwin.shared.schema.hardware import AttentionKernel
 from protwin.shared.schema.training_options import LoraOptions, QuantizationOptions
@@ -107,3 +108,85 @@ def test_scripts_are_read_as_they_were_drawn(seed: int) -> None:
 def test_what_is_no_training_or_no_list_of_maps_is_refused(more: dict[str, Any], words: str) -> None:
     with pytest.raises(PlanError, match=words):
         read_run({"model_name_or_path": "gpt2", "use_peft": True} | more, FILE)
+
+
+def test_the_trainer_of_trl_recomputes_and_has_a_length_unless_it_is_told_otherwise() -> None:
+    assert read_training_arguments({"max_length": None}).run.sequence_length is None, "nothing is cut off"
+    run = read_training_arguments({"packing": True}).run
+    assert (run.sequence_length, run.is_packed, run.checkpointing) == (1024, True, Checkpointing.FULL)
+    assert run.precision is Precision.AUTOCAST_BFLOAT16
+    run = read_training_arguments({"max_length": 4096, "gradient_checkpointing": False, "bf16": False}).run
+    assert (run.sequence_length, run.is_packed, run.checkpointing) == (4096, False, Checkpointing.NONE)
+    assert run.precision is Precision.FLOAT32
+
+
+def test_a_script_of_trl_names_its_model_and_its_adapters() -> None:
+    """Fields of ModelConfig beside those of SFTConfig, with TRL's own defaults where the file is silent."""
+    content: dict[str, Any] = {"model_name_or_path": "mistralai/Mistral-7B-v0.1", "use_peft": True, "bf16": True}
+    run = read_run(content, Path("sft.yaml")).run
+    assert run.lora == LoraOptions(rank=16, targets=("q_proj", "v_proj"), dropout=0.05)
+    assert (run.model, run.quantized) == (content["model_name_or_path"], None)
+    assert run.precision is Precision.AUTOCAST_BFLOAT16
+    more = {"lora_r": 64, "lora_target_modules": "all-linear", "load_in_4bit": True, "use_bnb_nested_quant": True}
+    packed = read_run(content | more, Path("sft.yaml")).run
+    assert packed.lora == LoraOptions(rank=64, dropout=0.05)
+    assert packed.quantized == QuantizationOptions(how=Quantization(type=QuantizedType.NF4, double=True))
+    assert packed.precision is Precision.MIXED_BFLOAT16
+    narrow = read_run(content | {"dtype": "bfloat16"}, Path("sft.yaml"))
+    assert (narrow.run.precision, narrow.left_out) == (Precision.MIXED_BFLOAT16, ())
+    assert read_run(content | {"use_peft": False, "lora_r": 64}, Path("sft.yaml")).run.lora is None
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"use_peft": False, "load_in_4bit": True}, "nothing is trained without an adapter"),
+        ({"load_in_4bit": True, "load_in_8bit": True}, "both true"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf5"}, "Choose from nf4, fp4"),
+        ({"lora_dropout": 1.5}, "a part from 0 to 1"),
+        ({"lora_r": 0}, "lora_r"),
+        ({"dtype": "float99"}, "Choose from auto, float32, bfloat16, float16"),
+        ({"dtype": ["bfloat16"]}, "Choose from auto, float32, bfloat16, float16"),
+        ({"use_peft": "ja"}, 'yaml: use_peft is "ja", where true or false belongs. Write one.$'),
+        ({"loss_type": "sigmoid"}, "Choose from nll, dft, chunked_nll"),
+        ({"beta": 0.1}, "another Trainer"),
+        ({"num_generations": 8, "use_vllm": True}, "another Trainer"),
+    ],
+)
+def test_what_adapters_of_trl_cannot_be_is_one_message(more: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        read_run({"model_name_or_path": "gpt2", "use_peft": True} | more, Path("sft.yaml"))
+
+
+def test_keys_of_adapters_make_a_file_one_of_trl_whose_defaults_it_then_has() -> None:
+    """TRL's scripts recompute blocks, compute in bfloat16, and cut rows at 1,024 tokens, as SFTConfig has it."""
+    reading = read_run({"model_name_or_path": "gpt2", "use_peft": True}, Path("sft.yaml"))
+    run = reading.run
+    assert (run.sequence_length, run.checkpointing) == (1024, Checkpointing.FULL)
+    assert run.precision is Precision.AUTOCAST_BFLOAT16
+    assumed = {note.key: note.value for note in reading.assumed}
+    shown = {"max_length": "1024", "gradient_checkpointing": "true", "bf16": "true"}
+    assert {key: assumed.get(key) for key in shown} == shown
+    silent = read_run({"model_name_or_path": "gpt2", "use_peft": True, "fp16": True}, Path("sft.yaml"))
+    assert "bf16" not in {note.key for note in silent.assumed}
+    plain = read_run({"model_name_or_path": "gpt2", "dataset_name": "text"}, Path("run_clm.yaml"))
+    assert (plain.run.sequence_length, plain.run.checkpointing) == (None, Checkpointing.NONE)
+    assert not {"bf16", "gradient_checkpointing"} & {note.key for note in plain.assumed}
+
+
+@pytest.mark.parametrize(
+    ("more", "precision", "left_out"),
+    [
+        ({"dtype": "bfloat16"}, Precision.MIXED_BFLOAT16, set()),
+        ({"torch_dtype": "float16"}, Precision.MIXED_FLOAT16, set()),
+        ({"dtype": "float32"}, Precision.FLOAT32, set()),
+        ({"dtype": "auto"}, Precision.FLOAT32, {"dtype"}),
+        ({"dtype": "auto", "use_peft": False}, Precision.FLOAT32, {"dtype"}),
+        ({"dtype": "bfloat16", "use_peft": False}, Precision.FLOAT32, {"dtype"}),
+    ],
+)
+def test_the_type_that_a_base_is_loaded_in(more: dict[str, Any], precision: Precision, left_out: set[str]) -> None:
+    """Without autocast, products of a frozen base compute in the type of its weights."""
+    reading = read_run({"model_name_or_path": "gpt2", "use_peft": True, "bf16": False} | more, Path("sft.yaml"))
+    assert reading.run.precision is precision
+    assert {note.key for note in reading.left_out} == left_out
