@@ -48,7 +48,14 @@ from .machine_choice import MachineChoice, RanksOfPlan, check_budget, unused_dev
 from .model_choice import NamedModel, PredictedTraining
 from .options import RuntimeChoice
 from .pipelines import Asked, refuse, simulate_stages
-from .warnings import warn_of_attention, warn_of_dtype, warn_of_kernels, warn_of_memory, warn_of_options
+from .warnings import (
+    warn_of_attention,
+    warn_of_dtype,
+    warn_of_held_inputs,
+    warn_of_kernels,
+    warn_of_memory,
+    warn_of_options,
+)
 
 if TYPE_CHECKING:
     from ...shared.report.page import Report
@@ -144,6 +151,7 @@ def simulate_command(
     warn_of_attention(workload)
     warn_of_kernels(workload)
     warn_of_options(workload)
+    warn_of_held_inputs(profile, schedule)
     if carried_out.foreach and machine.device.kind is DeviceKind.CPU:
         warn(
             "--foreach is asked about on a CPU, where PyTorch takes lists of tensors if it is told foreach=True alone, "

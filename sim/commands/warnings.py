@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from ...shared.cli.options import MethodName as MethodName
 from ...shared.cli.options import warn
+from ...shared.methods.runtime_profile import RuntimeProfile
 from ...shared.phases.operations import left_out_words
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.record import Record
+from ...shared.schema.schedule import Content, Schedule
 from ...shared.schema.workload import Workload
 from ...shared.workloads.check import option_words, quadratic_words
 from ...shared.workloads.dtypes import TRAINABLE
@@ -47,6 +49,12 @@ def warn_of_options(workload: Workload) -> None:
     """Warn of options that do less than they say: a narrow loss without logits, packing that leaves most weights."""
     for words in option_words(workload):
         warn(words)
+
+
+def warn_of_held_inputs(profile: RuntimeProfile, schedule: Schedule) -> None:
+    """Warn where hooks are to hold inputs of blocks, and no block is one whose input they would hold."""
+    if profile.holds_inputs and not any(buffer.content is Content.HELD_INPUT for buffer in schedule.buffers):
+        warn("--holds-inputs changes nothing: no block behind the first is recomputed and has frozen parameters.")
 
 
 def warn_of_memory(record: Record, host_bytes: int) -> None:

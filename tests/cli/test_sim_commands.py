@@ -289,3 +289,26 @@ def test_what_if_takes_names_changes_or_nothing(protwin_here: Protwin, workload:
     refused = protwin_here("search", *common, "--what-if", "pcie-5-x17")
     assert refused.returncode == 2
     assert "Did you mean pcie5-x16" in refused.stderr
+
+
+def test_held_inputs_of_none_are_warned_of(protwin_here: Protwin, tmp_path: Path) -> None:
+    """Hooks hold inputs of recomputed blocks with frozen parameters, behind the first."""
+    whole = decoder()
+    frozen = tuple(
+        parameter.model_copy(update={"trainable": parameter.name.endswith("0")}) for parameter in whole.parameters
+    )
+    asked = ("--hardware", "h100-80gb-x8", "--ranks", "8", "--parallel", "sharded", "--as", "fsdp", "--reentrant")
+    for part in (whole, whole.model_copy(update={"parameters": frozen})):
+        for n_checkpoint in (0, 2, len(whole.blocks)):
+            part.save(tmp_path / "part.json")
+            plan = Plan(
+                workload_id=part.identity, chunk_bytes=2**26, n_persist=0, n_buffer=4, n_checkpoint=n_checkpoint
+            )
+            plan.save(tmp_path / "plan.json")
+            files = ("--plan", tmp_path / "plan.json", "--model", tmp_path / "part.json")
+            found = [protwin_here("simulate", *files, *asked, "--json", *more) for more in ((), ("--holds-inputs",))]
+            assert [one.returncode for one in found] == [0, 0], found[1].stderr
+            peaks = [json.loads(one.stdout)["guaranteed_peak_device_bytes"] for one in found]
+            is_held = part is not whole and n_checkpoint > 1
+            assert peaks[1] >= peaks[0] if is_held else peaks[1] == peaks[0]
+            assert ("--holds-inputs changes nothing" in found[1].stderr) != is_held
