@@ -148,9 +148,8 @@ def simulate_command(
     )
     record = record.model_copy(update={"remedies": told})
     _warn(record, machine, budget_bytes)
-    warn_of_attention(workload)
-    warn_of_kernels(workload)
-    warn_of_options(workload)
+    for warn_of in (warn_of_attention, warn_of_kernels, warn_of_options):
+        warn_of(workload)
     warn_of_held_inputs(profile, schedule)
     if carried_out.foreach and machine.device.kind is DeviceKind.CPU:
         warn(
