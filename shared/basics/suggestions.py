@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Final
 
@@ -50,7 +50,12 @@ def did_you_mean(name: str, known: Iterable[str], *, all_names: bool = False) ->
         return f"None of the {len(known)} known names resembles it; the nearest are {', '.join(least)}."
     if not near:
         return f"Known are {', '.join(known)}."
-    return f"Did you mean {', '.join(near[:-1])} or {near[-1]}?" if len(near) > 1 else f"Did you mean {near[0]}?"
+    return f"Did you mean {listed(near, 'or')}?"
+
+
+def listed(words: Sequence[str], last: str = "and") -> str:
+    """``a``, ``a and b``, ``a, b and c``."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"
 
 
 def _plain(name: str) -> str:

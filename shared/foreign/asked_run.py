@@ -22,6 +22,7 @@ class Tool(StrEnum):
     DEEPSPEED = "deepspeed"
     TORCHTITAN = "torchtitan"
     TRAINING_ARGUMENTS = "training-arguments"
+    TRL = "trl"
 
     @property
     def words(self) -> str:
@@ -34,6 +35,7 @@ _WORDS = {
     Tool.DEEPSPEED: "a DeepSpeed configuration",
     Tool.TORCHTITAN: "a torchtitan configuration",
     Tool.TRAINING_ARGUMENTS: "TrainingArguments of transformers",
+    Tool.TRL: "a file of TRL's script for fine-tuning (SFT)",
 }
 
 
@@ -105,6 +107,9 @@ class AskedRun(FrozenModel):
     is_packed: bool = False
     """Whether rows are several samples, end to end."""
     precision: Precision | None = None
+    """Element types; those of weights that are loaded in float32, where ``is_as_published``."""
+    is_as_published: bool = False
+    """Whether weights are loaded in the type that they are published in, which no file says."""
     optimizer: Optimizer | None = None
     max_gradient_norm: NonNegativeFloat | None = None
     """Limit of the norm of all gradients together; 0 for none."""
@@ -181,6 +186,8 @@ class Reading(FrozenModel):
     """What was read of a file, key by key."""
 
     tool: Tool
+    could_be: Tool | None = None
+    """Whose file it may be as well, by its keys, with other values where it is silent."""
     run: AskedRun
     understood: tuple[KeyNote, ...] = ()
     """Keys that the answer goes by, and what they mean."""

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from ..basics.documents import read_text, stated_once
 from ..basics.errors import FileError, PlanError, ProtwinError
+from ..basics.suggestions import listed
 from ..basics.units import format_bytes
 from .asked_run import Reading, Tool
 from .axolotl import read_axolotl
@@ -180,16 +181,17 @@ def tool_of(content: Mapping[str, Any], path: Path) -> Tool:
 
 
 def _all_words() -> str:
-    words = [tool.words for tool in Tool]
-    return f"{', '.join(words[:-1])} or {words[-1]}"
+    return listed([tool.words for tool in Tool], "or")
 
 
-_READERS: Final[Mapping[Tool, Callable[[Mapping[str, Any], Path], Reading]]] = {
-    Tool.AXOLOTL: lambda content, folder: read_axolotl(content, folder=folder),
-    Tool.TORCHTITAN: lambda content, folder: read_torchtitan(content),
-    Tool.DEEPSPEED: lambda content, folder: read_deepspeed(content),
-    Tool.TRAINING_ARGUMENTS: lambda content, folder: read_training_arguments(content, folder=folder),
+_READERS: Final[Mapping[Tool, Callable[[Mapping[str, Any], Path, Tool | None], Reading]]] = {
+    Tool.AXOLOTL: lambda content, folder, tool: read_axolotl(content, folder=folder),
+    Tool.TORCHTITAN: lambda content, folder, tool: read_torchtitan(content),
+    Tool.DEEPSPEED: lambda content, folder, tool: read_deepspeed(content),
+    Tool.TRAINING_ARGUMENTS: lambda content, folder, tool: read_training_arguments(content, folder=folder, tool=tool),
+    Tool.TRL: lambda content, folder, tool: read_training_arguments(content, folder=folder, tool=tool),
 }
+"""From a file's content, its folder and the tool that somebody named, if any."""
 
 
 def read_run(content: Mapping[str, Any], path: Path, tool: Tool | None = None) -> Reading:
@@ -200,6 +202,6 @@ def read_run(content: Mapping[str, Any], path: Path, tool: Tool | None = None) -
     """
     named = tool or tool_of(content, path)
     try:
-        return _READERS[named](content, path.parent)
+        return _READERS[named](content, path.parent, tool)
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from error

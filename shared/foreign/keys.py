@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ..basics.errors import PlanError
+from ..basics.suggestions import listed
 from ..schema.hardware import AttentionKernel
 from .asked_run import AskedRun, KeyNote, KeyValue, Reading, Tool
 
@@ -184,12 +185,15 @@ class Walk:
         """Note that there can be no answer."""
         self.contradictions.append(message)
 
-    def reading(self, run: AskedRun, *, other: Iterator[Reading] | tuple[Reading, ...] = ()) -> Reading:
+    def reading(
+        self, run: AskedRun, *, other: Iterator[Reading] | tuple[Reading, ...] = (), could_be: Tool | None = None
+    ) -> Reading:
         """All of the file, with what was read of files beside it.
 
         Raises PlanError, one message of all that contradicts.
         """
         unknown: list[KeyValue] = []
+        refused: dict[str, list[str]] = {}
         silent: list[str] = []
         noted = {note.key for note in (*self.understood, *self.left_out)}
         for key, value in _leaves(self.content, self.table):
@@ -210,16 +214,19 @@ class Walk:
                 if _is_off(value, against.off):
                     silent.append(named)
                 else:
-                    self.contradictions.append(f"{named} is {shown(value)}: {against.why}")
+                    refused.setdefault(against.why, []).append(f"{named} is {shown(value)}")
             elif self.table.knows(key) or (key in self.table.sections and _is_off(value, ())):
                 silent.append(named)
             else:
                 unknown.append(KeyValue(key=named, value=shown(value)))
+        # Keys of one kind share a reason, which is told once.
+        self.contradictions += [f"{listed(keys)}: {why}" for why, keys in refused.items()]
         if self.contradictions:
             raise PlanError(" ".join(dict.fromkeys(self.contradictions)))
         readings = tuple(other)
         return Reading(
             tool=self.table.tool,
+            could_be=could_be,
             run=run,
             understood=(*self.understood, *(note for one in readings for note in one.understood)),
             assumed=(*self.assumed, *(note for one in readings for note in one.assumed)),

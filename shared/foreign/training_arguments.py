@@ -11,17 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from ..phases.quantization import LATEST_RELEASE, PackedProducts, Quantization, QuantizedType
 from ..phases.tiling import LossHead
-from ..schema.training_options import LoraOptions, QuantizationOptions
 from ..schema.workload import Compiled
-from .asked_run import AskedRun, Checkpointing, Precision, Reading, Split
+from .asked_run import AskedRun, Checkpointing, Precision, Reading, Split, Tool
 from .deepspeed import read_deepspeed
 from .fsdp import fsdp_options, read_fsdp
-from .keys import Walk, attention_of, lora_targets, one_of, recomputes_whole, said, shown
+from .keys import Walk, recomputes_whole, said, shown
+from .model_config import read_model_config, read_weights
 from .named_files import section
 from .optimizers import optimizer_of
-from .training_arguments_keys import TRAINING_ARGUMENTS_KEYS
+from .training_arguments_keys import TRAINING_ARGUMENTS_KEYS, TRL_KEYS
 
 _BATCH_SIZE: Final = 8
 """``per_device_train_batch_size`` where nobody says."""
@@ -30,16 +29,27 @@ _SFT_FIELDS: Final = frozenset(
     {
         *("max_length", "max_seq_length", "packing", "padding_free", "dataset_text_field"),
         *("use_peft", "lora_r", "load_in_4bit", "load_in_8bit", "use_bnb_nested_quant"),
+        *("model_init_kwargs", "activation_offloading", "assistant_only_loss", "completion_only_loss", "loss_type"),
+        *("chat_template_path", "dataset_num_proc", "dataset_kwargs", "eos_token", "pad_token", "packing_strategy"),
+        *("eval_packing", "shuffle_dataset", "truncation_mode"),
+        *("dataset_config", "dataset_train_split", "dataset_test_split", "dataset_streaming"),
     }
 )
-"""Keys that SFTConfig of TRL has, or the ModelConfig beside it, and TrainingArguments have not."""
+"""Keys of TRL's SFTConfig, or of ModelConfig and ScriptArguments beside it, that no script of transformers has."""
 _SFT_LENGTH: Final = 1024
+_OF_BOTH: Final = "model_name_or_path"
+"""A key of files of scripts: of TRL, and of transformers (``run_clm.py``)."""
+_SFT_LOSSES: Final = ("nll", "dft")
 NESTED: Final = "training_args"
 """The key of a file that holds TrainingArguments beside other things."""
 
 
-def read_training_arguments(content: Mapping[str, Any], *, folder: Path | None = None) -> Reading:
+def read_training_arguments(
+    content: Mapping[str, Any], *, folder: Path | None = None, tool: Tool | None = None
+) -> Reading:
     """What TrainingArguments ask for; files that they name are looked for in ``folder``.
+
+    ``tool``: whose they are, None to go by their keys.
 
     Raises PlanError, one message, if they contradict themselves or a plan, FileError if a file that they name cannot be
     read.
@@ -48,8 +58,8 @@ def read_training_arguments(content: Mapping[str, Any], *, folder: Path | None =
     if isinstance(nested, Mapping):
         beside = {name: value for name, value in content.items() if name in ("fsdp_config", "deepspeed")}
         content = {**nested, **beside}
-    walk = Walk(TRAINING_ARGUMENTS_KEYS, content)
-    is_sft = bool(_SFT_FIELDS & content.keys())
+    is_sft = tool is Tool.TRL or bool(_SFT_FIELDS & content.keys())
+    walk = Walk(TRL_KEYS if is_sft else TRAINING_ARGUMENTS_KEYS, content)
     found: dict[str, Any] = {
         "batch_size": walk.number("per_device_train_batch_size", _BATCH_SIZE),
         "micro_batches": walk.number("gradient_accumulation_steps", 1),
@@ -58,7 +68,7 @@ def read_training_arguments(content: Mapping[str, Any], *, folder: Path | None =
         "split": Split.NOTHING,
         **_memory(walk, is_sft=is_sft),
         **_rows(walk, is_sft=is_sft),
-        **_of_model(walk),
+        **read_model_config(walk),
     }
     if walk.has("per_gpu_train_batch_size"):
         found["batch_size"] = walk.number("per_gpu_train_batch_size")
@@ -78,14 +88,20 @@ def read_training_arguments(content: Mapping[str, Any], *, folder: Path | None =
             walk.contradict("fsdp and deepspeed are both asked for. Leave one of the two out.")
         others.append(read_deepspeed(section(walk, "deepspeed", folder), prefix="deepspeed.", by_transformers=True))
     precision = _precision(walk, others, is_sft=is_sft)
-    if found.get("quantized") is not None or (found.get("lora") is not None and _loaded_in(walk) in _NARROW):
-        precision = _beside_adapters(precision, _loaded_in(walk))
-    run = said(found | {"precision": precision})
+    found |= read_weights(
+        walk,
+        precision,
+        is_adapted=found.get("lora") is not None,
+        is_packed=found.get("quantized") is not None,
+        has_masters=any(other.tool is Tool.DEEPSPEED for other in others),
+    )
+    run = said(found)
     for other in others:
         _agree(walk, run, other)
         beside = {name: getattr(other.run, name) for name in other.run.model_fields_set if name != "precision"}
         run = said({name: getattr(run, name) for name in run.model_fields_set} | _not_none(beside))
-    return walk.reading(run, other=tuple(others))
+    is_open = tool is None and not is_sft and walk.has(_OF_BOTH)
+    return walk.reading(run, other=tuple(others), could_be=Tool.TRL if is_open else None)
 
 
 def _not_none(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,129 +167,7 @@ def _memory(walk: Walk, *, is_sft: bool) -> dict[str, Any]:
         )
     elif kind != "nll":
         walk.leaves_out("loss_type", "the loss reads logits once more")
-    return found | _loaded(walk)
-
-
-_SFT_LOSSES: Final = ("nll", "dft")
-
-_LOADED: Final = ("dtype", "torch_dtype", "attn_implementation", "use_cache", "trust_remote_code", "revision")
-"""What ``from_pretrained`` is told that is answered, or takes neither time nor memory in a step."""
-
-
-def _loaded(walk: Walk) -> dict[str, Any]:
-    """How the model is loaded: its element type, and what computes attention."""
-    key = "model_init_kwargs"
-    init = walk.value(key)
-    if not init:
-        return {}
-    if not isinstance(init, Mapping):
-        walk.refuse(key, "a section of keys")
-        return {}
-    dtype = init.get("dtype", init.get("torch_dtype"))
-    if dtype not in (None, "auto", "float32"):
-        walk.leaves_out(key, f"weights are loaded in {dtype}; in the answer masters are float32")
-    if others := [name for name in init if name not in _LOADED]:
-        walk.leaves_out(key, f"{', '.join(map(str, others))} may change time and memory; not in the answer")
-    kernel = attention_of(walk, key, init.get("attn_implementation"))
-    return {} if kernel is None else {"attention_kernel": kernel}
-
-
-_RANK: Final = 16
-_DROPOUT: Final = 0.05
-_OF_ADAPTERS: Final = ("lora_r", "lora_dropout", "lora_target_modules", "lora_modules_to_save", "use_dora")
-
-
-_BESIDE_ADAPTERS: Final = {
-    Precision.AUTOCAST_BFLOAT16: Precision.MIXED_BFLOAT16,
-    Precision.AUTOCAST_FLOAT16: Precision.MIXED_FLOAT16,
-}
-"""Of a frozen base that is loaded in 16 bits, so that nothing is cast where products read it."""
-
-
-_NARROW: Final = {"bfloat16": Precision.MIXED_BFLOAT16, "float16": Precision.MIXED_FLOAT16}
-_TYPES: Final = ("auto", "float32", *_NARROW)
-_LOADED_IN: Final = ("dtype", "torch_dtype")
-
-
-def _loaded_in(walk: Walk) -> str:
-    """The element type that weights are loaded in; "" where nobody says."""
-    return next((walk.value(key) for key in _LOADED_IN if walk.has(key) and walk.value(key) in _TYPES), "")
-
-
-def _beside_adapters(precision: Precision, loaded: str) -> Precision:
-    """Of a run whose frozen base is narrow: products compute in the base's type where nothing is cast to another."""
-    if precision is Precision.FLOAT32:
-        return _NARROW.get(loaded, precision)
-    return _BESIDE_ADAPTERS.get(precision, precision)
-
-
-def _of_model(walk: Walk) -> dict[str, Any]:
-    """TRL's ModelConfig: which model, how it is loaded, and its adapters."""
-    found: dict[str, Any] = {}
-    if walk.has("model_name_or_path"):
-        found["model"] = walk.text("model_name_or_path")
-        walk.means("model_name_or_path", "which model")
-    if walk.has("attn_implementation"):
-        key = "attn_implementation"
-        found["attention_kernel"] = attention_of(walk, key, walk.value(key))
-    is_4bit, is_8bit = walk.flag("load_in_4bit"), walk.flag("load_in_8bit")
-    for key in _LOADED_IN:
-        if walk.has(key) and walk.value(key) not in _TYPES:
-            walk.contradict(f"{key} is {shown(walk.value(key))}. Choose from {', '.join(_TYPES)}.")
-        elif walk.value(key) == "auto" and not (is_4bit or is_8bit):
-            walk.leaves_out(key, "weights are loaded in the type that they are published in; in the answer in float32")
-        elif walk.value(key) in _NARROW and not walk.flag("use_peft"):
-            walk.leaves_out(key, f"weights are loaded in {walk.value(key)}; in the answer masters are float32")
-        else:
-            walk.means(key, "the element type that weights are loaded in")
-    if not walk.flag("use_peft"):
-        if is_4bit or is_8bit:
-            walk.contradict(
-                "the base is packed (load_in_4bit, load_in_8bit), so that nothing is trained without an adapter. Write "
-                "use_peft: true."
-            )
-        for key in _OF_ADAPTERS:
-            walk.means(key, "nothing, as use_peft is not true")
-        return found
-    walk.means("use_peft", "low-rank matrices are trained beside linear maps")
-    rank, dropout = walk.number("lora_r", _RANK), walk.real("lora_dropout", _DROPOUT) or 0.0
-    if dropout > 1:
-        walk.refuse("lora_dropout", "a part from 0 to 1")
-    walk.means("lora_r", "their rank", usually=_RANK)
-    walk.means("lora_dropout", "part that is dropped of what they read", usually=_DROPOUT)
-    walk.means("use_dora", "whether magnitudes are trained too")
-    if walk.value("lora_modules_to_save"):
-        walk.leaves_out("lora_modules_to_save", "modules are trained whole beside adapters: more memory and time")
-    targets, uses_dora = lora_targets(walk), bool(walk.flag("use_dora"))
-    if rank is not None:
-        found["lora"] = LoraOptions(rank=rank, targets=targets, dropout=min(dropout, 0.999), use_dora=uses_dora)
-    return found | _packed(walk, is_4bit=bool(is_4bit), is_8bit=bool(is_8bit))
-
-
-def _packed(walk: Walk, *, is_4bit: bool, is_8bit: bool) -> dict[str, Any]:
-    """How the base is packed."""
-    if is_4bit and is_8bit:
-        walk.contradict("load_in_4bit and load_in_8bit are both true. Choose one.")
-    if is_8bit:
-        walk.means("load_in_8bit", "the base is packed in 8 bits, whose maps keep their inputs until backward")
-        how = Quantization(type=QuantizedType.INT8)
-        return {"quantized": QuantizationOptions(how=how, products=PackedProducts(release=LATEST_RELEASE))}
-    if not is_4bit:
-        return {}
-    packed: QuantizedType | None = one_of(
-        walk, "bnb_4bit_quant_type", _FOUR_BITS, walk.text("bnb_4bit_quant_type", "nf4")
-    )
-    walk.means("load_in_4bit", "the base is packed in 4 bits")
-    walk.means("bnb_4bit_quant_type", "which ones", usually="nf4")
-    walk.means("use_bnb_nested_quant", "whether its scales are packed too")
-    if packed is None:
-        return {}
-    return {
-        "quantized": QuantizationOptions(how=Quantization(type=packed, double=bool(walk.flag("use_bnb_nested_quant"))))
-    }
-
-
-_FOUR_BITS: Final = {"nf4": QuantizedType.NF4, "fp4": QuantizedType.FP4}
+    return found
 
 
 def _is_compiled(walk: Walk) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from .asked_run import Tool
@@ -239,3 +240,5 @@ TRAINING_ARGUMENTS_KEYS: Final = KeyTable(
     contradicts=_CONTRADICTS,
     without_effect=frozenset(_WITHOUT_EFFECT),
 )
+TRL_KEYS: Final = replace(TRAINING_ARGUMENTS_KEYS, tool=Tool.TRL)
+"""Of a file of TRL's scripts."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...shared.answers.search_result import Baseline, Lack, SearchResult
+from ...shared.answers.search_result import Lack, SearchResult
 from ...shared.basics.errors import InfeasibleError, WorkloadError
 from ...shared.basics.progress import OnProgress, no_progress
 from ...shared.catalogue.rank_share import machine_of_rank
@@ -25,8 +25,10 @@ from ..engine.simulator import simulate
 from ..memory.host import default_host_budget_bytes
 from ..memory.libraries import rank_device_bytes
 from ..questions.in_tiles import AskedTiles
+from ..searching.baselines import SEGMENTS
 from ..searching.request import SearchRequest, Step
 from ..searching.search import search_batches
+from ..searching.survival import SegmentRoom
 from .configured_plan import configured_plan
 from .explanation import Explanation, OtherReading
 from .question import Said, Settled, as_here, settle, workload_in_tiles, workload_of
@@ -35,6 +37,7 @@ _RUNTIMES = {
     Tool.DEEPSPEED: "DeepSpeed's runtime",
     Tool.TORCHTITAN: "torchtitan's runtime",
     Tool.TRAINING_ARGUMENTS: "the Trainer's runtime",
+    Tool.TRL: "the Trainer's runtime",
     Tool.AXOLOTL: "axolotl's runtime",
 }
 
@@ -85,9 +88,7 @@ def explain(
     lacking = _lacking(record, settled.machine, asked)
     found, why = None, None
     if asked.searches:
-        found, why = _searched(settled, record, asked, warn, on_progress)
-    if found is not None:
-        found = found.model_copy(update={"baselines": _with_own_row(found.baselines, record, lacking)})
+        found, why = _searched(settled, record, lacking, asked, warn, on_progress)
     return Explanation(
         file=asked.file,
         reading=reading,
@@ -154,7 +155,12 @@ def _predicted(plan: Plan, workload: Workload, machine: Hardware, asked: Asked, 
 
 
 def _searched(
-    settled: Settled, configured: Record, asked: Asked, warn: Callable[[str], None], on_progress: OnProgress
+    settled: Settled,
+    configured: Record,
+    lacking: tuple[Lack, ...],
+    asked: Asked,
+    warn: Callable[[str], None],
+    on_progress: OnProgress,
 ) -> tuple[SearchResult | None, str | None]:
     """The recommended plan within the same budgets, or why none fits: the answer to ``command_line``."""
     settled = as_here(settled)
@@ -190,24 +196,31 @@ def _searched(
             found = search_batches(tiled, on_progress=on_progress).result
         except InfeasibleError as still:
             return None, str(still)
-    return found, None
+    return _with_own_row(found, configured, lacking, SegmentRoom.of(request)), None
 
 
 def _with_own_row(
-    baselines: tuple[Baseline, ...], configured: Record, lacking: tuple[Lack, ...]
-) -> tuple[Baseline, ...]:
-    """The run's row as its own prediction has it: a search knows plans alone, and not who carries them out or how."""
+    found: SearchResult, configured: Record, lacking: tuple[Lack, ...], room: SegmentRoom | None
+) -> SearchResult:
+    """The run's row as its own prediction has it: a search knows plans alone, and not who carries them out or how.
+
+    It fits as other rows do: its segments have to leave the margin free, too.
+    """
     host, reserved = configured.host_memory, configured.device_reserved
+    segments_bytes = None if lacking or reserved is None else reserved.expected_bytes
+    if segments_bytes is not None and room is not None and segments_bytes > room.limit_bytes:
+        lacking = (Lack(memory=SEGMENTS, size_bytes=segments_bytes - room.limit_bytes),)
     own = {
         "iteration_s": configured.iteration_s,
         "guaranteed_peak_device_bytes": configured.guaranteed_peak_device_bytes,
-        "expected_segments_bytes": None if lacking or reserved is None else reserved.expected_bytes,
+        "expected_segments_bytes": segments_bytes,
         "lacking": lacking,
     }
     if host is not None:
         pinned_bytes = host.pinned_requested_bytes
         own |= {"pinned_host_bytes": pinned_bytes, "host_bytes": host.planned_bytes - pinned_bytes}
-    return tuple(one.model_copy(update=own) if one.name == _OWN else one for one in baselines)
+    rows = tuple(one.model_copy(update=own) if one.name == _OWN else one for one in found.baselines)
+    return found.model_copy(update={"baselines": rows})
 
 
 def _tiles(settled: Settled) -> AskedTiles:

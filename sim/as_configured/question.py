@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...shared.basics.errors import PlanError
-from ...shared.catalogue.models import known_model, load_model_configuration
+from ...shared.basics.suggestions import listed
+from ...shared.catalogue.models import known_model, load_model_configuration, published_dtype
 from ...shared.catalogue.same_model import same_model
 from ...shared.foreign.asked_run import AskedRun, Place, Precision, Reading, Split
 from ...shared.foreign.keys import words_of
+from ...shared.foreign.model_config import as_loaded
 from ...shared.phases.tiling import LossHead
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.optimizer import Optimizer
@@ -86,16 +88,18 @@ def settle(reading: Reading, said: Said, machine: Hardware | None, *, file: str)
     Raises PlanError, one message, of everything that is missing, or if numbers of the file do not go together on so
     many ranks.
     """
-    notes: list[str] = []
+    open_question = _whose(reading, file)
+    notes = [] if open_question is None else [open_question]
     run = _merged(reading.run, said, notes)
     run = _found_by_content(run if said.model is not None else _found_by_name(run, notes), notes)
-    _check_known(run, said, machine, file)
+    _check_known(run, said, machine, file, open_question)
     assert machine is not None
     assert run.model is not None
     num_ranks, machine = _ranks(run, machine, notes)
     batch_size, micro_batches = _batch(run, num_ranks, notes, file)
-    precision = _precision(run, machine, notes)
-    optimizer, differences = _optimizer(run, precision, notes)
+    precision, differences = _as_published(run, _precision(run, machine, notes), notes)
+    optimizer, of_optimizer = _optimizer(run, precision, notes)
+    differences += of_optimizer
     if run.lora is not None and run.lora.dropout and not _has_torch():
         differences.append(
             f"dropout {run.lora.dropout:g} before the adapters saves masks and copies of what they read; it is left "
@@ -135,6 +139,17 @@ def settle(reading: Reading, said: Said, machine: Hardware | None, *, file: str)
         options=options,
         loss_tiles=run.loss_tiles if run.loss_head is LossHead.CHUNKED else 1,
         mlp_tiles=run.mlp_tiles,
+    )
+
+
+def _whose(reading: Reading, file: str) -> str | None:
+    """What to do where the file may be another tool's as well; None where it may not."""
+    other = reading.could_be
+    if other is None:
+        return None
+    return (
+        f"{file} is read as {reading.tool.words}. If it is {other.words}, which has other values where the file is "
+        f"silent, ask with --tool {other}."
     )
 
 
@@ -242,6 +257,7 @@ def _merged(run: AskedRun, said: Said, notes: list[str]) -> AskedRun:
         notes.append(f"steps of {run.global_batch_size:,} samples, as the file has them, are no longer asked about.")
     if said.dtype is not None:
         halves = {DType.BFLOAT16: Precision.MIXED_BFLOAT16, DType.FLOAT16: Precision.MIXED_FLOAT16}
+        changed["is_as_published"] = False
         changed["precision"] = halves.get(choose_dtype(None, said.dtype, None).dtype, Precision.FLOAT32)
     return run.model_copy(update=changed)
 
@@ -290,7 +306,7 @@ def _found_by_content(run: AskedRun, notes: list[str]) -> AskedRun:
     return run.model_copy(update={"model": known})
 
 
-def _check_known(run: AskedRun, said: Said, machine: Hardware | None, file: str) -> None:
+def _check_known(run: AskedRun, said: Said, machine: Hardware | None, file: str, open_question: str | None) -> None:
     missing = []
     if run.model is None:
         missing.append("which model it trains (--model llama-3-8b, or a config.json)")
@@ -302,8 +318,8 @@ def _check_known(run: AskedRun, said: Said, machine: Hardware | None, file: str)
     if run.sequence_length is None and _has_sequences(run.model):
         missing.append("how many tokens a sample has (--sequence-length 2048)")
     if missing:
-        listed = missing[0] if len(missing) == 1 else f"{', '.join(missing[:-1])} and {missing[-1]}"
-        raise PlanError(f"{file} does not say {listed}. Add {'it' if len(missing) == 1 else 'them'} to the command.")
+        remedy = f"Add {'it' if len(missing) == 1 else 'them'} to the command."
+        raise PlanError(" ".join(filter(None, (f"{file} does not say {listed(missing)}.", remedy, open_question))))
     if said.model is None and run.model is not None and not is_reachable(run.model):
         raise PlanError(
             f"{file} trains {run.model}, which is neither a model of the catalogue (protwin models) nor a file or "
@@ -371,6 +387,22 @@ def _precision(run: AskedRun, machine: Hardware, notes: list[str]) -> Precision:
         found = Precision.MIXED_FLOAT16 if computes_in(device, DType.FLOAT16) else Precision.FLOAT32
     notes.append(f"element types: {found}, which {device.name} computes in (--dtype for others).")
     return found
+
+
+def _as_published(run: AskedRun, precision: Precision, notes: list[str]) -> tuple[Precision, list[str]]:
+    """Element types of a run whose weights may be loaded in the type that they are published in, and what differs."""
+    model = run.model
+    if not run.is_as_published or model is None:
+        return precision, []
+    if is_saved_workload(model):
+        return precision, [f"{model} does not say in which type its weights are published; here masters are float32."]
+    published = published_dtype(load_model_configuration(model).config) or DType.FLOAT32
+    found = as_loaded(precision, published, is_adapted=run.lora is not None)
+    if found is None:
+        return precision, [f"weights are loaded in {published}, as {model} is published; here masters are float32."]
+    own = ", and stepped themselves" if found is Precision.PURE_BFLOAT16 else ""
+    notes.append(f"weights are loaded in {published}, as {model} is published{own}.")
+    return found, []
 
 
 def _optimizer(run: AskedRun, precision: Precision, notes: list[str]) -> tuple[Optimizer, list[str]]:

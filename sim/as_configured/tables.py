@@ -134,4 +134,5 @@ def _ratio(told: Explanation) -> str:
     memory = f"{format_bytes(abs(less))} {'less' if less > 0 else 'more'} device memory at the peak"
     if not less:
         memory = "as much device memory"
-    return f"The plan: {rate}, {told.speedup:.2f} times those of the run as predicted, with {memory}."
+    fits = " It fits with the allocator's own settings, where the run does not." if told.segments else ""
+    return f"The plan: {rate}, {told.speedup:.2f} times those of the run as predicted, with {memory}.{fits}"

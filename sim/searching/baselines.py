@@ -261,7 +261,7 @@ class _Need:
             self._segments_bytes = expected_segments_bytes(
                 self._schedule, workload, self._layout, room.device, order=order, segments=segments
             )
-            lacking.append(("device memory for the allocator's segments", self._segments_bytes - room.limit_bytes))
+            lacking.append((SEGMENTS, self._segments_bytes - room.limit_bytes))
         self.lacking = tuple(Lack(memory=memory, size_bytes=size) for memory, size in lacking if size > 0)
 
     def baseline(self) -> Baseline:
@@ -293,5 +293,7 @@ class _Need:
         )
 
 
+SEGMENTS: Final = "device memory for the allocator's segments"
+"""What a baseline lacks whose segments leave no margin (``Lack.memory``)."""
 _ITERATIONS: Final = 3
 """Over which the happens-before relation is known: what memory accounts need."""

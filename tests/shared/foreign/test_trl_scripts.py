@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from protwin.shared.basics.errors import PlanError
-from protwin.shared.foreign.asked_run import Checkpointing, Precision
+from protwin.shared.foreign.asked_run import Checkpointing, Precision, Tool
 from protwin.shared.foreign.files import read_run
 from protwin.shared.foreign.training_arguments import read_training_arguments
 from protwin.shared.phases.quantization import LATEST_RELEASE, PackedProducts, Quantization, QuantizedType
@@ -89,11 +89,17 @@ def test_scripts_are_read_as_they_were_drawn(seed: int) -> None:
             precision = COMPUTED[computed][quantized is not None or (is_narrow and uses_peft)]
         elif dtype in OF_TYPE and uses_peft:
             precision = OF_TYPE[dtype]
-        if (dtype == "auto" and quantized is None) or (is_narrow and not uses_peft):
-            left_out.add(dtype_key)
+        if is_narrow and not uses_peft:
+            # AdamW steps bfloat16 weights themselves; float16 ones, or under another type's autocast, no plan has.
+            if dtype == "bfloat16" and computed != "fp16":
+                precision = Precision.PURE_BFLOAT16
+            else:
+                left_out.add(dtype_key)
         reading = read_run(content, FILE)
         run = reading.run
         assert (run.lora, run.quantized, run.precision) == (lora, quantized, precision), content
+        assert run.is_as_published == (dtype == "auto" and quantized is None), content
+        assert (reading.tool is Tool.TRL) == bool({"use_peft", "loss_type"} & content.keys()), content
         assert (run.model, run.attention_kernel) == ("gpt2", KERNELS[kernel]), content
         assert {note.key for note in reading.left_out} == left_out, content
 
@@ -180,9 +186,27 @@ def test_keys_of_adapters_make_a_file_one_of_trl_whose_defaults_it_then_has() ->
         ({"dtype": "bfloat16"}, Precision.MIXED_BFLOAT16, set()),
         ({"torch_dtype": "float16"}, Precision.MIXED_FLOAT16, set()),
         ({"dtype": "float32"}, Precision.FLOAT32, set()),
-        ({"dtype": "auto"}, Precision.FLOAT32, {"dtype"}),
-        ({"dtype": "auto", "use_peft": False}, Precision.FLOAT32, {"dtype"}),
-        ({"dtype": "bfloat16", "use_peft": False}, Precision.FLOAT32, {"dtype"}),
+        ({"dtype": "auto"}, Precision.FLOAT32, set()),
+        ({"dtype": "auto", "use_peft": False}, Precision.FLOAT32, set()),
+        ({"dtype": "bfloat16", "use_peft": False}, Precision.PURE_BFLOAT16, set()),
+        ({"model_init_kwargs": {"dtype": "bfloat16"}, "use_peft": False}, Precision.PURE_BFLOAT16, set()),
+        ({"dtype": "bfloat16", "use_peft": False, "bf16": True}, Precision.PURE_BFLOAT16, set()),
+        # accelerate casts what FSDP trains to float32 where FSDP mixes types, and leaves it where it does not.
+        ({"dtype": "bfloat16", "use_peft": False, "bf16": True, "fsdp": "full_shard"}, OF_TYPE["bfloat16"], set()),
+        ({"dtype": "bfloat16", "use_peft": False, "fsdp": "full_shard"}, Precision.PURE_BFLOAT16, set()),
+        # DeepSpeed makes float32 masters of whatever it is given.
+        (
+            {"dtype": "bfloat16", "use_peft": False, "bf16": True, "deepspeed": {"bf16": {"enabled": True}}},
+            OF_TYPE["bfloat16"],
+            set(),
+        ),
+        (
+            {"dtype": "bfloat16", "use_peft": False, "deepspeed": {"zero_optimization": {"stage": 2}}},
+            Precision.FLOAT32,
+            {"dtype"},
+        ),
+        ({"dtype": "bfloat16", "use_peft": False, "fp16": True}, Precision.AUTOCAST_FLOAT16, {"dtype"}),
+        ({"dtype": "float16", "use_peft": False}, Precision.FLOAT32, {"dtype"}),
     ],
 )
 def test_the_type_that_a_base_is_loaded_in(more: dict[str, Any], precision: Precision, left_out: set[str]) -> None:
@@ -190,3 +214,32 @@ def test_the_type_that_a_base_is_loaded_in(more: dict[str, Any], precision: Prec
     reading = read_run({"model_name_or_path": "gpt2", "use_peft": True, "bf16": False} | more, Path("sft.yaml"))
     assert reading.run.precision is precision
     assert {note.key for note in reading.left_out} == left_out
+
+
+def test_a_file_that_may_be_of_trl_or_of_run_clm_is_whose_the_user_says() -> None:
+    """Both have a model and a data set in the file, and other values where it is silent."""
+    content = {"model_name_or_path": "gpt2", "dataset_name": "text"}
+    plain, trl = read_run(content, FILE), read_run(content, FILE, Tool.TRL)
+    assert (plain.tool, plain.could_be, plain.run.checkpointing) == (
+        Tool.TRAINING_ARGUMENTS,
+        Tool.TRL,
+        Checkpointing.NONE,
+    )
+    assert (trl.tool, trl.could_be, trl.run.checkpointing, trl.run.sequence_length) == (
+        Tool.TRL,
+        None,
+        Checkpointing.FULL,
+        1024,
+    )
+    assert read_run(content | {"use_peft": True}, FILE) == read_run(content | {"use_peft": True}, FILE, Tool.TRL)
+    assert read_run(content, FILE, Tool.TRAINING_ARGUMENTS).could_be is None
+    assert read_run({"output_dir": "x"}, FILE).could_be is None
+
+
+def test_keys_that_are_refused_for_one_reason_are_told_with_it_once() -> None:
+    content = {"model_name_or_path": "gpt2", "beta": 0.1, "max_prompt_length": 64, "use_vllm": True, "tp_size": 2}
+    with pytest.raises(PlanError) as caught:
+        read_run(content, FILE)
+    told = str(caught.value)
+    assert "beta is 0.1, max_prompt_length is 64 and use_vllm is true: another Trainer" in told
+    assert (told.count("another Trainer"), told.count("tp_size is 2: no plan splits layers")) == (1, 1)

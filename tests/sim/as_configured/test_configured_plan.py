@@ -338,6 +338,24 @@ def test_element_types_are_those_of_the_file_or_of_the_device() -> None:
     assert (settled_of(precision=None).dtype, settled_of(precision=None, on="t4").dtype) == ("bfloat16", "float16")
 
 
+def test_weights_that_are_loaded_as_published_are_in_the_type_that_the_model_has() -> None:
+    """Of the catalogue's models: published in bfloat16, in float32 and in float16."""
+    for model, is_adapted, dtype, optimizer in (
+        ("qwen2.5-0.5b", False, "bfloat16", Optimizer.ADAMW_BF16),
+        ("qwen2.5-0.5b", True, "bfloat16", Optimizer.ADAMW),
+        ("gpt2", False, "float32", Optimizer.ADAMW),
+        ("llama-2-7b", True, "float16", Optimizer.ADAMW),
+    ):
+        lora = LoraOptions(rank=4) if is_adapted else None
+        settled = settled_of(Said(model=model), precision="float32", is_as_published=True, lora=lora)
+        assert (settled.dtype, settled.optimizer) == (dtype, optimizer), model
+        assert any(f"as {model} is published" in one for one in settled.notes), model
+    overruled = settled_of(Said(dtype="float32"), precision="float32", is_as_published=True)
+    assert (overruled.dtype, overruled.optimizer) == ("float32", Optimizer.ADAMW)
+    differs = settled_of(Said(model="llama-2-7b"), precision="float32", is_as_published=True).differences
+    assert any("weights are loaded in float16" in one for one in differs)
+
+
 # -- the answer ---------------------------------------------------------------------------------------------------
 
 

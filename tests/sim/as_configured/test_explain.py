@@ -54,6 +54,18 @@ def test_the_row_of_the_run_beside_plans_is_what_the_answer_says_of_it() -> None
     assert row.lacking == told.lacking
 
 
+def test_the_run_whose_segments_do_not_fit_fits_no_better_than_the_same_plan_of_the_search() -> None:
+    """One plan in two rows: checkpointed plain training, by the file and by the search."""
+    told = told_of(on="rtx-4090", batch_size=8, sequence_length=1024, checkpointing=Checkpointing.FULL)
+    assert told.lacking == ()
+    assert told.segments is not None
+    rows = {one.name: one for one in told.found.baselines}
+    own, same = rows["the run of the file"], rows["plain, checkpointed"]
+    assert own.lacking == same.lacking != ()
+    assert own.expected_segments_bytes == same.expected_segments_bytes
+    assert told.found.best_baseline.name.startswith("FSDP2")
+
+
 def test_the_answer_is_that_of_the_simulator_and_of_the_search() -> None:
     told = told_of(micro_batches=2)
     configured, workload, settled = planned(Tool.TRAINING_ARGUMENTS, on="rtx-3090", micro_batches=2)
