@@ -137,11 +137,17 @@ def _gain(result: SearchResult) -> str:
     if best is None:
         return f"{head}. None of the others fits."
     ratio = result.prediction.tokens_per_s / best.tokens_per_s
-    gain = f"{ratio:.2f} times the tokens per second of {best.name}, the best of the others that fit"
     uncertainty_frac = result.uncertainty.between(result.plan_kind, best.plan_kind)
-    if 1 - uncertainty_frac < ratio < 1 / (1 - uncertainty_frac):
-        gain += f", which is within the uncertainty of such a comparison, {format_share(uncertainty_frac)}"
-    return f"{head}; {gain}."
+    is_tied = 1 - uncertainty_frac < ratio < 1 / (1 - uncertainty_frac)
+    within = f", which is within the uncertainty of such a comparison, {format_share(uncertainty_frac)}"
+    if f"{ratio:.2f}" < "1.00":
+        # A plan of the space may need what a baseline does not: a block's chunk, or the margin.
+        gain = (
+            f"{best.name} fits, too, and gives {1 / ratio:.2f} times its tokens per second{within if is_tied else ''}"
+        )
+        return f"{head}. {gain}: with it at hand no plan is worth a change."
+    gain = f"{ratio:.2f} times the tokens per second of {best.name}, the best of the others that fit"
+    return f"{head}; {gain}{within if is_tied else ''}."
 
 
 def _risk(result: SearchResult) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from protwin.shared.answers.plan_kind import PlanKind
-from protwin.shared.answers.search_result import Certificate, PlanOutcome, SearchResult
+from protwin.shared.answers.search_result import Baseline, Certificate, PlanOutcome, SearchResult
 from protwin.shared.basics.units import format_seconds
+from protwin.shared.tables.answer import recommendation
 from protwin.shared.tables.search import certificate_sentence, search_tables
 from protwin.shared.tables.terminal import as_text
 from protwin.sim.searching.confidence import DATA_SHEETS
@@ -89,6 +90,36 @@ def test_what_segments_left_out_is_not_proven_slower() -> None:
         "12,000 plans in the space: 9,000 cannot fit, 1,000 expected to take too much in segments, 1,990 cannot be "
         "faster, 10 simulated. Of the others none is more than 1.0 % faster."
     )
+
+
+@pytest.mark.parametrize(
+    ("times", "said", "unsaid"),
+    [
+        # Of a comparison by data sheets one is as likely as the other where they differ by a few percent.
+        (2.0, "offloaded to the host; 2.00 times the tokens per second of FSDP2, the best", "uncertainty"),
+        (1.04, "offloaded to the host; 1.04 times the tokens per second of FSDP2, the best", "worth a change"),
+        (0.96, "offloaded to the host. FSDP2 fits, too, and gives 1.04 times its tokens per second, which is", "0.96"),
+        (0.5, "FSDP2 fits, too, and gives 2.00 times its tokens per second: with it at hand no plan", "uncertainty"),
+    ],
+)
+def test_who_is_faster_than_the_recommended_plan_is_said_to_be(times: float, said: str, unsaid: str) -> None:
+    told = result(bound_over_best=None)
+    record = told.prediction
+    other = Baseline(
+        name="FSDP2",
+        how="everything offloaded",
+        plan=record.plan,
+        plan_kind=PlanKind.OFFLOADED,
+        num_samples=record.num_samples,
+        num_tokens=record.num_tokens,
+        iteration_s=record.iteration_s * times,
+        guaranteed_peak_device_bytes=2**30,
+        pinned_host_bytes=2**30,
+        host_bytes=2**30,
+    )
+    words = recommendation(told.model_copy(update={"baselines": (other,)}))
+    assert said in words
+    assert unsaid not in words
 
 
 def test_an_early_end_proves_nothing() -> None:
