@@ -9,7 +9,7 @@ import typer
 
 from ...shared.basics.errors import ProtwinError
 from ...shared.basics.progress import progress_bar
-from ...shared.basics.suggestions import did_you_mean
+from ...shared.basics.suggestions import did_you_mean, listed, nearest_names
 from ...shared.cli.options import JsonFlag, command_app, examples
 from ...shared.cli.output import show
 from ...shared.cli.streams import write_data
@@ -89,8 +89,11 @@ def _chosen(classes: list[str], runs: list[str]) -> list[MeasuredRun]:
             _check_form(
                 f"--class {text!r}", [run for run in RUNS_OF_OTHER_FORMS if text.lower() in run.run_class.lower()]
             )
-            every = "; ".join(dict.fromkeys(run.run_class for run in MEASURED_RUNS))
-            raise ProtwinError(f"--class {text!r} is in no class. Classes are: {every}.")
+            every = dict.fromkeys(run.run_class for run in MEASURED_RUNS)
+            nearest = listed([f'"{one}"' for one in nearest_names(text, every, least_similarity=0.0)])
+            raise ProtwinError(
+                f"--class {text!r} is in no class. The nearest are {nearest}; protwin published lists all {len(every)}."
+            )
     if not classes and not runs:
         return list(MEASURED_RUNS)
     wanted = [text.lower() for text in classes]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..basics.units import format_bytes, format_seconds
+from ..basics.units import format_bytes, format_count, format_seconds
 from ..catalogue.models import ModelList
 from ..schema.workload import LossHead, Phase, Workload
 from .question import packing_words, weights_words
@@ -41,11 +41,11 @@ def models_table(listed: ModelList) -> Parts:
     """The catalogue of models; papers are in its JSON."""
     rows = []
     for model in listed.models:
-        parameters = f"{model.num_parameters:,}" if model.num_parameters is not None else ""
+        parameters = format_count(model.num_parameters) if model.num_parameters is not None else ""
         source = model.source.removeprefix("config.json of ").split(" on the Hugging Face hub")[0]
         rows.append((model.name, parameters, str(model.dtype), model.architecture, source))
-    columns = ("name", ">parameters", "published as", "architecture", "configuration")
-    return (Table(columns=columns, rows=rows, always=3, expendable=("architecture",)),)
+    columns = ("name", ">parameters", "published\nas", "architecture", "configuration")
+    return (Table(columns=columns, rows=rows, always=4),)
 
 
 def _facts(workload: Workload) -> Table:

@@ -20,7 +20,8 @@ CONFIGURATION = {"model_type": "gpt2", "n_layer": 3, "n_head": 2, "n_embd": 64, 
 def test_models_are_listed(protwin_here: Protwin) -> None:
     shown = protwin_here("models")
     assert shown.returncode == 0
-    assert "8,030,261,248" in shown.stdout
+    (row,) = [line.split() for line in shown.stdout.splitlines() if line.startswith("llama-3-8b ")]
+    assert row == ["llama-3-8b", "8.03B", "bfloat16", "llama", "meta-llama/Meta-Llama-3-8B"], "all columns have room"
     listed = ModelList.from_mapping(json.loads(protwin_here("models", "--json").stdout), origin="standard output")
     assert tuple(model.name for model in listed.models) == model_names()
     assert all(model.name in shown.stdout and "Hugging Face" in model.source for model in listed.models)

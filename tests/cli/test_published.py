@@ -53,6 +53,7 @@ def test_a_document_has_source_prediction_and_error(protwin_here: Protwin) -> No
     ("arguments", "words"),
     [
         (("--class", "TPU"), "--class 'TPU' is in no class"),
+        (("--class", "LoRA two RTX 4090"), 'The nearest are "LoRA, two RTX 4090", "QLoRA, two RTX 4090" and "'),
         (("--run", "fms-7b-a100"), "Did you mean fms-7b-a100-128"),
         (("--run", "prime-rl-3234-8192-none"), "no plan has its form: expert parallelism over 8 devices"),
         (("--class", "eXperts on eight"), "no plan has its form: expert parallelism over 8 devices"),
@@ -62,6 +63,7 @@ def test_what_is_not_there_is_refused(protwin_here: Protwin, arguments: tuple[st
     result = protwin_here("published", *arguments)
     assert result.returncode == 2
     assert words in result.stderr
+    assert len(result.stderr) < 300, "the nearest, and where all of them stand: they were a paragraph"
 
 
 def test_it_needs_no_torch() -> None:
