@@ -32,7 +32,7 @@ OTHER_WORDS: Final[dict[str, str]] = {
     " max-length max-len max-seq-len max-seq-length max-tokens max-context block-size cutoff-len length",
     "--batch-size": "bs batch mbs micro-batch micro-batch-size per-device-batch-size per-device-train-batch-size"
     " train-batch-size train-micro-batch-size-per-gpu",
-    "--global-batch": "gbs global-batch-size effective-batch-size total-batch-size train-batch-size",
+    "--global-batch": "batch-size gbs global-batch-size effective-batch-size total-batch-size train-batch-size",
     "--micro-batches": "ga accum grad-accum accumulation gradient-accumulation gradient-accumulation-steps"
     " accumulation-steps accumulate-grad-batches microbatches",
     "--dtype": "precision torch-dtype data-type type bf16 fp16",

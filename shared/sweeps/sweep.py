@@ -22,6 +22,7 @@ from ..answers.plan_kind import PlanKind
 from ..basics.documents import Document, FrozenModel
 from ..basics.interval import Interval
 from ..schema.plan import Plan
+from ..schema.record import TrainingRun
 from ..schema.schedule import Lane
 
 FREE_FRAC: Final = 0.01
@@ -54,6 +55,8 @@ class SweepPlan(FrozenModel):
     """As of ``SearchResult``."""
     usd_per_million_tokens: PositiveFloat | None = None
     """None without a price."""
+    run: TrainingRun | None = None
+    """Time, energy and cost of the number of tokens that was asked about, if one was; of the recommended plan alone."""
 
 
 class SweepPoint(FrozenModel):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from ..basics.units import format_bytes, format_number, format_seconds
+from ..basics.units import format_bytes, format_count, format_duration, format_number, format_seconds
 from ..tables.advice import TIGHT_NOTE, short_reason
 from ..tables.labels import LANE_NAMES, NO_VALUE, format_share, plan_words, selective_notes
 from ..tables.question import positions_words
@@ -60,6 +60,7 @@ def too_long(sweep: Sweep) -> list[str]:
 
 def point_table(sweep: Sweep, title: str | None = None) -> Table:
     """One row for each point with a plan."""
+    takes, costs = run_columns = _run_columns(sweep)
     columns: Row = (
         ">sequence",
         ">batch",
@@ -69,6 +70,7 @@ def point_table(sweep: Sweep, title: str | None = None) -> Table:
         "binds",
         ">costs of\noffloading",
         ">costs of\nrecompute",
+        *run_columns,
         _PEAK,
         _HOST,
         _ITERATION,
@@ -77,11 +79,15 @@ def point_table(sweep: Sweep, title: str | None = None) -> Table:
         _COST,
     )
     rows = [_cells(point, point.found) for point in sweep.with_plan if point.found is not None]
+    has_price = any(one.found and one.found.usd_per_million_tokens for one in sweep.points)
+    has_run = _run_tokens(sweep) is not None
     unused = [
         name
         for name, is_used in (
             (_ON_DEVICE, any(point.offloads and point.on_device is not None for point in sweep.points)),
-            (_COST, any(one.found is not None and one.found.usd_per_million_tokens for one in sweep.points)),
+            (_COST, has_price),
+            (takes, has_run),
+            (costs, has_run and has_price),
         )
         if not is_used
     ]
@@ -102,6 +108,17 @@ def point_table(sweep: Sweep, title: str | None = None) -> Table:
         ),
         ruled=frozenset(_first_of_lengths(sweep.with_plan)),
     )
+
+
+def _run_tokens(sweep: Sweep) -> int | None:
+    """The number of tokens whose training is told, if one is."""
+    return next((one.found.run.num_tokens for one in sweep.points if one.found and one.found.run), None)
+
+
+def _run_columns(sweep: Sweep) -> tuple[str, str]:
+    """Headings of what training on so many tokens takes, and costs."""
+    tokens = format_count(_run_tokens(sweep) or 0)
+    return f">{tokens} tokens\ntake", f">{tokens} tokens\ncost, USD"
 
 
 def free_sentences(sweep: Sweep) -> list[str]:
@@ -179,6 +196,8 @@ def _cells(point: SweepPoint, found: SweepPlan) -> Row:
         NO_VALUE if found.bottleneck is None else LANE_NAMES[found.bottleneck],
         _share(point.offloading_cost_frac),
         _share(point.recomputation_cost_frac),
+        NO_VALUE if found.run is None else format_duration(found.run.time_s),
+        NO_VALUE if found.run is None or found.run.cost_usd is None else format_number(found.run.cost_usd),
         format_bytes(found.guaranteed_peak_device_bytes),
         format_bytes(found.host_bytes) if found.host_bytes else NO_VALUE,
         format_seconds(found.iteration_s),

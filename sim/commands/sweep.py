@@ -14,6 +14,7 @@ from ...shared.catalogue.list_prices import with_list_prices
 from ...shared.cli.exits import report_interruption
 from ...shared.cli.option_groups import with_groups
 from ...shared.cli.options import (
+    Tokens,
     command_app,
     examples,
     warn,
@@ -88,6 +89,7 @@ def sweep_command(
     products: ProductKnobs,
     steps: StepChoice,
     sequence_ranks: AllowedSequenceRanks = None,
+    tokens: Tokens = None,
     processes: NumProcesses = None,
     answer: AnswerChoice,
 ) -> None:
@@ -125,6 +127,7 @@ def sweep_command(
             workload_at=choice.at,
             workload_in_tiles=choice.with_needed_tiles.at,
             tiles=choice.tiles,
+            run_tokens=tokens,
             request=SearchRequest(
                 workload=choice.workload(),
                 hardware=machine,

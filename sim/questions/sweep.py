@@ -59,6 +59,8 @@ class SweepRequest:
     tiles: AskedTiles
     request: SearchRequest
     """About any of the shapes, the smallest best."""
+    run_tokens: int | None = None
+    """What training on so many tokens takes is told of every point; None: nothing."""
     unlimited_chunk_bytes: int | None = None
     """Chunks of plans on a device of unlimited memory; None: every size.  See [Note: Unlimited memory]."""
 
@@ -119,7 +121,8 @@ def search_point(asked: SweepRequest, shape: Shape) -> SweepPoint:
         request.hardware,
         request.calibration,
     )
-    found = _plan_of(result.prediction, result)
+    record, tokens = result.prediction, asked.run_tokens
+    found = _plan_of(record if tokens is None else record.for_tokens(tokens), result)
     is_on_device, budget_bytes = result.plan_kind in _ON_DEVICE, result.device_budget_bytes
     return nothing.model_copy(
         update={
@@ -197,6 +200,7 @@ def _plan_of(record: Record, result: SearchResult) -> SweepPlan:
         bottleneck=bottleneck(record),
         survives=result.survives,
         usd_per_million_tokens=record.usd_per_million_tokens,
+        run=record.run,
     )
 
 

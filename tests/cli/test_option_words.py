@@ -45,6 +45,7 @@ def options(command: str) -> tuple[str, ...]:
         ("run", "--eval", "--evaluation"),
         ("trace", "--precision", "--dtype"),
         ("advise", "--optim", "--optimizer"),
+        ("advise", "--batch-size", "--global-batch"),  # protwin search
     ],
 )
 def test_words_of_other_tools_are_known(command: str, typed: str, meant: str) -> None:

@@ -39,7 +39,7 @@ def test_a_sweep_is_told_in_tables_and_saved(protwin_here: Protwin, work: Path) 
 def test_points_are_answered_as_a_search_answers_them(protwin_here: Protwin) -> None:
     """With options that both commands have; a point too long for the model says why, and the sweep goes on."""
     options = (*ASKED, "--lora-rank", "4", "--optimizer", "lion", "--device-budget", "1GiB", "--price", "rtx-4090=1.5")
-    options += ("--micro-batches", "2", "--set", "host.memory_bytes=64GiB")
+    options += ("--micro-batches", "2", "--set", "host.memory_bytes=64GiB", "--tokens", "3M")
     result = protwin_here("sweep", *options, "--sequence-length", "512,2048", "--processes", "1", "--json")
     assert result.returncode == 0, result.stderr
     found = Sweep.from_mapping(json.loads(result.stdout), origin="standard output")
@@ -51,6 +51,9 @@ def test_points_are_answered_as_a_search_answers_them(protwin_here: Protwin) -> 
     answer = json.loads(searched.stdout)
     assert point.found.plan.model_dump(mode="json") == answer["plan"]
     assert point.found.iteration_s == answer["prediction"]["iteration_s"]
+    assert point.found.run is not None
+    assert point.found.run.model_dump(mode="json", exclude_none=True) == answer["prediction"]["run"]
+    assert point.found.run.num_steps == -(-3_000_000 // (2 * 512))
     assert too_long.found is None
     assert "learned positions for 1024 tokens" in too_long.reason
 
