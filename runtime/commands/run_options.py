@@ -270,7 +270,10 @@ class CheckpointChoice:
     ] = None
     """Steps between two; None saves after the last alone."""
     is_resuming: Annotated[
-        bool, typer.Option("--resume", help="Go on from the checkpoint; --steps counts those before it too.")
+        bool,
+        typer.Option(
+            "--resume", help="Go on from what is in the folder of --checkpoint; --steps counts those before it too."
+        ),
     ] = False
 
 

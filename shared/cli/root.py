@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib import import_module
+from itertools import pairwise
 from typing import Annotated, Any, Final, cast
 
 import typer
@@ -192,11 +193,26 @@ def _shortened(error: Exception) -> Exception:
     typer writes UTF-8 to streams that are ASCII.
     """
     message = shortened(getattr(error, "message", ""))
+    message += _after_flag(message, getattr(error, "ctx", None))
     if (typed := getattr(error, "option_name", None)) and hasattr(error, "possibilities"):
         message += _meant(typed, getattr(error, "ctx", None))
         error.possibilities = None
     error.message = plain(message, sys.stderr.encoding or "utf-8")  # type: ignore[attr-defined]
     return error
+
+
+def _after_flag(message: str, context: Any) -> str:
+    """Which option an argument that nobody takes was meant for; empty where it follows none without a value."""
+    if context is None or not message.startswith("Got unexpected extra argument"):
+        return ""
+    flags = {
+        name: one for one in context.command.get_params(context) for name in one.opts if getattr(one, "is_flag", 0)
+    }
+    typed = sys.argv[1:]
+    for flag, following in pairwise(typed):
+        if flag in flags and not following.startswith("-"):
+            return f". {flag} takes no value: {flags[flag].help}"
+    return ""
 
 
 def _meant(typed: str, context: Any) -> str:

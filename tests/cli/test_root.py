@@ -274,3 +274,12 @@ def test_standard_output_that_is_full() -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("error: standard output takes no more")
     assert "Traceback" not in done.stderr
+
+
+def test_a_value_behind_an_option_without_one_names_the_option(protwin: Protwin) -> None:
+    """``--resume FOLDER`` is what other tools have; the folder is that of another option here, which its help names."""
+    result = protwin("run", "--plan", "plan.json", "--resume", "kept")
+    assert result.returncode == 2
+    told = " ".join(result.stderr.split())
+    assert "(kept). --resume takes no value: " in told
+    assert "--checkpoint" in told

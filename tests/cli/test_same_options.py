@@ -58,7 +58,6 @@ EXCEPTIONS: Final[list[tuple[str, str, str]]] = [
     ("--goal --risk --baseline --what-if", S, "questions about one answer"),
     ("--longest --state", A, "a ranking by sequences, and answers kept over hours"),
     ("--processes", f"{A} {W}", "the others ask one question"),
-    ("--tokens", f"{S} {M} {A}", "a sweep says what a million tokens cost at every shape"),
     (
         "--as --bucket-scalars --expandable-segments --foreach --holds-inputs --keeps-gradients --loss-metrics "
         "--reduce-dtype --reentrant --two-buckets",
