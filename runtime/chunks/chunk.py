@@ -43,8 +43,8 @@ class ChunkState(Enum):
     """On the host alone, and parameters are of a class that refuses to be read.  An offloaded chunk's flat storage has
     size 0; a host-stepped one's holds the values before the step."""
     COMING = auto()
-    """The device's bytes are taken and parameters are their ordinary selves, but the copy may still run or be queued:
-    who reads must wait for the gather's mark."""
+    """The device's bytes are taken, but the copy may still run or be queued.  Parameters refuse to be read until
+    ``show``: who waits for the gather's mark calls it."""
     PRESENT = auto()
     """The copy is done, or queued on a stream; persistent and empty chunks are never in another state."""
 
@@ -100,6 +100,8 @@ class DeviceChunk:
         self.residency = residency
         self.state = ChunkState.PRESENT
         """Changed by ``make_room``, ``gather`` and ``release``."""
+        self.is_shown = True
+        """Whether parameters may be read (``show``)."""
         self._device = device
         self._specs = tuple(specs)
         self._optimizer = stepping.optimizer
@@ -279,8 +281,13 @@ class DeviceChunk:
             if not self.has_place:
                 self._take_bytes()
             self._enter(ChunkState.COMING)
+
+    def show(self) -> None:
+        """Parameters may be read from now on: the gather is over, or on the stream before what reads them."""
+        if not self.is_shown:
             for parameter in self.parameters:
                 bring_back(parameter)
+            self.is_shown = True
 
     def _take_bytes(self) -> None:
         name = f"chunk {self.chunk.id}"
@@ -326,6 +333,7 @@ class DeviceChunk:
         if self.chunk.size_bytes == 0:
             return
         self._enter(ChunkState.AWAY)
+        self.is_shown = False
         for spec, parameter in zip(self._specs, self.parameters, strict=True):
             send_away(parameter, spec.name)
         if not self.has_place:

@@ -28,7 +28,7 @@ from ...shared.basics.errors import ScheduleError
 from ..devices.device import TrainingDevice
 from ..model.parameters import asks_for_facts
 from .absent_parameters import NAME, refuse_values
-from .chunk import ChunkState, DeviceChunk
+from .chunk import DeviceChunk
 
 _TABLE: Final = "_protwin_table"
 _LOOKUPS: Final = (nn.functional.embedding, torch.embedding)
@@ -212,7 +212,7 @@ class _Table:
 
     @property
     def is_away(self) -> bool:
-        return self.chunk.device_chunk.state is ChunkState.AWAY
+        return not self.chunk.device_chunk.is_shown
 
     @property
     def is_looked_up(self) -> bool:

@@ -16,8 +16,9 @@ import torch
 from ...shared.basics.errors import DeviceOutOfMemoryError, ScheduleError
 from ...shared.basics.units import format_bytes
 from ...shared.layout.residencies import ChunkResidency
-from ...shared.schema.schedule import Content, Lane, OuterSection, Schedule, Section, Task, TaskId, TaskKind
+from ...shared.schema.schedule import Content, Lane, Memory, OuterSection, Schedule, Section, Task, TaskId, TaskKind
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
+from ..chunks.chunk import DeviceChunk
 from ..chunks.placed_model import PlacedModel
 from ..devices.device import TrainingDevice
 from ..devices.lanes import Span
@@ -58,6 +59,7 @@ class ComputeLane:
         self._leaving = self._offloads_by_source()
         self._shared = self._reductions_by_source()
         self._releasing = self._chunks_by_release()
+        self._reading = self._chunks_by_reader()
         self._waits = {task: self._from_other_lanes(schedule.tasks[task]) for task in self._program}
         self._awaited = self._awaited_elsewhere()
         self._exchanged = self._exchanges_of_sequences()
@@ -131,6 +133,15 @@ class ComputeLane:
                     last_readers[buffer.chunk] = task
         for chunk, task in last_readers.items():
             found.setdefault(task, []).append(chunk)
+        return found
+
+    def _chunks_by_reader(self) -> dict[TaskId, list[DeviceChunk]]:
+        """The chunks that come for each compute task, or have come for an earlier one."""
+        found: dict[TaskId, list[DeviceChunk]] = {}
+        for task in self._program:
+            for buffer in (self._schedule.buffers[read] for read in self._schedule.tasks[task].reads):
+                if buffer.content is Content.PARAMETERS and buffer.memory is Memory.DEVICE and buffer.chunk is not None:
+                    found.setdefault(task, []).append(self._placed.chunks[buffer.chunk])
         return found
 
     def _from_other_lanes(self, task: Task) -> tuple[list[TaskId], list[TaskId]]:
@@ -359,6 +370,8 @@ class ComputeLane:
         """The task at hand begins when what it waits for has ended."""
         task, section = self.task_at_hand, self.task_at_hand.section
         self._wait(task)
+        for chunk in self._reading.get(task.id, ()):
+            chunk.show()
         self._lanes.let_go(task, self.iteration)
         with self._metering.one_moment():
             travelling = self._swapping.get(section) if isinstance(section, int) else None

@@ -143,6 +143,7 @@ class VisitingModel:
                 if self._device.runs_behind:
                     chunk.make_room()
                 chunk.gather()
+                chunk.show()
 
     def drop_gradients(self, section: Section) -> None:
         """Drop those that the backward of ``section`` has completed."""

@@ -178,6 +178,7 @@ class Evaluation:
         for chunk in chunks:
             if chunk.state is ChunkState.AWAY:
                 self._gather(chunk)
+                chunk.show()
 
     def _gather(self, chunk: DeviceChunk) -> None:
         if isinstance(chunk, ShardedChunk):

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
+from threading import Event
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from protwin.runtime import carry_out
+from protwin.runtime import CpuDevice, carry_out
+from protwin.runtime.chunks.chunk import ChunkState
 from protwin.runtime.training.training import Training
 from protwin.shared.basics.errors import ScheduleError
 from tests.proof_size import some_quick
 from tests.runtime.models import Case, cases, differences
 from tests.runtime.optimizing import half_offloaded
+from tests.runtime.watchdog import ends_in_time
 
 
 def case_of() -> Case:
@@ -72,6 +76,32 @@ def test_a_read_of_what_is_not_there_is_an_error_and_harms_nothing(read: str) ->
         for number in range(1, len(case.batches)):
             step(model, training, number)
     assert all(type(p) is nn.Parameter and not vars(p) for p in model.parameters())
+    assert differences(model, case.plain.weights[-1]) == []
+
+
+def test_what_has_come_ahead_is_no_one_elses_to_read_whatever_its_copy_has_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every offloaded weight refuses before the forward that it comes for: while copies run, and when they are done."""
+    case, model = case_of(), case_of().build()
+    now, may_copy = CpuDevice.copy, Event()
+
+    def late(self: CpuDevice, destination: torch.Tensor, source: torch.Tensor, *, to_device: bool) -> None:
+        may_copy.wait(10)
+        now(self, destination, source, to_device=to_device)
+
+    monkeypatch.setattr(CpuDevice, "copy", late)
+    with ends_in_time(), start(model) as training:
+        offloaded = [chunk for chunk in training._placed.chunks if not chunk.is_persistent]
+        for state in (ChunkState.COMING, ChunkState.PRESENT):
+            while not any(chunk.state is state for chunk in offloaded):
+                time.sleep(0.001)
+            for parameter in (parameter for chunk in offloaded for parameter in chunk.parameters):
+                with pytest.raises(ScheduleError, match=r"was read \(sum\) while its chunk is not on the device"):
+                    parameter.sum()
+            may_copy.set()
+        for number in range(len(case.batches)):
+            step(model, training, number)
     assert differences(model, case.plain.weights[-1]) == []
 
 

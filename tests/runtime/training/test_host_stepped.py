@@ -155,6 +155,7 @@ def test_old_values_cannot_be_read_and_memory_stays() -> None:
     with pytest.raises(ScheduleError, match="while its chunk is not on the device"):
         parameters[0].sum()
     made.gather()
+    made.show()
     assert all(torch.equal(one, other) for one, other in zip(parameters, before, strict=True))
     made.release()
     assert made.state is ChunkState.AWAY
@@ -163,6 +164,7 @@ def test_old_values_cannot_be_read_and_memory_stays() -> None:
     with pytest.raises(ScheduleError, match="while its chunk is not on the device"):
         parameters[0].sum()
     made.gather()
+    made.show()
     assert all(torch.equal(one, other + 1) for one, other in zip(parameters, before, strict=True))
     assert [parameter.untyped_storage().data_ptr() for parameter in parameters] == places
     assert device.ledger.named_bytes == level_bytes
