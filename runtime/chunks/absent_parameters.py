@@ -21,6 +21,7 @@ from ..model.parameters import asks_for_facts
 
 NAME: Final = "_protwin_name"
 """Where a parameter that may be away has its name."""
+_BACKWARDS: Final = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 
 
 def send_away(parameter: nn.Parameter, name: str) -> None:
@@ -60,6 +61,11 @@ def refuse_values(cls: type, function: Any, types: Any, args: tuple[Any, ...] = 
     given = [found for value in (*args, *(kwargs or {}).values()) for found in _members(value)]
     names = [found.__dict__[NAME] for found in given if isinstance(found, nn.Parameter) and NAME in found.__dict__]
     which = f"parameter {names[0]}" if names else "a parameter"
+    if function in _BACKWARDS:
+        raise ScheduleError(
+            f"{which} was named as what gradients are taken of ({name}), but it is away and comes when loss.backward() "
+            f"reaches it. Call loss.backward() alone, without inputs=."
+        )
     raise ScheduleError(
         f"{which} was read ({attribute or name}) while its chunk is not on the device. A plan is being carried out: "
         f"read weights from training.state_dict() between two steps, or after close(), or keep their chunks persistent "

@@ -43,6 +43,7 @@ class GradientStandIns:
         self._norms: Callable[[], Norms] | None = None
         self._made = {parameter: _stand_in(parameter, self) for parameter in parameters}
         self._shown: list[nn.Parameter] = []
+        self._is_handed_over = False
 
     @property
     def num_shown(self) -> int:
@@ -55,6 +56,7 @@ class GradientStandIns:
         ``norms`` waits for the norms of this step's gradients; None where the plan takes none.
         """
         self._norms = norms
+        self._is_handed_over = True
         self._shown = list(gradients)
         for parameter, gradient in gradients.items():
             stand_in = self._made[parameter]
@@ -63,8 +65,10 @@ class GradientStandIns:
 
     def take_back(self) -> None:
         """Give parameters the gradients that they had.  Raises ScheduleError if a stand-in was replaced."""
-        for parameter in self._shown:
-            if parameter.grad is not self._made[parameter]:
+        shown = set(self._shown)
+        # Who had no gradient has none that somebody put there since, such as one of torch.autograd.grad.
+        for parameter, stand_in in self._made.items() if self._is_handed_over else ():
+            if parameter.grad is not (stand_in if parameter in shown else None):
                 raise ScheduleError(CHANGED)
         for parameter in self._shown:
             parameter.grad = self._made[parameter].held
@@ -75,6 +79,7 @@ class GradientStandIns:
         for parameter in self._shown:
             self._made[parameter].held = None
         self._shown = []
+        self._is_handed_over = False
         self._norms = None
 
     def close(self) -> None:

@@ -77,6 +77,8 @@ class MemoryLedger:
         """Called before each watched operation."""
         self.on_operation: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None] | None = None
         """Called after each watched operation with (operator, args, kwargs, result)."""
+        self.planned_bytes = 0
+        """What plans that are being carried out take at most, of what was traced; 0: nobody has said."""
         self.doing = "setting up"
         """What the compute thread is doing, for messages."""
         self.is_finding = True
@@ -398,11 +400,33 @@ class MemoryLedger:
         if self.budget_bytes is None or more_bytes <= 0 or level + more_bytes <= self.budget_bytes:
             return
         free = format_bytes(max(0, self.budget_bytes - level))
+        is_planned = 0 < self.planned_bytes <= self.budget_bytes
+        remedy = beyond_trace(self.planned_bytes) if is_planned else "Search a plan for this budget, or"
         raise CpuOutOfMemoryError(
             f"out of memory on the CPU device: {name} needs {format_bytes(more_bytes)} but {free} of the budget of "
-            f"{format_bytes(self.budget_bytes)} is free, while {self.doing}. Search a plan for this budget, or "
-            f"raise it to at least {format_bytes(level + more_bytes)}."
+            f"{format_bytes(self.budget_bytes)} is free, while {self.doing}. {remedy} raise it to at least "
+            f"{format_bytes(level + more_bytes)}."
         )
+
+    @contextmanager
+    def planning(self, more_bytes: int) -> Iterator[None]:
+        """Within the block plans take ``more_bytes`` more than before."""
+        self.planned_bytes += more_bytes
+        try:
+            yield
+        finally:
+            self.planned_bytes -= more_bytes
+
+
+def beyond_trace(planned_bytes: int) -> str:
+    """Why memory may lack though the plan fits, and what helps, up to the last remedy."""
+    return (
+        f"The plan takes at most {format_bytes(planned_bytes)} of what was traced, so that the loop runs or holds more "
+        f"than that: a larger batch, other inputs or outputs of the model, another loss, autocast, another model "
+        f"beside it, or outputs and losses of earlier forwards that are still held. Let go of these before the next "
+        f"forward (del), trace the model with the batch and the loss that it is trained with and search a plan again, "
+        f"or"
+    )
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -45,6 +46,28 @@ def refuse_second_graph() -> None:
             "backward keeps a graph of itself (create_graph=True), to be differentiated again when chunks have been "
             "released and gradients have left. Call loss.backward() alone; penalties on gradients cannot be part of a "
             "loss here. training.skip_step() gives this iteration up."
+        )
+
+
+def refuse_kept_graph() -> None:
+    """Raise ScheduleError if the backward that runs keeps what forward saved."""
+    if torch._C._autograd._get_current_graph_task_keep_graph():
+        raise ScheduleError(
+            "backward keeps its graph (retain_graph=True): all that forward saved would stay on the device beside the "
+            "next forward, where the plan has no room for it, and no second backward can run through it. Call "
+            "loss.backward() without retain_graph; where there are several losses, add them up and call backward() "
+            "once. It is still possible."
+        )
+
+
+def refuse_cache(given: Mapping[str, Any]) -> None:
+    """Raise ScheduleError if keyword arguments ``given`` to the model ask for a key-value cache."""
+    asked = [name for name in ("use_cache", "past_key_values") if given.get(name) not in (None, False)]
+    if asked:
+        raise ScheduleError(
+            f"the model is called with {asked[0]}, but a key-value cache keeps every block's keys and values until the "
+            f"output goes, and recomputed blocks would append to it twice. Leave {asked[0]} out of training; within "
+            f"training.evaluation(), as in generate(), it may be given."
         )
 
 

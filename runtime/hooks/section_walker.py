@@ -39,6 +39,7 @@ from .refusals import (
     gradients_within_forward,
     missing_block,
     other_block,
+    refuse_kept_graph,
     refuse_second_graph,
     refuse_transforms,
     second_backward,
@@ -244,6 +245,8 @@ class SectionWalker:
         if self._is_active:
             raise gradients_within_forward()
         refuse_second_graph()
+        if self._is_training and self._backward_place is None:
+            refuse_kept_graph()
         self._advance(kind, section)
 
     def _first_backward_kind(self, block: int) -> TaskKind:

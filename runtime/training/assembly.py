@@ -20,6 +20,7 @@ from ...shared.optimizers.state import state_tensors
 from ...shared.schema.plan import Plan
 from ...shared.schema.schedule import Content, Schedule, TaskKind
 from ...shared.schema.workload import Workload
+from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ...shared.verify.verify import verify_schedule
 from ..adapters.changes import WatchedParts, watched_parts
 from ..checkpoints.saved_part import SavedPart
@@ -269,6 +270,8 @@ class Assembly:
         model, plan, workload, device = self.model, self.plan, self.workload, self.settings.device
         layout, schedule, blocks = prepared.layout, prepared.schedule, prepared.blocks
         metering = _metering(device, self.settings.meter_every, model)
+        if device.ledger is not None:
+            undo.enter_context(device.ledger.planning(guaranteed_device_peak(schedule).size_bytes))
         # Undone in the opposite order: hooks go before lanes, lanes before chunks, and the model has an owner until its
         # parameters are ordinary again.
         held = self._hold(undo, layout, schedule, prepared.policy)

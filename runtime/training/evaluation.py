@@ -9,7 +9,7 @@ it, and goes with the next section.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,8 +88,11 @@ class Evaluation:
         for module, held in self._holders():
             handles.append(module.register_forward_pre_hook(self._bringing(held), prepend=True))
         self._rows.is_evaluating = True
+        ledger = self._device.ledger
         try:
-            yield
+            # What plans take at most says nothing of evaluations.
+            with nullcontext() if ledger is None else ledger.planning(-ledger.planned_bytes):
+                yield
         finally:
             self._rows.is_evaluating = False
             for handle in handles:

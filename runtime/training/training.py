@@ -31,7 +31,7 @@ from ..checkpoints.rank_checkpoint import write_by_ranks
 from ..checkpoints.saved import Saved
 from ..checkpoints.saved_by_ranks import RankPlace, open_checkpoint
 from ..checkpoints.state import Resumed, Scheduler
-from ..hooks.refusals import refuse_call
+from ..hooks.refusals import refuse_cache, refuse_call
 from ..lanes.progress import Call, Progress, TrainingPhase, refuse_copy
 from ..model.nested_tensors import tensors_in
 from ..optimizers.facade import ParameterStates
@@ -122,6 +122,7 @@ class Training(Counted):
         self._progress.check_usable()
         if is_evaluating:
             return
+        refuse_cache(kwargs)
         self._progress.check(Call.FORWARD, self._compute.task_at_hand)
         refuse_own_checkpointing(self._checkpointable)
         self._taken_over.check()

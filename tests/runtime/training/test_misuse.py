@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from protwin.runtime import Training, carry_out
+from protwin.runtime import CpuDevice, CpuOutOfMemoryError, Training, carry_out
 from protwin.shared.basics.errors import PlanError, ProtwinError, ScheduleError
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from tests.runtime.life_cycle import plan_for
 from tests.runtime.misuse import check_goes_on
 from tests.runtime.models import Case, adamw, differences, uncached
@@ -112,7 +114,9 @@ def test_a_norm_that_is_not_finite_is_told_with_its_block_and_nothing_is_stepped
 
 def test_backward_twice(case: Case, model: nn.Module, training: Training) -> None:
     loss = case.loss(model, case.batches[1])
-    loss.backward(retain_graph=True)
+    with pytest.raises(ScheduleError, match=r"retain_graph=True.* add them up and call backward\(\) once"):
+        loss.backward(retain_graph=True)
+    loss.backward()
     with pytest.raises(ScheduleError, match="backward runs for the second time"):
         loss.backward()
     training.step()
@@ -129,6 +133,61 @@ def test_forward_without_gradients(case: Case, model: nn.Module, training: Train
     with pytest.raises(ScheduleError, match=r"forward without gradients.*training\.evaluation\(\)"), switch():
         model(**case.batches[1])
     check_goes_on(case, model, training)
+
+
+def test_a_key_value_cache_that_the_call_asks_for(case: Case, model: nn.Module, training: Training) -> None:
+    with pytest.raises(ScheduleError, match=r"called with use_cache.*Leave use_cache out of training"):
+        model(**case.batches[1], use_cache=True)
+    with training.evaluation():
+        assert model(**case.batches[1], use_cache=True).past_key_values is not None
+    check_goes_on(case, model, training)
+
+
+def test_gradients_of_named_weights(case: Case, model: nn.Module, training: Training) -> None:
+    """Of offloaded weights they cannot be taken; loss.backward() is still possible."""
+    loss = case.loss(model, case.batches[1])
+    away = [p for p in model.parameters() if type(p) is not nn.Parameter]
+    for attempt in (lambda: torch.autograd.grad(loss, away), lambda: loss.backward(inputs=away)):
+        with pytest.raises(ScheduleError, match=r"named as what gradients are taken of.*Call loss\.backward\(\) alone"):
+            attempt()
+    loss.backward()
+    training.step()
+    for batch in case.batches[2:]:
+        case.loss(model, batch).backward()
+        training.step()
+    training.close()
+    assert differences(model, case.plain.weights[-1]) == []
+
+
+def test_gradients_that_are_put_in_place_by_hand_are_not_left_out_of_the_norm(case: Case, model: nn.Module) -> None:
+    """Nothing is offloaded, but the norm is limited: it was that of no gradients, and the step took these unclipped."""
+    plan = plan_for(case.workload).model_copy(
+        update={"chunk_bytes": 2**20, "n_persist": 3, "n_buffer": 0, "max_gradient_norm": 0.05}
+    )
+    with ends_in_time(), carry_out(model, plan, case.workload, optimizer=adamw) as training:
+        parameters = list(model.parameters())
+        gradients = torch.autograd.grad(case.loss(model, case.batches[0]), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        with pytest.raises(ScheduleError, match=r"gradients were changed between backward\(\) and step\(\)"):
+            training.step()
+
+
+def test_memory_that_the_loop_takes_beside_the_plan_is_told_as_such(case: Case, model: nn.Module) -> None:
+    """Not as a plan for another budget, which would lack as much."""
+    plan = plan_for(case.workload)
+    device = CpuDevice(guaranteed_device_peak(compile_schedule(plan, case.workload)).size_bytes)
+    longer = {name: torch.cat([rows, rows], 1) for name, rows in case.batches[1].items()}
+    told = (
+        r"The plan takes at most \S+ \S+ of what was traced, so that the loop runs or holds more.*trace the model with"
+    )
+    with carry_out(model, plan, case.workload, optimizer=case.make_optimizer, device=device) as training:
+        case.loss(model, case.batches[0]).backward()
+        training.step()
+        with pytest.raises(CpuOutOfMemoryError, match=told):
+            case.loss(model, longer).backward()
+        training.skip_step()
+        check_goes_on(case, model, training)
 
 
 def test_a_part_of_the_model_alone(case: Case, model: nn.Module, training: Training) -> None:
