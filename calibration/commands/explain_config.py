@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -40,7 +40,7 @@ from ...shared.cli.options import (
 from ...shared.cli.output import show
 from ...shared.cli.streams import say, write_data
 from ...shared.cli.training_choice import LoraMaps, PackedTo, trained
-from ...shared.foreign.asked_run import Tool
+from ...shared.foreign.asked_run import Checkpointing, Tool
 from ...shared.foreign.files import read_content, read_run
 from ...shared.schema.calibration import Calibration
 from ...shared.tables.table import Table
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 __all__ = ["explain_config"]
 
 explain_config = command_app()
+
+_CHECKPOINTING: Final = {True: Checkpointing.FULL, False: Checkpointing.NONE}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,14 @@ class Besides:
     packed: PackedTo
     kernels: KernelPackages = None
     optimizer: OptimizerName = None
+    is_checkpointed: Annotated[
+        bool | None,
+        typer.Option(
+            "--checkpointing/--no-checkpointing",
+            help="Whether every block is recomputed in backward; DeepSpeed's files leave it to the program.",
+            show_default=False,
+        ),
+    ] = None
     device_budget_bytes: DeviceBudget = None
     calibration: CalibrationPath = None
 
@@ -100,6 +110,7 @@ class Besides:
             num_ranks=self.num_ranks,
             dtype=self.dtype,
             optimizer=self.optimizer,
+            checkpointing=None if self.is_checkpointed is None else _CHECKPOINTING[self.is_checkpointed],
             lora=lora,
             quantized=quantized,
             kernels=checked.kernels,

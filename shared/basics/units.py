@@ -110,8 +110,11 @@ def _parsed(text: str | int | float, *, example: str) -> Decimal:
         raise ProtwinError(f"{_shown(text)} is no quantity. Write one such as {example}.")
     unit = match[3] or "B"
     if unit not in _BYTE_UNITS:
-        meant = [known for known in _BYTE_UNITS if known.casefold() == unit.casefold()]
-        asked = f" Did you mean {match[1]}{match[2] or ''}{meant[0]}{'/s' if match[4] else ''}?" if meant else ""
+        meant = [known for known in _BYTE_UNITS if known.casefold() == unit.casefold()][:1]
+        # "24G" of other tools is one or the other.
+        meant = meant or [known for known in _BYTE_UNITS if known in (f"{unit.upper()}B", f"{unit.upper()}iB")]
+        named = " or ".join(f"{match[1]}{match[2] or ''}{known}{'/s' if match[4] else ''}" for known in meant)
+        asked = f" Did you mean {named}?" if meant else ""
         raise ProtwinError(
             f"{_shown(text)} has the unknown unit {_shown(unit)}; known are {', '.join(_BYTE_UNITS)}.{asked}"
         )

@@ -12,10 +12,10 @@ import tomli_w
 
 from ..basics.arguments import wrong_name
 from ..basics.errors import CatalogueError, FileError
-from ..basics.suggestions import did_you_mean
+from ..basics.suggestions import did_you_mean, listed
 from ..schema.hardware import Hardware
 from .data_files import machine_sections, read_machine_table
-from .names import machine_called
+from .names import machine_called, machines_with, several_called
 from .overrides import override_hardware
 from .parts import device_part, host_part, link_part, network_part, node_part
 from .plausibility import check_plausible
@@ -43,7 +43,7 @@ def machine(name: str) -> Hardware:
     meant = machine_called(name)
     if meant is None:
         raise CatalogueError(
-            f"there is no machine {name!r} in the catalogue. {did_you_mean(name, known)} "
+            f"there is no machine {name!r} in the catalogue. {_of_more_devices(name) or did_you_mean(name, known)} "
             f"protwin hardware list shows them; for a machine of your own, pass the path of its .toml or .json file."
         )
     parts = _parts(meant)
@@ -58,6 +58,13 @@ def machine(name: str) -> Hardware:
         node=node_part(parts["node"]) if "node" in parts else None,
         network=network_part(parts["network"], parts["adapters_per_node"]) if "network" in parts else None,
     )
+
+
+def _of_more_devices(name: str) -> str:
+    """How to ask about some of the devices of a machine that has more; empty where ``name`` asks for no such."""
+    asked = several_called(name)
+    found = () if asked is None else machines_with(*asked)
+    return f"Ask about {asked[1]} devices of {listed(found, 'or')}: --ranks {asked[1]}." if asked and found else ""
 
 
 def load_hardware(name_or_path: str | Path) -> Hardware:

@@ -42,6 +42,10 @@ _NOISE: Final = re.compile(r"nvidia|geforce|tesla|quadro|amd|instinct|generation
 """Words that drivers and shops add to a device's name, and that tell no two of the catalogue's apart."""
 _NUMBER_FIRST: Final = re.compile(r"\s*(\d+)\s*[x×*]\s*(?=[^\d\s])(.+)", re.IGNORECASE)
 _NUMBER_LAST: Final = re.compile(r"(.*[^\s])\s*[x×*]\s*1\s*", re.IGNORECASE)
+_SEVERAL_LAST: Final = re.compile(r"(.*[^\s_-])[\s_-]*[x×*]\s*(\d+)\s*", re.IGNORECASE)
+_OF_SEVERAL: Final = re.compile(r"(.+)-x(\d+)(?:-.+)?")
+"""Names of the catalogue's machines with several devices."""
+_MOST_DIGITS: Final = 6
 _LONGEST: Final = 200
 """Characters of a name that is looked at; no known one is as long."""
 
@@ -97,6 +101,27 @@ def machine_called(name: str) -> str | None:
 def device_called(name: str) -> str | None:
     """The catalogue's name of the device called ``name``; None if there is none."""
     return _device_called(name, tuple(machine_sections("devices")))
+
+
+def several_called(name: str) -> tuple[str, int] | None:
+    """The machine of one device of which ``name`` asks for several, and how many (``2x RTX 4090``, ``rtx-4090-x2``).
+
+    None where it asks for one, or of a device that the catalogue does not have.
+    """
+    if len(name) > _LONGEST:
+        return None
+    first, last = _NUMBER_FIRST.fullmatch(name), _SEVERAL_LAST.fullmatch(name)
+    if first is None and last is None:
+        return None
+    number, device = (first[1], first[2]) if first is not None else (last[2], last[1]) if last is not None else ("", "")
+    meant = machine_called(device)
+    return None if meant is None or len(number) > _MOST_DIGITS else (meant, int(number))
+
+
+def machines_with(name: str, num_devices: int) -> tuple[str, ...]:
+    """Machines of the catalogue with so many devices or more of that of the machine ``name``."""
+    found = [(known, _OF_SEVERAL.fullmatch(known)) for known in machine_sections("machines")]
+    return tuple(known for known, of in found if of is not None and of[1] == name and int(of[2]) >= num_devices)
 
 
 def _device_called(name: str, known: tuple[str, ...]) -> str | None:

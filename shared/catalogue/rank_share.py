@@ -13,7 +13,9 @@ from __future__ import annotations
 from itertools import islice
 
 from ..basics.errors import HardwareError
+from ..basics.suggestions import listed
 from ..schema.hardware import DeviceKind, Hardware, Host, Link, LinkPoint
+from .names import machines_with
 
 
 def machine_of_rank(hardware: Hardware, num_ranks: int) -> Hardware:
@@ -28,7 +30,7 @@ def machine_of_rank(hardware: Hardware, num_ranks: int) -> Hardware:
     """
     if not 1 <= num_ranks <= hardware.num_devices:
         advice = probe_advice(hardware, num_ranks)
-        has = f"one device. {advice}" if advice else f"{_devices_of(hardware)}."
+        has = f"one device. {advice}" if advice else f"{_devices_of(hardware, num_ranks)}."
         raise HardwareError(f"{num_ranks} ranks do not fit on {hardware.name}, which has {has}")
     alone = hardware.model_copy(update={"node": None, "network": None, "collectives": ()})
     node = hardware.node
@@ -58,10 +60,12 @@ def probe_advice(hardware: Hardware, num_ranks: int) -> str:
     )
 
 
-def _devices_of(hardware: Hardware) -> str:
+def _devices_of(hardware: Hardware, num_ranks: int) -> str:
     """In words, with what to do where they are too few."""
     if hardware.num_devices == 1:
-        return "one device. Use one rank, or a machine with more"
+        larger = machines_with(hardware.name, num_ranks)
+        named = f": {listed(larger, 'or')}" if larger else ""
+        return f"one device. Use one rank, or a machine with more{named}"
     nodes = f", {hardware.devices_per_node} in each of {hardware.num_nodes} nodes" if hardware.num_nodes > 1 else ""
     more = "" if hardware.network is None else ", or set network.num_nodes"
     return f"{hardware.num_devices} devices{nodes}. Use between 1 and that many{more}"

@@ -84,12 +84,24 @@ def keep_apart(
             raise FileError(f"{option} {path} would take the place of {owner}, the same file. Name another one.")
 
 
+_LEAST_BARE_BYTES: Final = 2**20
+"""A budget below it that has no unit was hardly meant in bytes."""
+
+
 def size_option(text: str) -> int:
     """The bytes of an option's value; raises typer.BadParameter, which names the option."""
     try:
         return parse_bytes(text)
     except ProtwinError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def budget_option(text: str) -> int:
+    """As ``size_option``, of a device's memory: a bare number that counts something larger than bytes is refused."""
+    size_bytes = size_option(text)
+    if size_bytes < _LEAST_BARE_BYTES and text.strip().isdecimal():
+        raise typer.BadParameter(f"{text!r} is {size_bytes} bytes. Write the unit that is meant, such as {text}GiB.")
+    return size_bytes
 
 
 def rate_option(text: str) -> float:
@@ -178,7 +190,7 @@ DeviceBudget = Annotated[
     int | None,
     typer.Option(
         "--device-budget",
-        parser=size_option,
+        parser=budget_option,
         metavar="SIZE",
         help="Device memory that training may use (10GiB), instead of all that the machine has.",
     ),

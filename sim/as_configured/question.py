@@ -12,7 +12,7 @@ from ...shared.basics.errors import PlanError
 from ...shared.basics.suggestions import listed
 from ...shared.catalogue.models import known_model, load_model_configuration, published_dtype
 from ...shared.catalogue.same_model import same_model
-from ...shared.foreign.asked_run import AskedRun, Place, Precision, Reading, Split
+from ...shared.foreign.asked_run import AskedRun, Checkpointing, Place, Precision, Reading, Split
 from ...shared.foreign.keys import words_of
 from ...shared.foreign.model_config import as_loaded
 from ...shared.phases.tiling import LossHead
@@ -53,6 +53,7 @@ class Said:
     num_ranks: int | None = None
     dtype: str | None = None
     optimizer: Optimizer | None = None
+    checkpointing: Checkpointing | None = None
     lora: LoraOptions | None = None
     quantized: QuantizationOptions | None = None
     kernels: tuple[KernelPackage, ...] = ()
@@ -96,6 +97,8 @@ def settle(reading: Reading, said: Said, machine: Hardware | None, *, file: str)
     assert machine is not None
     assert run.model is not None
     num_ranks, machine = _ranks(run, machine, notes)
+    if run.checkpointing is None:
+        notes.append("no block is recomputed in backward, as far as the file says (--checkpointing: every block is).")
     batch_size, micro_batches = _batch(run, num_ranks, notes, file)
     precision, differences = _as_published(run, _precision(run, machine, notes), notes)
     optimizer, of_optimizer = _optimizer(run, precision, notes)
@@ -242,6 +245,7 @@ def _merged(run: AskedRun, said: Said, notes: list[str]) -> AskedRun:
         "sequence_length": ("--sequence-length", said.sequence_length),
         "num_ranks": ("--ranks", said.num_ranks),
         "optimizer": ("--optimizer", said.optimizer),
+        "checkpointing": ("recomputing of blocks:", said.checkpointing),
         "lora": ("--lora-rank", said.lora),
         "quantized": ("--quantize", said.quantized),
     }

@@ -81,6 +81,14 @@ def test_a_size_must_be_one(protwin_here: Protwin, folder: Path, size: str) -> N
     assert "--device-budget" in refusal(protwin_here, folder, (*SEARCH, f"--device-budget={size}"))
 
 
+@pytest.mark.parametrize(("size", "meant"), [("24", "such as 24GiB."), ("24G", "Did you mean 24GB or 24GiB?")])
+def test_a_budget_without_a_whole_unit_is_asked_about(
+    protwin_here: Protwin, folder: Path, size: str, meant: str
+) -> None:
+    """24 bytes of device memory were answered, by what a plan lacks beyond them."""
+    assert meant in refusal(protwin_here, folder, (*SEARCH, f"--device-budget={size}"))
+
+
 def test_a_chunk_size_must_be_one(protwin_here: Protwin, folder: Path) -> None:
     assert "--chunk-bytes" in refusal(protwin_here, folder, (*SEARCH, "--chunk-bytes=-1MiB"))
 

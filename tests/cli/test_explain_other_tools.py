@@ -42,6 +42,7 @@ def test_a_file_is_answered_key_by_key_and_by_a_prediction(work: Path, protwin_h
         "fewer bytes pass between ranks than in the answer",
         "not known here",
         "8 ranks: all devices of a100-80gb-x8",
+        "no block is recomputed in backward, as far as the file says (--checkpointing",
         "DeepSpeed's runtime is not simulated",
         "The run fits.",
         "the run of the file",
@@ -54,7 +55,7 @@ def test_a_file_is_answered_key_by_key_and_by_a_prediction(work: Path, protwin_h
 
 def test_json_has_everything_without_torch(work: Path, environment: dict[str, str]) -> None:
     (work / "ds.json").write_text(json.dumps(ZERO_3))
-    arguments = ["protwin", "explain-config", "ds.json", *SAID, "--json"]
+    arguments = ["protwin", "explain-config", "ds.json", *SAID, "--checkpointing", "--json"]
     code = (
         "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers', 'deepspeed')))\n"
         f"from protwin.shared.cli.main import main; sys.argv = {arguments!r}; main()"
@@ -73,6 +74,8 @@ def test_json_has_everything_without_torch(work: Path, environment: dict[str, st
     assert [one.key for one in told.reading.unknown] == ["zero_optimization.spread_evenly"]
     assert told.found is not None
     assert told.speedup is not None
+    assert told.configured.plan.n_checkpoint == 24, "every block of the model"
+    assert not any("no block is recomputed" in one for one in told.settled)
 
 
 TITAN = """

@@ -69,6 +69,10 @@ def test_the_price_is_that_of_whole_machines(protwin_here: Protwin, folder: Path
         (("--ranks", "8"), "8 ranks do nothing together"),
         (("--ranks", "1", "--parallel", "ddp"), "needs 2 ranks at least"),
         (("--parallel", "sharded", "--ranks", "9"), "9 ranks do not fit on a100-80gb-x8, which has 8 devices"),
+        (
+            ("--parallel", "sharded", "--ranks", "2", "--hardware", "rtx-4090"),
+            "Use one rank, or a machine with more: rtx-4090-x8.",
+        ),
         (("--parallel", "ddp"), "Set n_persist to"),
         (("--parallel", "fsdp"), "not one of"),
         (("--ranks", "0"), "--ranks"),

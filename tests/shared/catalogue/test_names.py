@@ -123,6 +123,25 @@ def test_machines_as_people_and_drivers_call_them(written: str, name: str | None
         assert load_hardware(written) == load_hardware(name)
 
 
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("rtx-4090-x2", "Ask about 2 devices of rtx-4090-x8: --ranks 2."),
+        ("2x RTX 4090", "Ask about 2 devices of rtx-4090-x8: --ranks 2."),
+        ("4xH100", "Ask about 4 devices of h100-80gb-x8: --ranks 4."),
+        ("rtx-3090-x2", "Ask about 2 devices of rtx-3090-x4 or rtx-3090-x2-nvlink: --ranks 2."),
+        ("rtx-4090-x16", "Did you mean rtx-4090-x8"),
+        ("rtx-4090-x9999999999", "Did you mean rtx-4090-x8"),
+        ("x2", "None of the"),
+    ],
+)
+def test_fewer_devices_than_a_machine_of_the_catalogue_has_are_asked_about_as_ranks_of_it(
+    written: str, said: str
+) -> None:
+    with pytest.raises(CatalogueError, match=re.escape(said)):
+        load_hardware(written)
+
+
 def test_what_is_meant_gets_the_catalogue_s_name() -> None:
     assert device_part("A100 80GB") == device_part("a100-80gb")
     assert host_part("EPYC 64") == host_part("epyc-64")
