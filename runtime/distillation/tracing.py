@@ -33,6 +33,7 @@ from ..fakes.known_values import with_values_if_wanted
 from ..fakes.models import fake_batch, fake_model, keep_alike
 from ..fakes.running import running_fakes
 from ..fakes.values_wanted import wanted_values_named
+from ..hooks.block_runs import OutputSizes
 from ..model.batches import Batch, batch_shapes, batch_tensors, call_model, count_samples_and_tokens
 from ..model.compiled import compiled_part
 from ..model.identity import model_hash, software_versions
@@ -46,7 +47,7 @@ from ..quantized.checks import refuse_quantized
 from ..routing.forced_choices import ForcedChoices
 from ..routing.tried import with_other_values
 from ..routing.value_dependence import ValueWatch
-from ..tracing.observing import GivenParameters, OutputSizes, SectionObserver, has_settled, kept_beside
+from ..tracing.observing import GivenParameters, SectionObserver, has_settled, kept_beside
 from ..tracing.stopwatch import WARM_UP_ITERATIONS, medians_of, stopwatch_on
 from .mixed_types import RefusingMixedTypes
 from .outputs import Beside

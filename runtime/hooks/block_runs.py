@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from ..model.blocks import NamedBlock, places_of
+from ..model.nested_tensors import tensors_in
 
 OnEnter = Callable[[int, Any], None]
 """Told the place of a block, and its arguments, positional and by name."""
@@ -66,3 +67,21 @@ class BlockRuns:
                 self._on_leave(places[(self._counts[id(module)] - 1) % len(places)], (args, kwargs), output)
 
         return leave
+
+
+class OutputSizes:
+    """Bytes of the tensors that each block hands on, storages it was given itself left out."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[NamedBlock]) -> None:
+        self.sizes = [0] * len(blocks)
+        """By block; of its latest forward."""
+        self._runs = BlockRuns(model, blocks, on_leave=self._measure)
+
+    def _measure(self, index: int, arguments: Any, output: Any) -> None:
+        given = {t.untyped_storage()._cdata for t in tensors_in(arguments)}
+        made = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_in(output)}
+        self.sizes[index] = sum(size for key, size in made.items() if key not in given)
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        self._runs.remove()

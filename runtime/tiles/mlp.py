@@ -101,7 +101,7 @@ class _Run:
         outputs: list[torch.Tensor] = []
         with torch.no_grad(), self.as_then():
             flat = self.values.flattened(inputs)
-            for tile in in_passes(self.tiles()):
+            for tile in in_passes(list(self.tiles())):
                 found = self.of_tile([tensor[:, tile] for tensor in flat], tile)
                 assert self.layout is not None
                 if not outputs:
@@ -231,7 +231,7 @@ class _Backward:
         flat = [tensor.detach() for tensor in run.values.flattened(self._inputs)]
         with run.random_as_then(), run.as_then(), standing_in(run.tiled.module, self._stand_ins):
             given = run.layout.flattened(gradients)
-            for tile in in_passes(run.tiles()):
+            for tile in in_passes(list(run.tiles())):
                 self._run_tile(flat, tile, [None if g is None else g[tile] for g in given])
         return [*self._gradients, *(_taken(stand_in) for stand_in in self._stand_ins.values())]
 

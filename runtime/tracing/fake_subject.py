@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -31,6 +31,7 @@ from ..sequences.sharing import one_of_ranks
 from ..tiles.fused_loss import loss_as
 from ..tiles.loss_installing import final_of_loss, tiled_loss
 from ..tiles.mlp_modules import Mlps, in_tiles, modules_of
+from ..tiles.passes import passes_spared
 from .facts import TRACED_MODES, join_uses, traced_shape
 from .observing import observe_sections
 from .progress import Progress
@@ -125,6 +126,7 @@ class FakeSubject:
             tiled_loss(self._twin, self._loss_tiles, self._final),
             loss_as(self._twin, self.loss_head),
             one_of_ranks(self._twin, self.sequence_ranks),
+            nullcontext() if with_values else passes_spared(),
         ):
             observe = partial(observe_sections, self._twin, given, loss, self._blocks, passes=1, held=held)
             seen = {mode: observe(mode, progress.advance) for mode in TRACED_MODES}

@@ -16,13 +16,14 @@ from torch.overrides import TorchFunctionMode
 
 from ...shared.basics.errors import WorkloadError
 from ...shared.basics.units import format_bytes
+from ...shared.observed.alike_passes import AlikePasses, Held
 from ...shared.observed.observation import Observation
 from ...shared.observed.observed_inputs import PhaseKey
 from ...shared.schema.plan import ActivationMode
 from ...shared.schema.schedule import OuterSection, Section, TaskKind
 from ...shared.schema.workload import BlockId
 from ..devices.ledger import MemoryLedger
-from ..hooks.block_runs import BlockRuns
+from ..hooks.block_runs import OutputSizes
 from ..hooks.row_reads import RowReads
 from ..hooks.section_walker import SectionWalker
 from ..hooks.square_tensors import SquareTensors
@@ -91,6 +92,8 @@ class SectionObserver:
         self._with_gradient: set[int] = set()
         self._heard: list[int | None] = []
         """Of loops over tiles, since the last operation."""
+        self._passes = AlikePasses()
+        """Of the loop over tiles that runs."""
         self.outlived_bytes: dict[int, int] = {}
         """By block: what its forward made that lived until the forward of the epilogue, and no longer."""
         self.made = MadeStorages()
@@ -136,6 +139,7 @@ class SectionObserver:
         self.made.restart()
         self._with_gradient.clear()
         self._heard.clear()
+        self._passes.end()
         self._results.forget()
         self._current = self._next = None
 
@@ -197,6 +201,22 @@ class SectionObserver:
     def heard(self, num_tokens: int | None) -> None:
         """A pass over a tile of so many tokens begins, or a loop has ended (None), with the next operation."""
         self._heard.append(num_tokens)
+        if num_tokens is None:
+            self._passes.end()
+        else:
+            self._passes.begin(num_tokens, self._held())
+
+    def have_settled(self) -> bool:
+        """Whether another pass of as many tokens would do the same."""
+        return self._passes.have_settled(self._held())
+
+    def repeat(self, num_passes: int) -> None:
+        """So many more passes like the latest are left out."""
+        self._passes.repeat(num_passes)
+
+    def _held(self) -> Held:
+        seen = self._current if self._next is None else None
+        return Held(seen, self._ledger.watched_bytes, self._squares.total_bytes)
 
     def exchanged(self, sent_bytes: int) -> None:
         """This rank gives so much into an all-to-all among those that share its sequences."""
@@ -293,7 +313,7 @@ def observe_sections(
                 forced or nullcontext(),
                 ledger.metering(),
                 GivenParameters(observer),
-                passes_heard(observer.heard),
+                passes_heard(observer),
                 exchanges_heard(observer.exchanged),
                 _blocks_run_again(model, mode),
             ):
@@ -470,21 +490,3 @@ def most_kept_bytes(seen: Collection[SeenIterations], stands_for: Sequence[int])
     keepers = {keeper for iterations in seen for keeper in iterations.kept_bytes}
     most = {keeper: max(iterations.kept_bytes.get(keeper, 0) for iterations in seen) for keeper in keepers}
     return most.get(None, 0) + sum(most.get(block, 0) for block in stands_for)
-
-
-class OutputSizes:
-    """Bytes of the tensors that each block hands on, storages it was given itself left out."""
-
-    def __init__(self, model: nn.Module, blocks: Sequence[NamedBlock]) -> None:
-        self.sizes = [0] * len(blocks)
-        """By block; of its latest forward."""
-        self._runs = BlockRuns(model, blocks, on_leave=self._measure)
-
-    def _measure(self, index: int, arguments: Any, output: Any) -> None:
-        given = {t.untyped_storage()._cdata for t in tensors_in(arguments)}
-        made = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_in(output)}
-        self.sizes[index] = sum(size for key, size in made.items() if key not in given)
-
-    def remove(self) -> None:
-        """Take the hooks off."""
-        self._runs.remove()
