@@ -185,7 +185,8 @@ def largest_batch(
 ) -> int | None:
     """The largest batch below the request's with which some plan fits, in samples; None if none does.
 
-    By halving the range, one is found that fits while the next larger one does not.
+    By halving the range, one is found that fits while the next larger one does not.  Where not even a single sample
+    fits, no batch is asked about beside it.
 
     Args:
         request: In which no plan fits.
@@ -202,10 +203,13 @@ def largest_batch(
         return workload != known and _fits(search_problem(request, workload))
 
     lower, upper = 0, request.smallest_workload().num_samples
+    if upper > 1 and not fits(1):
+        return None
+    lower = 1
     while upper - lower > 1:
         middle = (lower + upper) // 2
         lower, upper = (middle, upper) if fits(middle) else (lower, middle)
-    return lower or None
+    return lower if lower < upper else None
 
 
 def fewest_ranks(request: SearchRequest) -> int | None:

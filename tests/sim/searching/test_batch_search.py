@@ -165,6 +165,21 @@ def test_the_largest_batch_fits_and_the_next_larger_one_does_not() -> None:
         assert traced, "the next larger batch is traced"
         assert not any(fits(known_at(size), device_bytes, host_bytes) for size in traced)
 
+    # Where one sample does not fit, nothing else is asked about: a trace of each takes its time.
+    def asked_at(size: int) -> Workload:
+        asked.append(size)
+        return at_size(workload(3), size, 0.0)
+
+    for least_bytes in (2500, 6000):
+        for num_samples in range(1, 6):
+            asked: list[int] = []
+            of_size = replace(request, workload=at_size(workload(3), num_samples, 0.0), device_budget_bytes=least_bytes)
+            fitting = [
+                size for size in range(1, num_samples) if fits(at_size(workload(3), size, 0.0), least_bytes, host_bytes)
+            ]
+            assert largest_batch(of_size, asked_at) == max(fitting, default=None)
+            assert fitting or asked == [1] * (num_samples > 1)
+
 
 def test_what_if_answers_are_those_of_searches() -> None:
     model, box = workload(4).model_copy(update={"measured_on": "slow machine"}), machine(gather_s=2.0)
