@@ -18,6 +18,7 @@ from ...shared.cli.options import (
     ConfigurationName,
     DTypeName,
     JsonFlag,
+    KeepsOutputs,
     MethodName,
     OutputPath,
     PackedLengths,
@@ -126,6 +127,13 @@ class Tracing:
             raise ProtwinError("--real runs on rows of one sample. Leave out --packed-lengths, or trace without it.")
 
 
+@dataclass(frozen=True, kw_only=True)
+class TracedTraining(TrainingChoice):
+    """With what the loop holds."""
+
+    keeps_outputs: KeepsOutputs = False
+
+
 @trace.command(
     epilog=examples(
         "protwin trace --model llama-3-8b --batch-size 1 --sequence-length 2048 --output workload.json",
@@ -143,7 +151,7 @@ def trace_command(
     dtype: DTypeName = None,
     hardware: MachineToTrainOn = None,
     method: MethodName = None,
-    training: TrainingChoice,
+    training: TracedTraining,
     tracing: Tracing,
     output: OutputPath = None,
     as_json: JsonFlag = False,
@@ -239,6 +247,7 @@ def _timed_workload(
             next(batches),
             name=described.name,
             loss_head=options.loss_head or LossHead.EAGER,
+            keeps_outputs=options.keeps_outputs,
             on_progress=report,
             **parts,
         )

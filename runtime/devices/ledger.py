@@ -81,6 +81,8 @@ class MemoryLedger:
         """What plans that are being carried out take at most, of what was traced; 0: nobody has said."""
         self.doing = "setting up"
         """What the compute thread is doing, for messages."""
+        self.hint: Callable[[], str | None] | None = None
+        """Why memory lacks, if it is known, and what helps, up to the last remedy."""
         self.is_finding = True
         """Whether what operations are given and nobody knew is on the device, and not data that is being prepared."""
         self.place: Callable[[], Hashable] | None = None
@@ -402,6 +404,7 @@ class MemoryLedger:
         free = format_bytes(max(0, self.budget_bytes - level))
         is_planned = 0 < self.planned_bytes <= self.budget_bytes
         remedy = beyond_trace(self.planned_bytes) if is_planned else "Search a plan for this budget, or"
+        remedy = (self.hint() if self.hint is not None else None) or remedy
         raise CpuOutOfMemoryError(
             f"out of memory on the CPU device: {name} needs {format_bytes(more_bytes)} but {free} of the budget of "
             f"{format_bytes(self.budget_bytes)} is free, while {self.doing}. {remedy} raise it to at least "

@@ -37,12 +37,13 @@ def call_model(model: nn.Module, batch: Batch) -> Any:
     return output
 
 
-def loss_of(model: nn.Module, batch: Batch, loss: Loss | None) -> torch.Tensor:
+def loss_of(model: nn.Module, batch: Batch, loss: Loss | None, *, kept: list[Any] | None = None) -> torch.Tensor:
     """The scalar that backward starts from: ``loss(output, batch)``, ``output.loss``, or the output itself.
 
-    Raises WorkloadError if the model refuses the batch, or if there is no scalar that depends on a parameter.
+    ``kept`` holds the output from here on, in the place of the one before, as a loop's variable does.  Raises
+    WorkloadError if the model refuses the batch, or if there is no scalar that depends on a parameter.
     """
-    value = scalar_of(model, batch, loss)
+    value = scalar_of(model, batch, loss, kept=kept)
     if not value.requires_grad:
         raise WorkloadError(
             f"the loss of {type(model).__name__} depends on no trainable parameter, though some require gradients: it "
@@ -51,7 +52,7 @@ def loss_of(model: nn.Module, batch: Batch, loss: Loss | None) -> torch.Tensor:
     return value
 
 
-def scalar_of(model: nn.Module, batch: Batch, loss: Loss | None) -> torch.Tensor:
+def scalar_of(model: nn.Module, batch: Batch, loss: Loss | None, *, kept: list[Any] | None = None) -> torch.Tensor:
     """As ``loss_of``, where nothing goes backward."""
     try:
         output = call_model(model, batch)
@@ -63,6 +64,8 @@ def scalar_of(model: nn.Module, batch: Batch, loss: Loss | None) -> torch.Tensor
             f"{type(model).__name__} refuses the batch ({shapes}): {type(error).__name__}: "
             + " ".join(str(error).split())
         ) from error
+    if kept is not None:
+        kept[:] = [output]
     value = loss(output, batch) if loss is not None else getattr(output, "loss", None)
     if value is None and isinstance(output, Mapping):
         value = output.get("loss")

@@ -8,6 +8,7 @@ alone; with ``--adapters`` what programs do with adapters, of the named models o
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -139,6 +140,12 @@ def _write_sized(
     return left if is_first else list(models)
 
 
+_PARTS: Final = {
+    "--tiles": "from tiles on: tilings, shared sequences, adapters",
+    "--sharings": "from shared sequences on",
+    "--adapters": "adapters alone",
+}
+"""What may be left out at the beginning."""
 _SHARED: Final = DType.BFLOAT16
 """What ranks share sequences in; in other types they are traced."""
 
@@ -155,16 +162,23 @@ def main() -> None:
     """Regenerate the models that are named, or all."""
     import protwin.shared
 
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="models of the catalogue; none: all")
+    part = parser.add_mutually_exclusive_group()
+    for number, (option, what) in enumerate(_PARTS.items(), start=1):
+        part.add_argument(option, dest="first", action="store_const", const=number, default=0, help=what)
+    asked = parser.parse_args()
+    if unknown := sorted(set(asked.names) - set(model_names())):
+        parser.error(f"the catalogue has no model {', '.join(unknown)}")
     data = Path(next(iter(protwin.shared.__path__))) / "catalogue" / "data"
-    names = [name for name in sys.argv[1:] if not name.startswith("--")] or model_names()
+    names = asked.names or model_names()
     steps = (
         ("workloads", regenerate),
         ("tilings", regenerate_tilings),
         ("sharings", regenerate_sharings),
         ("adapters", regenerate_adapters),
     )
-    first = 3 if "--adapters" in sys.argv else 2 if "--sharings" in sys.argv else 1 if "--tiles" in sys.argv else 0
-    for folder, write in steps[first:]:
+    for folder, write in steps[asked.first :]:
         (data / folder).mkdir(exist_ok=True)
         write(names, data / folder)
 

@@ -87,6 +87,7 @@ def workload_of_configuration(
                         loss_head=options.loss_head or LossHead.EAGER,
                         sequence_ranks=sequence_ranks,
                         packing=packing,
+                        keeps_outputs=options.keeps_outputs,
                         compiled=options.compiled,
                         float8=options.float8,
                         float8_gather=options.float8_gather,

@@ -66,6 +66,8 @@ class FakeSubject:
         """Ranks that share each sequence of the next batches, of which it is one."""
         self.loss_head = LossHead.EAGER
         """How the loss is made of hidden states."""
+        self.keeps_outputs = False
+        """Whether the loop holds what the model gives."""
         self._seen: dict[str, SeenUses] = {}
         self._lookups: set[tuple[str, ...]] = set()
 
@@ -129,13 +131,15 @@ class FakeSubject:
             nullcontext() if with_values else passes_spared(),
         ):
             observe = partial(observe_sections, self._twin, given, loss, self._blocks, passes=1, held=held)
-            seen = {mode: observe(mode, progress.advance) for mode in TRACED_MODES}
+            keeps = self.keeps_outputs
+            seen = {mode: observe(mode, progress.advance, keeps_outputs=keeps) for mode in TRACED_MODES}
         join_uses(self._seen, seen)
         self._lookups.update(iterations.row_lookups for iterations in seen.values())
         shape = replace(
             traced_shape(self._model, batch, seen, self.stands_for),
             sequence_ranks=self.sequence_ranks,
             loss_head=self.loss_head,
+            keeps_outputs=self.keeps_outputs,
         )
         return _packed(shape, self.packing, self._model)
 

@@ -278,13 +278,14 @@ def observe_sections(
     passes: int,
     held: Sequence[torch.Tensor] = (),
     forced: ForcedChoices | None = None,
+    keeps_outputs: bool = False,
 ) -> SeenIterations:
     """Metered iterations with every block in ``mode``; the last one counts.
 
     At least ``passes``, and as many more as the model needs until it keeps no more at the end of an iteration than at
     its beginning: a first one may fill caches.  A model that keeps more and more is warned of.  ``held``: what the
     caller holds of the model's attributes, as nobody does in training.  ``forced``: how choices within blocks are made;
-    None: as the model makes them.
+    None: as the model makes them.  ``keeps_outputs``: whether the loop's variable holds the model's output.
     """
     ledger = MemoryLedger(device_type=next(model.parameters()).device.type)
     lasting = [*model.parameters(), *model.buffers(), *batch_tensors(batch).values()]
@@ -304,6 +305,7 @@ def observe_sections(
     observer.given = given
     # Of the iteration before: a loop's variable for its loss holds it until the next loss takes its place.
     graph: list[Any] = []
+    kept: list[Any] | None = [] if keeps_outputs else None
     try:
         for number in count(1):
             observer.restart()
@@ -317,7 +319,7 @@ def observe_sections(
                 exchanges_heard(observer.exchanged),
                 _blocks_run_again(model, mode),
             ):
-                value = loss_of(model, batch, loss)
+                value = loss_of(model, batch, loss, kept=kept)
                 graph = beneath_tiles(value.grad_fn)
                 value.backward()  # type: ignore[no-untyped-call]
                 del value
@@ -331,7 +333,7 @@ def observe_sections(
         outlived_bytes = dict(observer.outlived_bytes)
         kept_bytes = kept_beside(ledger, [*lasting, *buffers.there(), *_dropped(model, held)], blocks)
     finally:
-        del graph
+        del graph, kept
         buffers.empty()
         given.remove()
         walker.remove()

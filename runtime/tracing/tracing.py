@@ -71,6 +71,7 @@ def trace(
     loss_head: LossHead | str = LossHead.EAGER,
     sequence_ranks: int | Sequence[int] = (),
     packing: Packing | None = None,
+    keeps_outputs: bool = False,
     compiled: Compiled | str | None = None,
     float8: Float8 | str | None = None,
     float8_gather: Float8Gather | str | None = None,
@@ -91,7 +92,9 @@ def trace(
     ``"fused"``, where the gradient of whole logits takes their place; ``sequence_ranks``: numbers of ranks that may
     share each sequence, each traced once more, tiles too, as one of these ranks runs, with what others would send
     it made up.  ``packing``, of a model on the meta device: the samples of each row, which its attention kernel is
-    told; without it they are read off the batch.  The rest is of a model on the meta device, for predictions alone:
+    told; without it they are read off the batch.  ``keeps_outputs``: whether the loop holds what the model gives until
+    the next micro-batch's is there, as ``outputs = model(**batch)`` does: its logits lie on the device meanwhile.  The
+    rest is of a model on the meta device, for predictions alone:
     what others' programs compile, ``compiled`` (``"blocks"``, ``"model"``), multiply in, ``float8`` (``"tensorwise"``,
     ``"rowwise"``, ``"delayed"``), and gather so by FSDP2, ``float8_gather`` (``"precomputed"``, ``"dynamic"``); and
     ``kernels``, packages that the machine that trains has, whose kernels the model calls
@@ -118,7 +121,9 @@ def trace(
         mlps = find_mlps(named, mlp_modules) if mlp_counts else ()
 
         def traced_among(num_ranks: int) -> Workload:
-            asked = _Asked(model, batch, loss, repeats, name, device_kind, packing, num_ranks, made, lowering)
+            asked = _Asked(
+                model, batch, loss, repeats, name, device_kind, packing, num_ranks, made, lowering, keeps_outputs
+            )
             found = asked.traced(names, next(report))
             if mlp_counts:
                 counts = checked_tiles(mlp_counts, num_tokens // num_ranks)
@@ -168,6 +173,7 @@ class _Asked:
     sequence_ranks: int = 1
     loss_head: LossHead = LossHead.EAGER
     lowering: Lowering = AS_TRACED
+    keeps_outputs: bool = False
 
     def traced(
         self,
@@ -189,12 +195,14 @@ class _Asked:
         if any(parameter.is_meta for parameter in model.parameters()):
             subject = FakeSubject(model, names, device_kind=self.device_kind, loss_tiles=loss_tiles)
             subject.loss_head = loss_head
+            subject.keeps_outputs = self.keeps_outputs
             subject.sequence_ranks = self.sequence_ranks
             with subject.in_tiles(mlps, mlp_tiles):
                 subject.packing = self.packing or packing_of_batch(model, batch)
                 with samples_apart(model, batch, subject.packing):
                     shape = lowered(subject.at(batch, loss, on_progress), self.lowering)
             return assemble(traced_as(subject.uses, traced_with="fake", row_lookups=subject.row_lookups), shape)
+        loop = _Loop(model, loss, named, self.keeps_outputs)
         with (
             in_tiles(modules_of(named, mlps), mlp_tiles),
             tiled_loss(model, loss_tiles, final_of_loss(model, named, loss_tiles)),
@@ -203,7 +211,7 @@ class _Asked:
         ):
             packing = packing_of_batch(model, batch)
             with samples_apart(model, batch, packing):
-                seen, seconds = _observe_real(model, batch, loss, named, self.repeats, on_progress)
+                seen, seconds = loop.observe_and_time(batch, self.repeats, on_progress)
             described = traced_as(
                 uses_of(seen, named, range(len(named))),
                 traced_with="real",
@@ -216,60 +224,68 @@ class _Asked:
                     packing=packing,
                     sequence_ranks=self.sequence_ranks,
                     loss_head=loss_head,
+                    keeps_outputs=self.keeps_outputs,
                 ),
                 seconds=seconds,
                 measured_on=device_description(next(model.parameters()).device) if self.repeats > 0 else None,
             )
-            return _with_other_values(found, described, seen, model, batch, loss, named)
+            return loop.with_other_values(found, described, seen, batch)
 
 
-def _observe_real(
-    model: nn.Module,
-    batch: Batch,
-    loss: Loss | None,
-    blocks: Sequence[NamedBlock],
-    repeats: int,
-    on_progress: Callable[[int, int], None] | None,
-) -> tuple[Seen, dict[ActivationMode, dict[PhaseKey, float]]]:
-    progress = Progress(len(TRACED_MODES) * (2 + (repeats + WARM_UP_ITERATIONS if repeats else 0)), on_progress)
-    with left_as_found(model):
-        seen = _observe_modes(model, batch, loss, blocks, progress.advance, passes=2)
-        seconds: dict[ActivationMode, dict[PhaseKey, float]] = {}
-        if repeats > 0:
-            seconds = time_sections(model, batch, loss, blocks, TRACED_MODES, repeats, progress.advance)
-    return seen, seconds
+@dataclass(frozen=True, slots=True)
+class _Loop:
+    """The plain loop that is watched, whatever its batch."""
 
+    model: nn.Module
+    loss: Loss | None
+    blocks: Sequence[NamedBlock]
+    keeps_outputs: bool
 
-def _observe_modes(
-    model: nn.Module,
-    batch: Batch,
-    loss: Loss | None,
-    blocks: Sequence[NamedBlock],
-    on_iteration: Callable[[], None],
-    *,
-    passes: int,
-    forced: ForcedChoices | None = None,
-) -> Seen:
-    return {
-        mode: observe_sections(model, batch, loss, blocks, mode, on_iteration, passes=passes, forced=forced)
-        for mode in TRACED_MODES
-    }
+    def observe(
+        self,
+        batch: Batch,
+        on_iteration: Callable[[], None],
+        *,
+        passes: int,
+        forced: ForcedChoices | None = None,
+    ) -> Seen:
+        """Its iterations on ``batch``, in every mode."""
+        return {
+            mode: observe_sections(
+                self.model,
+                batch,
+                self.loss,
+                self.blocks,
+                mode,
+                on_iteration,
+                passes=passes,
+                forced=forced,
+                keeps_outputs=self.keeps_outputs,
+            )
+            for mode in TRACED_MODES
+        }
 
+    def observe_and_time(
+        self, batch: Batch, repeats: int, on_progress: Callable[[int, int], None] | None
+    ) -> tuple[Seen, dict[ActivationMode, dict[PhaseKey, float]]]:
+        """The same, and medians of seconds over so many iterations more in every mode; of 0 none."""
+        progress = Progress(len(TRACED_MODES) * (2 + (repeats + WARM_UP_ITERATIONS if repeats else 0)), on_progress)
+        with left_as_found(self.model):
+            seen = self.observe(batch, progress.advance, passes=2)
+            seconds: dict[ActivationMode, dict[PhaseKey, float]] = {}
+            if repeats > 0:
+                seconds = time_sections(
+                    self.model, batch, self.loss, self.blocks, TRACED_MODES, repeats, progress.advance
+                )
+        return seen, seconds
 
-def _with_other_values(
-    found: Workload,
-    described: TracedModel,
-    seen: Seen,
-    model: nn.Module,
-    batch: Batch,
-    loss: Loss | None,
-    blocks: Sequence[NamedBlock],
-) -> Workload:
-    """``found`` with the worst memory of blocks whose memory depends on values."""
+    def with_other_values(self, found: Workload, described: TracedModel, seen: Seen, batch: Batch) -> Workload:
+        """``found`` with the worst memory of blocks whose memory depends on values."""
 
-    def again(values: Batch, forced: ForcedChoices | None) -> tuple[Workload, ValueWatch]:
-        with left_as_found(model):
-            run = _observe_modes(model, values, loss, blocks, lambda: None, passes=1, forced=forced)
-        return assemble(described, traced_shape(model, values, run, range(len(blocks)))), values_of(run)
+        def again(values: Batch, forced: ForcedChoices | None) -> tuple[Workload, ValueWatch]:
+            with left_as_found(self.model):
+                run = self.observe(values, lambda: None, passes=1, forced=forced)
+            shape = traced_shape(self.model, values, run, range(len(self.blocks)))
+            return assemble(described, shape), values_of(run)
 
-    return with_other_values(found, values_of(seen), batch, again)
+        return with_other_values(found, values_of(seen), batch, again)

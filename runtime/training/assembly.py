@@ -31,6 +31,7 @@ from ..chunks.model_optimizers import StepPolicy
 from ..chunks.placed_model import PlacedModel
 from ..devices.device import TrainingDevice
 from ..hooks.autocast import following_autocast
+from ..hooks.held_outputs import HeldOutputs
 from ..hooks.offloaded_inputs import offloaded_inputs
 from ..hooks.section_walker import Recomputing, SectionWalker
 from ..hooks.swapping import SwappedActivations, swapped_blocks
@@ -122,6 +123,8 @@ class Parts:
     compute: ComputeLane
     evaluation: Evaluation
     walker: Walker
+    outputs: HeldOutputs | None
+    """Looks whether the loop holds what the model gives; None where it may, or the device has no limit."""
     buffers: SharedBuffers | None
     """What forward changes and ranks share; None where there is one rank, or nothing of that kind."""
     undo: ExitStack
@@ -307,6 +310,7 @@ class Assembly:
                 self.settings.evaluated or [whole_model(model, blocks)], held.placed.chunks, device, held.placed.rows
             ),
             walker=walker,
+            outputs=self._outputs(undo, schedule),
             buffers=self._shared_buffers(held.placed.ranks),
             undo=undo,
         )
@@ -322,6 +326,18 @@ class Assembly:
             return self.settings.follow(compute)
         modes = self.plan.modes(self.workload.num_blocks)
         return SectionWalker(self.model, blocks, modes, compute, swapping, recomputing=recomputing, is_training=True)
+
+    def _outputs(self, undo: ExitStack, schedule: Schedule) -> HeldOutputs | None:
+        device, ledger = self.settings.device, self.settings.device.ledger
+        if device.limit_bytes is None or self.workload.keeps_outputs or self.settings.follow is not None:
+            return None
+        peak_bytes = guaranteed_device_peak(schedule).size_bytes
+        outputs = HeldOutputs(self.model, peak_bytes=peak_bytes, limit_bytes=device.limit_bytes)
+        undo.callback(outputs.remove)
+        if ledger is not None:
+            ledger.hint = lambda: outputs.hint
+            undo.callback(setattr, ledger, "hint", None)
+        return outputs
 
     def _shared_buffers(self, ranks: Collectives | None) -> SharedBuffers | None:
         if ranks is None or next(self.model.buffers(), None) is None:

@@ -107,6 +107,7 @@ class Training(Counted):
         self._compute = parts.compute
         self._evaluation = parts.evaluation
         self._walker = parts.walker
+        self._outputs = parts.outputs
         self._buffers = parts.buffers
         self._undo = parts.undo
         for name in ("_state", "_held"):
@@ -175,6 +176,8 @@ class Training(Counted):
         self.optimizer.end_step()
         if self.loss_scaler is not None:
             self.loss_scaler.end_step()
+        if self._outputs is not None:
+            self._outputs.check()
         if self._summaries is not None:
             held = self._placed.held_blocks
             self._summaries.end_step(self.num_steps, self.peak_device_bytes, self._recorder.logs, held)

@@ -256,6 +256,14 @@ LossName = Annotated[
         "chunks of tokens (8 unless --loss-tiles names others). Unless given: eager, and whichever tiles are sensible.",
     ),
 ]
+KeepsOutputs = Annotated[
+    bool,
+    typer.Option(
+        "--keeps-outputs",
+        help="The loop holds what the model gives until the next micro-batch's is there (outputs = model(**batch)), so "
+        "that its logits stay on the device. Without it: the loss alone (loss = model(**batch).loss).",
+    ),
+]
 Tokens = Annotated[
     int | None,
     typer.Option(

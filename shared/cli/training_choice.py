@@ -304,6 +304,7 @@ class KnownTraining:
     autocast: str | None = None
     loss: LossName = None
     kernels: list[KernelPackage] | None = None
+    keeps_outputs: bool = False
 
     @property
     def quantized(self) -> QuantizationOptions | None:
@@ -327,7 +328,7 @@ class KnownTraining:
             loss=self.loss,
             autocast=self.autocast,
             kernels=self.kernels,
-        )
+        ).model_copy(update={"keeps_outputs": self.keeps_outputs})
 
 
 @dataclass(frozen=True, kw_only=True)

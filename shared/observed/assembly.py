@@ -87,6 +87,8 @@ class TracedShape:
     """How products of linear maps are computed in float8."""
     float8_gather: Float8Gather | None = None
     """Who scales their weights where these are gathered in float8."""
+    keeps_outputs: bool = False
+    """Whether the loop holds what the model gives until the next micro-batch's is there; it is resident then."""
 
 
 def assemble(
@@ -128,6 +130,7 @@ def assemble(
         packing=shape.packing,
         quadratic=_quadratic(model, shape.observed),
         loss_head=shape.loss_head,
+        keeps_outputs=shape.keeps_outputs,
         compiled=shape.compiled,
         float8=shape.float8,
         float8_gather=shape.float8_gather,

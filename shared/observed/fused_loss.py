@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Final, Self
 
@@ -65,6 +66,32 @@ def with_loss(shape: TracedShape, loss_head: LossHead) -> TracedShape:
             (TaskKind.BACKWARD, OuterSection.EPILOGUE): loss.backward(backward, loss_head),
         }
     return replace(shape, observed=observed, loss_head=loss_head)
+
+
+def with_outputs_held(shape: TracedShape, eager: TracedShape) -> TracedShape:
+    """``shape`` where the loop holds logits and loss until those of the next micro-batch are there.
+
+    Those of the one before are resident, and go when the model has given these, ahead of backward's first operation.
+    ``eager``: the same with an eager loss, which tells of logits.  Raises UnknownLossError as ``with_loss``.
+    """
+    sections = eager.observed[ActivationMode.KEEP]
+    forward = sections[TaskKind.FORWARD, OuterSection.EPILOGUE]
+    backward = sections[TaskKind.BACKWARD, OuterSection.EPILOGUE]
+    loss = _Loss.of(forward, backward, eager.batch_shapes.get("labels", ()))
+    logits_bytes = loss.logits_bytes if shape.loss_head.gives_logits else 0
+    observed, loss_bytes = dict[ActivationMode, Mapping[PhaseKey, Observation]](), 0
+    for mode, sections in shape.observed.items():
+        seen = sections[TaskKind.FORWARD, OuterSection.EPILOGUE]
+        seed = _only(seen.calls, _SEED)
+        loss_bytes = seen.calls[seed - 1].writes_bytes[0]
+        gone = partial(_behind, seed, -loss_bytes)
+        observed[mode] = {**sections, (TaskKind.FORWARD, OuterSection.EPILOGUE): _changed(seen, {}, set(), gone)}
+    resident_bytes = shape.resident_bytes + logits_bytes + loss_bytes
+    return replace(shape, observed=observed, resident_bytes=resident_bytes, keeps_outputs=True)
+
+
+def _behind(first: int, more_bytes: int, index: int) -> int:
+    return more_bytes if index >= first else 0
 
 
 @dataclass(frozen=True, slots=True)

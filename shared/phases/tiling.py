@@ -28,6 +28,11 @@ class LossHead(StrEnum):
     CHUNKED = "chunked"
     """Head and loss by tiles of tokens: whole logits never exist (``Plan.loss_tiles``)."""
 
+    @property
+    def gives_logits(self) -> bool:
+        """Whether the model's output has whole logits."""
+        return self in (LossHead.EAGER, LossHead.NARROW)
+
 
 class Tiles(FrozenModel):
     """Which modules run in how many tiles of tokens, forward and backward."""

@@ -64,6 +64,7 @@ def question_of(
         micro_batches=plan.micro_batches,
         num_ranks=plan.num_ranks,
         loss_head=None if workload.loss_head is LossHead.EAGER else workload.loss_head,
+        keeps_outputs=workload.keeps_outputs,
         sequence_ranks=plan.sequence_ranks,
         hardware_name="" if hardware is None else hardware.name,
         overrides=() if hardware is None else hardware.overrides,

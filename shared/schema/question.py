@@ -60,6 +60,8 @@ class Question(FrozenModel):
     """Devices that train together, one for each rank."""
     loss_head: LossHead | None = None
     """How whole logits become a loss; None: eager, or nobody says."""
+    keeps_outputs: bool = False
+    """Whether the loop holds what the model gives until the next micro-batch's is there."""
     sequence_ranks: PositiveInt = 1
     """Of these, neighbours that share each sequence."""
     runtime: str = "ours"

@@ -117,6 +117,8 @@ class TrainingOptions(FrozenModel):
     loss_head: LossHead | None = None
     """``eager``, ``narrow`` or ``fused``; None: eager, and a saved workload may have any.  Chunks are the plan's to
     choose (``Plan.loss_tiles``)."""
+    keeps_outputs: bool = False
+    """Whether the loop holds what the model gives until the next micro-batch's is there."""
 
     compiled: Compiled | None = None
     """What of it torch.compile compiles, in predictions; None: nothing."""
@@ -140,18 +142,20 @@ class TrainingOptions(FrozenModel):
         for later in ("osft", "images", "quantized", "loss_head", "compiled", "float8", "float8_gather"):
             if fields.get(later) is None:
                 fields.pop(later, None)
-        if not self.kernels:
-            fields.pop("kernels", None)
+        for name in ("kernels", "keeps_outputs"):
+            if not getattr(self, name):
+                fields.pop(name, None)
         return fields
 
     @property
     def is_full(self) -> bool:
         """Whether every parameter is trained, none is added, and all compute in their own element type.
 
-        However the loss is made, and whatever is compiled: of the model all is trained with any.
+        However the loss is made, whatever is compiled, and whatever the loop holds: of the model all is trained with
+        any.
         """
         as_computed = dict.fromkeys(("loss_head", "compiled", "float8", "float8_gather"))
-        return self.model_copy(update=as_computed) == FULL_TRAINING
+        return self.model_copy(update={**as_computed, "keeps_outputs": False}) == FULL_TRAINING
 
     @property
     def is_lowered(self) -> bool:

@@ -70,7 +70,10 @@ COMPOSED: Final = "composed"
 SMALLEST_SWAPPED_BYTES: Final = 512
 """Storages below this stay on the device in mode SWAP."""
 
-
+_FILED_IF_ANY: Final = (
+    *("tilings", "subspaces", "sequence_sharings", "loss_tilings", "staying_inputs", "keeps_outputs"),
+    *("kernels_left_out", "kernels_taken"),
+)
 _FILED_IF_SET: Final = (
     "distillation",
     "packing",
@@ -90,9 +93,6 @@ class Block(FrozenModel):
     """Dotted module path."""
     profile: NonNegativeInt
     """Index into ``Workload.profiles``."""
-
-
-_KERNELS: Final = ("kernels_left_out", "kernels_taken")
 
 
 class Workload(Document):
@@ -153,6 +153,9 @@ class Workload(Document):
     file has the field where it is set."""
     loss_head: LossHead = LossHead.EAGER
     """How the loss is made of hidden states where a plan has it whole.  A file has the field where it is not eager."""
+    keeps_outputs: bool = False
+    """Whether the loop holds what the model gives until the next micro-batch's is there, as in ``outputs =
+    model(**batch)``; it is part of ``resident_bytes``.  A file has the field where it is set."""
     compiled: Compiled | None = None
     """What of it torch.compile has compiled: no plan of it is carried out.  A file has the field where it is set."""
     float8: Float8 | None = None
@@ -261,7 +264,7 @@ class Workload(Document):
         fields: dict[str, Any] = handler(self)
         if self.loss_head is LossHead.EAGER:
             fields.pop("loss_head", None)
-        for name in ("tilings", "subspaces", "sequence_sharings", "loss_tilings", "staying_inputs", *_KERNELS):
+        for name in _FILED_IF_ANY:
             if not getattr(self, name):
                 fields.pop(name, None)
         for name in _FILED_IF_SET:

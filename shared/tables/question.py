@@ -122,8 +122,9 @@ def _training(question: Question) -> str:
     gradients = str(question.gradient_dtype)
     if question.host_gradient_dtype is not None:
         gradients += f", added up in {question.host_gradient_dtype} on the host"
+    outputs = "; the loop holds the model's outputs" if question.keeps_outputs else ""
     loss = "" if question.loss_head is None else f"; loss {question.loss_head}"
-    return f"computes in {compute}{by_autocast}; gradients in {gradients}; {state}{loss}"
+    return f"computes in {compute}{by_autocast}; gradients in {gradients}; {state}{loss}{outputs}"
 
 
 def _step(question: Question) -> str:

@@ -62,6 +62,8 @@ def _facts(workload: Workload) -> Table:
     ]
     if workload.packing is not None:
         rows.append(("packed", packing_words(workload.packing)))
+    if workload.keeps_outputs:
+        rows.append(("outputs", "held by the loop until the next micro-batch's are there"))
     if workload.loss_head is not LossHead.EAGER:
         rows.append(("loss", str(workload.loss_head)))
     if workload.quadratic is not None:

@@ -176,6 +176,11 @@ def check_saved(saved: Workload, model: str, options: TrainingOptions, student: 
             f"{asked}: so it is asked for, but {model} is a workload, which was traced with its operations one by one. "
             f"Leave --compile and --float8 out, or name the model that it was traced from."
         )
+    if options.keeps_outputs and not saved.keeps_outputs:
+        raise WorkloadError(
+            f"--keeps-outputs is asked for, but {model} is a workload that was traced in a loop that holds the loss "
+            f"alone. Leave it out, or name the model that it was traced from."
+        )
     if options.loss_head not in (None, saved.loss_head):
         raise WorkloadError(
             f"--loss {options.loss_head} is asked for, but {model} is a workload that was traced with loss "

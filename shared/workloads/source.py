@@ -159,10 +159,14 @@ def _as_asked(saved: Workload, asked: WorkloadRequest) -> Workload:
 def _check_goes_together(asked: WorkloadRequest) -> None:
     """Raise WorkloadError if options are asked for that no workload of a model has together."""
     options, is_learnt = asked.options, asked.student is not None
-    if is_learnt and (options.other_loss is not None or not options.model_copy(update={"autocast": None}).is_full):
+    if is_learnt and (
+        options.other_loss is not None
+        or options.keeps_outputs
+        or not options.model_copy(update={"autocast": None}).is_full
+    ):
         raise WorkloadError(
             "a student's file says what of it is learnt, block by block. Leave out --lora-rank, --lora-targets, "
-            "--unfreeze-rank-ratio, --freeze and --loss, or --student."
+            "--unfreeze-rank-ratio, --freeze, --loss and --keeps-outputs, or --student."
         )
     if options.is_lowered and (is_learnt or _beside_one(asked.sequence_ranks)):
         how = "learns from another model" if is_learnt else "shares its sequences among ranks"

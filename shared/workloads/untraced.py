@@ -39,6 +39,7 @@ def shipped_workload(described: ModelConfiguration, request: TraceRequest) -> Wo
     """
     from ..families.family import OutsideFamilyError
     from ..families.fused_losses import making_loss
+    from ..families.kept_outputs import keeping_outputs
     from ..families.lowerings import lowering
 
     if request.student is not None:
@@ -51,6 +52,7 @@ def shipped_workload(described: ModelConfiguration, request: TraceRequest) -> Wo
     osft, other_loss = request.options.osft, request.options.other_loss
     family, change = _family_and_change(described, request)
     change = change if other_loss is None else making_loss(change, other_loss)
+    change = keeping_outputs(change) if request.options.keeps_outputs else change
     change = lowering(change, request.options)
     is_tiled, is_shared = bool(request.mlp_tiles or request.loss_tiles), bool(request.sequence_ranks)
     if family is None:
@@ -107,7 +109,8 @@ def _family_and_change(
 def _is_beyond_families(request: TraceRequest) -> bool:
     """Whether what is asked for goes together in no family."""
     osft, lora, quantized = request.options.osft, request.options.lora, request.options.quantized
-    is_other = request.options.other_loss is not None or request.options.is_lowered
+    keeps = request.options.keeps_outputs
+    is_other = request.options.other_loss is not None or request.options.is_lowered or keeps
     rest = request.options.model_copy(update={"osft": None, "lora": None, "quantized": None})
     is_tiled, is_packed = bool(request.mlp_tiles or request.loss_tiles), request.packing is not None
     is_shared, is_learnt = bool(request.sequence_ranks), request.student is not None
@@ -116,7 +119,7 @@ def _is_beyond_families(request: TraceRequest) -> bool:
         or (osft is not None and (lora is not None or is_tiled or is_packed or is_shared or is_other))
         or (lora is not None and (is_tiled or is_shared or is_learnt))
         or (quantized is not None and lora is None)
-        or (is_shared and (is_packed or is_learnt))
+        or (is_shared and (is_packed or is_learnt or keeps))
     )
 
 

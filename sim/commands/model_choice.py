@@ -13,7 +13,7 @@ import typer
 from ...shared.basics.errors import ProtwinError, WorkloadError
 from ...shared.catalogue.models import known_model
 from ...shared.cli.loss_options import loss_tiles_of
-from ...shared.cli.options import DTypeName, MethodName, ModelName, PackedLengths, cache_folder, warn
+from ...shared.cli.options import DTypeName, KeepsOutputs, MethodName, ModelName, PackedLengths, cache_folder, warn
 from ...shared.cli.training_choice import KnownTraining, LoraChoice, TrainingChoice
 from ...shared.schema.hardware import Device, Hardware
 from ...shared.schema.plan import TrainingMethod
@@ -105,6 +105,7 @@ class PredictedKnown(KnownTraining):
             "unpacked to, and cast from, where maps compute in another one.",
         ),
     ] = None
+    keeps_outputs: KeepsOutputs = False
 
     @property
     def quantized(self) -> QuantizationOptions | None:

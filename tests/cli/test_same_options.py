@@ -141,9 +141,10 @@ def test_every_part_of_training_has_an_option() -> None:
         "autocast": "--autocast",
         "loss": "--loss",
         "kernels": "--kernels",
+        "keeps_outputs": "--keeps-outputs",
     }
     assert {field.name for field in fields(TrainingChoice)} == set(written)
-    of = {"lora", "quantized", "osft", "frozen", "images", "autocast", "loss_head", "kernels"}
+    of = {"lora", "quantized", "osft", "frozen", "images", "autocast", "loss_head", "kernels", "keeps_outputs"}
     of |= {"compiled", "float8", "float8_gather"}
     assert set(TrainingOptions.model_fields) == of
     for option in " ".join([*written.values(), "--compile --float8 --float8-gather"]).split():
@@ -155,7 +156,7 @@ TRAININGS: Final = (
     f"{LORA} --use-dora --autocast bfloat16 --freeze model.embed_tokens --packed-lengths uniform:8:32",
     f"{LORA} --quantize nf4 --double-quantize --quantization-blocksize 128 --dtype bfloat16 --loss fused",
     "--method osft --unfreeze-rank-ratio 0.5 --osft-target q_proj --image-size 28x56 --images 2",
-    "--compile blocks --float8 rowwise --loss narrow",
+    "--compile blocks --float8 rowwise --loss narrow --keeps-outputs",
     "--compile blocks --float8 tensorwise --float8-gather dynamic",
 )
 

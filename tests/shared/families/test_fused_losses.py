@@ -25,12 +25,14 @@ from protwin.shared.workloads.untraced import resolve_family
 
 FUSED = TrainingOptions(loss_head=LossHead.FUSED)
 NARROW = TrainingOptions(loss_head=LossHead.NARROW)
+KEPT = {"keeps_outputs": True}
+KEEPING = TrainingOptions(keeps_outputs=True)
 NARROW_LORA = NARROW.model_copy(update={"lora": LoraOptions(rank=8)})
 LORA = FUSED.model_copy(update={"lora": LoraOptions(rank=8)})
 QLORA = LORA.model_copy(
     update={"quantized": QuantizationOptions(how=Quantization(type=QuantizedType.NF4, blocksize=64))}
 )
-BESIDE = {"software", "published_dtype", "dtype_origin", "traced_with"}
+BESIDE = {"software", "published_dtype", "dtype_origin", "rotary_tokens", "traced_with"}
 
 slow = pytest.mark.slow
 
@@ -51,6 +53,16 @@ slow = pytest.mark.slow
         pytest.param("qwen3-0.6b", (1, 7), "float32", FUSED, {}, marks=slow),
         pytest.param("t5-small", (2, 64), "float32", FUSED, {}, marks=slow),
         pytest.param("bert-large", (2, 64), "float32", FUSED, {}, marks=slow),
+        ("gpt2", (1, 1000), "bfloat16", KEEPING, {}),
+        pytest.param("smollm2-135m", (2, 96), "bfloat16", KEEPING, {"mlp_tiles": (4,)}, marks=slow),
+        pytest.param("smollm2-135m", (2, 600), "float16", NARROW_LORA.model_copy(update=KEPT), {}, marks=slow),
+        pytest.param("qwen3-0.6b", (1, 7), "float32", KEEPING, {}, marks=slow),
+        pytest.param("gemma-2-9b", (2, 512), "bfloat16", KEEPING, {}, marks=slow),
+        pytest.param("llama-3-8b", (1, 4096), "bfloat16", FUSED.model_copy(update=KEPT), {}, marks=slow),
+        pytest.param("mixtral-8x7b", (1, 512), "bfloat16", NARROW.model_copy(update=KEPT), {}, marks=slow),
+        pytest.param("opt-1.3b", (2, 300), "float16", KEEPING, {}, marks=slow),
+        pytest.param("t5-small", (2, 64), "float32", KEEPING, {}, marks=slow),
+        pytest.param("bert-large", (2, 64), "float32", KEEPING, {}, marks=slow),
         ("gpt2", (1, 1000), "bfloat16", NARROW, {}),
         pytest.param("smollm2-135m", (2, 96), "bfloat16", NARROW, {"mlp_tiles": (4,), "loss_tiles": (4,)}, marks=slow),
         pytest.param("smollm2-135m", (2, 600), "float16", NARROW_LORA, {}, marks=slow),
@@ -70,7 +82,7 @@ def test_a_loss_made_otherwise_needs_no_trace(
     asked = WorkloadRequest(model, batch_size=samples, sequence_length=tokens, dtype=dtype, options=options, **more)
     found = untraced_workload(asked)
     assert found is not None
-    assert found.loss_head is options.loss_head
+    assert found.loss_head is (options.loss_head or LossHead.EAGER)
     described = load_model_configuration(model)
     traced = workload_of_configuration(
         described.config,
