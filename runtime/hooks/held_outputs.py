@@ -60,9 +60,9 @@ class HeldOutputs:
 
     @property
     def hint(self) -> str | None:
-        """What to say where memory lacks, up to the last remedy; None if nothing of the output is there."""
-        held_bytes = self.held_bytes
-        if not held_bytes:
+        """What to say where memory lacks, up to the last remedy; None if the loop holds nothing of the output."""
+        held_bytes, is_gone = self.held_bytes, self._holder is not None and self._holder() is None
+        if not held_bytes or is_gone:
             return None
         return (
             f"{format_bytes(held_bytes)} of what the model gave are still there: if the loop holds them (outputs = "
