@@ -38,9 +38,6 @@ def shipped_workload(described: ModelConfiguration, request: TraceRequest) -> Wo
     CPU, where that runs otherwise, and of students that differ from their teacher.
     """
     from ..families.family import OutsideFamilyError
-    from ..families.fused_losses import making_loss
-    from ..families.kept_outputs import keeping_outputs
-    from ..families.lowerings import lowering
 
     if request.student is not None:
         from .catalogue_pairs import distillation_of_shipped, needs_no_trace
@@ -49,11 +46,8 @@ def shipped_workload(described: ModelConfiguration, request: TraceRequest) -> Wo
             return None
     if _is_beyond_families(request):
         return None
-    osft, other_loss = request.options.osft, request.options.other_loss
+    osft = request.options.osft
     family, change = _family_and_change(described, request)
-    change = change if other_loss is None else making_loss(change, other_loss)
-    change = keeping_outputs(change) if request.options.keeps_outputs else change
-    change = lowering(change, request.options)
     is_tiled, is_shared = bool(request.mlp_tiles or request.loss_tiles), bool(request.sequence_ranks)
     if family is None:
         return None
@@ -96,14 +90,25 @@ def shipped_workload(described: ModelConfiguration, request: TraceRequest) -> Wo
 def _family_and_change(
     described: ModelConfiguration, request: TraceRequest
 ) -> tuple[WorkloadFamily | None, Change | None]:
-    """The shipped family, with adapters if so, and what packed weights change of what it sees; no family if unknown."""
-    family, lora = resolve_family(described.name, dtype=request.dtype), request.options.lora
-    if family is None or lora is None:
-        return family, None
-    from .adapted import adapted_family
+    """The shipped family, with adapters if so, and what options change of what it sees; no family if unknown."""
+    from ..families.fused_losses import making_loss
+    from ..families.kept_outputs import keeping_outputs
+    from ..families.lowerings import lowering
 
-    adapted = adapted_family(family, lora, request.configuration, request.options.quantized)
-    return (None, None) if adapted is None else (adapted.family, adapted.change)
+    options, change = request.options, None
+    family = resolve_family(described.name, dtype=request.dtype)
+    if family is None:
+        return None, None
+    if options.lora is not None:
+        from .adapted import adapted_family
+
+        adapted = adapted_family(family, options.lora, request.configuration, options.quantized)
+        if adapted is None:
+            return None, None
+        family, change = adapted.family, adapted.change
+    change = change if options.other_loss is None else making_loss(change, options.other_loss)
+    change = keeping_outputs(change) if options.keeps_outputs else change
+    return family, lowering(change, options)
 
 
 def _is_beyond_families(request: TraceRequest) -> bool:
