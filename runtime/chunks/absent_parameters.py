@@ -69,7 +69,8 @@ def refuse_values(cls: type, function: Any, types: Any, args: tuple[Any, ...] = 
     raise ScheduleError(
         f"{which} was read ({attribute or name}) while its chunk is not on the device. A plan is being carried out: "
         f"read weights from training.state_dict() between two steps, or after close(), or keep their chunks persistent "
-        f"(n_persist). A training that was lost is what protwin.runtime.training_of(model) gives."
+        f"(n_persist); train the whole model, called as model(...), no part of it and not its forward(). A training "
+        f"that was lost is what protwin.runtime.training_of(model) gives."
     )
 
 

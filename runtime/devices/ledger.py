@@ -79,6 +79,8 @@ class MemoryLedger:
         """Called after each watched operation with (operator, args, kwargs, result)."""
         self.planned_bytes = 0
         """What plans that are being carried out take at most, of what was traced; 0: nobody has said."""
+        self.is_evaluating = False
+        """Whether a model runs forward alone, of which plans say nothing."""
         self.doing = "setting up"
         """What the compute thread is doing, for messages."""
         self.hint: Callable[[], str | None] | None = None
@@ -402,8 +404,12 @@ class MemoryLedger:
         if self.budget_bytes is None or more_bytes <= 0 or level + more_bytes <= self.budget_bytes:
             return
         free = format_bytes(max(0, self.budget_bytes - level))
-        is_planned = 0 < self.planned_bytes <= self.budget_bytes
-        remedy = beyond_trace(self.planned_bytes) if is_planned else "Search a plan for this budget, or"
+        if self.is_evaluating:
+            remedy = "Evaluate on smaller batches, or"
+        elif 0 < self.planned_bytes <= self.budget_bytes:
+            remedy = beyond_trace(self.planned_bytes)
+        else:
+            remedy = "Search a plan for this budget, or"
         remedy = (self.hint() if self.hint is not None else None) or remedy
         raise CpuOutOfMemoryError(
             f"out of memory on the CPU device: {name} needs {format_bytes(more_bytes)} but {free} of the budget of "

@@ -310,6 +310,7 @@ class ComputeLane:
             # The steps of completed iterations are to be done; should one have failed, weights are of different steps.
             self._lanes.drain(before=self.iteration)
             self.suspend()
+            empty_backward()
             self._placed.take_back_steps(num_completed=self.iteration)
             self.go_on()
 
@@ -456,6 +457,15 @@ _AFTERWARDS: Final = (
     "Close the training, which gives back the model with the weights as they are, or go on from the latest checkpoint "
     "of training.save()."
 )
+
+
+def empty_backward() -> None:
+    """Run a backward of nothing: torch keeps what one that failed on this thread had ready until the next one.
+
+    With it goes all that forward saved, if nobody else holds it.
+    """
+    with torch.enable_grad():
+        torch.zeros((), requires_grad=True).neg().backward()  # type: ignore[no-untyped-call]
 
 
 def is_operations_own(error: BaseException) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -13,6 +13,11 @@ from .step_options import StepOptions, check_options
 
 ParameterStates = Mapping[nn.Parameter, Mapping[str, Any]]
 """What the optimizer keeps for each parameter that it has stepped."""
+
+KEPT_ZEROS: Final = (
+    "zero_grad(set_to_none=False) would keep gradients of zeros, which the optimizer steps; here a step leaves none at "
+    "all. Call zero_grad()."
+)
 
 
 class TrainingOptimizer(torch.optim.Optimizer):
@@ -96,10 +101,7 @@ class TrainingOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do: a step leaves no gradients.  Raises ScheduleError where gradients would be lost."""
         if not set_to_none:
-            raise ScheduleError(
-                "zero_grad(set_to_none=False) would keep gradients of zeros, which the optimizer steps; here a step "
-                "leaves none at all. Call zero_grad()."
-            )
+            raise ScheduleError(KEPT_ZEROS)
         if self._has_gradients():
             raise ScheduleError(
                 "zero_grad() between backward and step() would lose gradients, and those of offloaded chunks have left "

@@ -9,7 +9,7 @@ it, and goes with the next section.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,12 +88,13 @@ class Evaluation:
         for module, held in self._holders():
             handles.append(module.register_forward_pre_hook(self._bringing(held), prepend=True))
         self._rows.is_evaluating = True
-        ledger = self._device.ledger
+        if (ledger := self._device.ledger) is not None:
+            ledger.is_evaluating = True
         try:
-            # What plans take at most says nothing of evaluations.
-            with nullcontext() if ledger is None else ledger.planning(-ledger.planned_bytes):
-                yield
+            yield
         finally:
+            if ledger is not None:
+                ledger.is_evaluating = False
             self._rows.is_evaluating = False
             for handle in handles:
                 handle.remove()

@@ -25,6 +25,7 @@ from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ..chunks.placed_model import PlacedModel
 from ..chunks.sharded_chunk import ShardedChunk
 from ..devices.chunk_file import check_folder
+from ..optimizers.facade import KEPT_ZEROS
 from ..ranks.launch import by_rank
 
 
@@ -143,15 +144,25 @@ def refusing_access(model: nn.Module) -> Iterator[StateAccess]:
             "compiled too, and nobody has traced what compiled code saves for backward. Compile it after close()."
         )
 
+    def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
+        if not set_to_none:
+            raise ScheduleError(KEPT_ZEROS)
+        type(module).zero_grad(module)
+
+    own: dict[str, Callable[..., Any]] = {
+        "_apply": refuse_change,
+        "compile": refuse_compiling,
+        "zero_grad": zero_grad,
+    }
     with ExitStack() as undo:
         for module in model.modules():
             saving = module.register_state_dict_pre_hook(refuse_state)  # type: ignore[no-untyped-call]
             undo.callback(saving.remove)
             loading = module.register_load_state_dict_pre_hook(refuse_state)  # type: ignore[no-untyped-call]
             undo.callback(loading.remove)
-            for name, refuse in (("_apply", partial(refuse_change, module)), ("compile", refuse_compiling)):
+            for name, instead in own.items():
                 if name not in module.__dict__:
-                    module.__dict__[name] = refuse
+                    module.__dict__[name] = partial(instead, module)
                     undo.callback(module.__dict__.pop, name, None)
         yield access
 

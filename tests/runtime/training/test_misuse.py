@@ -187,7 +187,21 @@ def test_memory_that_the_loop_takes_beside_the_plan_is_told_as_such(case: Case, 
         with pytest.raises(CpuOutOfMemoryError, match=told):
             case.loss(model, longer).backward()
         training.skip_step()
+        many = {name: rows.repeat(200, 1) for name, rows in case.batches[1].items()}
+        told = r"running forward alone\. Evaluate on smaller batches"
+        with pytest.raises(CpuOutOfMemoryError, match=told), training.evaluation():
+            model(**many)
         check_goes_on(case, model, training)
+
+
+def test_gradients_of_zeros(case: Case, model: nn.Module, training: Training) -> None:
+    """A plain loop that keeps them steps weights that a batch does not use."""
+    for of in (model, model.model.layers[0], training.optimizer):  # type: ignore[index, union-attr]
+        of.zero_grad()  # type: ignore[operator]
+        with pytest.raises(ScheduleError, match=r"zero_grad\(set_to_none=False\) would keep gradients of zeros"):
+            of.zero_grad(set_to_none=False)  # type: ignore[operator]
+    check_goes_on(case, model, training)
+    assert "zero_grad" not in vars(model)
 
 
 def test_a_part_of_the_model_alone(case: Case, model: nn.Module, training: Training) -> None:

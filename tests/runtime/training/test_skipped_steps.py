@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from tests.interrupting import interruption
 from tests.proof_size import some_quick
 from tests.runtime.eager_lanes import settle
 from tests.runtime.equality import offloaded_chunks, random_plans
+from tests.runtime.families import family_cases
 from tests.runtime.life_cycle import plan_for
 from tests.runtime.models import Case, cases, differences
 from tests.runtime.skipping import Point, Trained, by_plan, plainly, run_step, start
@@ -160,6 +161,30 @@ def test_budgets_hold_afterwards(case: Case) -> None:
     found = by_plan(case, plan, steps, faults, device=device, keep_last_step=True)
     compare(found, plainly(case, steps, None, faults), num_skipped=5)
     assert device.ledger.named_bytes == 0
+
+
+def test_what_a_failed_backward_had_ready_goes_with_it() -> None:
+    """torch keeps it for the thread's next backward, and with it what all of forward saved: more than is guaranteed."""
+    case = family_cases()["bert"]
+    plan = plan_for(case.workload, n_persist=0).model_copy(update={"n_checkpoint": 0})
+    device, model = CpuDevice(guaranteed_bytes(case, plan)), case.build()
+    with (
+        ends_in_time(),
+        carry_out(model, plan, case.workload, optimizer=case.make_optimizer, device=device) as training,
+    ):
+        for number, batch in enumerate(case.batches):
+            loss = case.loss(model, batch)
+            with ExitStack() as undo:
+                if number % 2:
+                    undo.callback(model.classifier.bias.register_hook(lambda _: 1 / 0).remove)  # type: ignore[union-attr]
+                    undo.enter_context(suppress(ZeroDivisionError))
+                loss.backward()
+            del loss
+            if number % 2:
+                training.skip_step()
+            else:
+                training.step()
+    assert training.num_steps == len(case.batches) / 2
 
 
 def test_a_record_leaves_the_pause_out(case: Case) -> None:
