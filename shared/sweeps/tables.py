@@ -7,7 +7,7 @@ from typing import Final
 
 from ..basics.units import format_bytes, format_count, format_duration, format_number, format_seconds
 from ..tables.advice import TIGHT_NOTE, short_reason
-from ..tables.labels import LANE_NAMES, NO_VALUE, format_share, plan_words, selective_notes
+from ..tables.labels import LANE_NAMES, NO_VALUE, TILED_MARK, format_share, notes_of_plan_words, plan_words
 from ..tables.question import positions_words
 from ..tables.table import Parts, Row, Table
 from .sweep import FREE_FRAC, Sweep, SweepPlan, SweepPoint
@@ -101,7 +101,9 @@ def point_table(sweep: Sweep, title: str | None = None) -> Table:
         always=5,
         notes=[
             *([TIGHT_NOTE] if any(point.found and point.found.survives is False for point in sweep.points) else []),
-            *selective_notes(point.found.plan for point in sweep.points if point.found is not None),
+            *notes_of_plan_words(
+                (point.found.plan for point in sweep.points if point.found is not None), tiled=TILED_MARK
+            ),
         ],
         expendable=tuple(
             name for name in (_COST, _TOKENS, _ITERATION, _ON_DEVICE, _MFU, _HOST, _PEAK) if name not in unused
@@ -192,7 +194,7 @@ def _cells(point: SweepPoint, found: SweepPlan) -> Row:
         f"{point.batch_size:,}",
         format_number(found.tokens_per_s),
         NO_VALUE if found.mfu_frac is None else f"{found.mfu_frac * 100:.1f} %",
-        f"{plan_words(found.plan, found.plan_kind)}{'*' if found.survives is False else ''}",
+        f"{plan_words(found.plan, found.plan_kind, tiled=TILED_MARK)}{'*' if found.survives is False else ''}",
         NO_VALUE if found.bottleneck is None else LANE_NAMES[found.bottleneck],
         _share(point.offloading_cost_frac),
         _share(point.recomputation_cost_frac),

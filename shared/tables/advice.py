@@ -9,7 +9,7 @@ from ..answers.advice import Advice, LargestModel, LargestModels, MachineAdvice,
 from ..basics.units import format_bytes, format_duration, format_number, format_seconds
 from ..phases.operations import lowering_notes
 from ..schema.training_options import TrainingOptions
-from .labels import LANE_NAMES, NO_VALUE, format_interval_s, format_share, plan_words, selective_notes
+from .labels import LANE_NAMES, NO_VALUE, format_interval_s, format_share, notes_of_plan_words, plan_words
 from .memory import EXPANDABLE_SETTING
 from .question import asked_of_all_table
 from .table import Parts, Row, Table
@@ -80,7 +80,7 @@ def machine_table(title: str, deals: Sequence[MachineAdvice]) -> Table:
     if not any(one.factorisation for one in deals):
         columns, rows = _without(columns, rows, (_BEFORE,))
     expendable = tuple(name for name in (_EXPECTED, *_PRICES[:2], _PEAK, _MICRO_BATCH, ">iteration") if name in columns)
-    notes = selective_notes(one.plan for one in deals if one.plan is not None)
+    notes = notes_of_plan_words(one.plan for one in deals if one.plan is not None)
     return Table(title=title, columns=columns, rows=rows, always=3, expendable=expendable, notes=notes)
 
 

@@ -249,18 +249,34 @@ def knobs(plan: Plan, *, num_blocks: int | None = None) -> tuple[Knob, ...]:
     return tuple(shown)
 
 
-def plan_words(plan: Plan, kind: PlanKind) -> str:
-    """The kind of a plan, and whether its checkpointed blocks keep results: a cell of a table."""
-    return f"{kind}, selective" if plan.n_selective else f"{kind}"
+TILED: Final = ", tiled"
+TILED_MARK: Final = "†"
+"""The same in a table without room for the word."""
 
 
-def selective_notes(plans: Iterable[Plan]) -> list[str]:
-    """What the word means, with how many products are kept; nothing where no plan is selective."""
-    strides = sorted({plan.product_stride for plan in plans if plan.n_selective})
-    if not strides:
-        return []
-    which = " or ".join("every one" if stride == 1 else f"the first of every {stride}" for stride in strides)
-    return [f"selective: recomputed blocks keep results of attention, and of {which} of their matrix products."]
+def plan_words(plan: Plan, kind: PlanKind, tiled: str = TILED) -> str:
+    """The kind of a plan, and what else it recomputes or keeps: a cell of a table."""
+    return f"{kind}{', selective' if plan.n_selective else ''}{tiled if _is_tiled(plan) else ''}"
+
+
+def _is_tiled(plan: Plan) -> bool:
+    return plan.mlp_tiles > 1 or plan.loss_tiles > 1
+
+
+def notes_of_plan_words(plans: Iterable[Plan], tiled: str = TILED) -> list[str]:
+    """What ``selective`` and ``tiled`` mean, with how many products are kept; nothing where no plan is either."""
+    shown = tuple(plans)
+    notes, strides = [], sorted({plan.product_stride for plan in shown if plan.n_selective})
+    if strides:
+        which = " or ".join("every one" if stride == 1 else f"the first of every {stride}" for stride in strides)
+        notes.append(
+            f"selective: recomputed blocks keep results of attention, and of {which} of their matrix products."
+        )
+    if any(_is_tiled(plan) for plan in shown):
+        notes.append(
+            f"{tiled.strip(', ')}: MLPs, or head and loss, run in tiles of tokens and are recomputed in backward."
+        )
+    return notes
 
 
 def _knobs_of_tiles(plan: Plan) -> list[Knob]:

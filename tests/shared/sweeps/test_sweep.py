@@ -15,6 +15,7 @@ from protwin.shared.schema.schedule import Lane
 from protwin.shared.sweeps.report import cost_chart, sweep_report, throughput_chart
 from protwin.shared.sweeps.sweep import Sweep, SweepPlan, SweepPoint, crossovers
 from protwin.shared.sweeps.tables import free_sentences, missing_table, sweep_tables
+from protwin.shared.tables.table import Table
 from protwin.shared.tables.terminal import as_text
 from tests.shared.report_pages import check_self_contained, parse
 
@@ -206,3 +207,23 @@ def test_lines_run_through_their_points() -> None:
     assert max(steps) - min(steps) < 0.001
     assert y == sorted(y, reverse=True)
     assert len(y) == 4
+
+
+@pytest.mark.parametrize(
+    ("knobs", "cell", "note"),
+    [
+        ({}, "resident", None),
+        ({"loss_tiles": 4}, "resident†", "†: "),
+        ({"mlp_tiles": 2}, "resident†", "†: "),
+        ({"n_checkpoint": 2, "n_selective": 1, "mlp_tiles": 2}, "resident, selective†", "selective: "),
+    ],
+)
+def test_a_plan_that_runs_in_tiles_says_so(knobs: dict[str, int], cell: str, note: str | None) -> None:
+    """It recomputes them, though no block is checkpointed: 'resident' beside a cost of recomputation was no reason."""
+    one, plain = point(2, 1024), point(4, 1024)
+    assert one.found is not None
+    tiled = one.found.model_copy(update={"plan": PLAN.model_copy(update=knobs)})
+    (table, *_) = sweep_tables(sweep(one.model_copy(update={"found": tiled}), plain))
+    assert isinstance(table, Table)
+    assert [row[table.columns.index("plan")] for row in table.rows] == [cell, "resident"]
+    assert [line.startswith(note or "") for line in table.notes][:1] == [True] * (note is not None)
