@@ -83,12 +83,19 @@ class Document(FrozenModel):
         fields = dict(content)
         kind = fields.pop("kind", None)
         version = fields.pop("schema_version", None)
+        by_hand = origin.endswith(".toml")
         if kind != cls.KIND:
             found = f"{_named(kind)} file" if isinstance(kind, str) else "no protwin file"
-            raise FileError(f"{origin} is {found}, expected {_named(cls.KIND)} file (its 'kind' must be {cls.KIND!r}).")
+            head = f' Begin it with kind = "{cls.KIND}" and schema_version = {cls.SCHEMA_VERSION}.'
+            raise FileError(
+                f"{origin} is {found}, expected {_named(cls.KIND)} file (its 'kind' must be {cls.KIND!r})."
+                f"{head if by_hand and kind is None else ''}"
+            )
         if type(version) is not int or version != cls.SCHEMA_VERSION:
             newer = isinstance(version, int) and version > cls.SCHEMA_VERSION
             advice = "Update protwin to read it." if newer else "Write it again with this release."
+            if by_hand and version is None:
+                advice = f"Write schema_version = {cls.SCHEMA_VERSION} below its kind."
             stated = "no schema_version" if version is None else f"schema_version {version!r}"
             raise FileError(f"{origin} has {stated}; this release reads {cls.SCHEMA_VERSION}. {advice}")
         try:

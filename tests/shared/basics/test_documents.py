@@ -441,3 +441,18 @@ def test_kinds_are_named_as_people_speak(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text('{"kind": "plan"}')
     with pytest.raises(FileError, match="has no schema_version; this release reads 2"):
         Plan.load(tmp_path / "plan.json")
+
+
+def test_a_file_that_people_write_is_told_how_it_begins(tmp_path: Path) -> None:
+    """It was told to be written again with this release, which writes none."""
+    written = tmp_path / "plan.toml"
+    for text, said in (
+        ("chunk_bytes = 1\n", r'Begin it with kind = "plan" and schema_version = 2\.'),
+        ('kind = "plan"\n', r"Write schema_version = 2 below its kind\."),
+    ):
+        written.write_text(text)
+        with pytest.raises(FileError, match=said):
+            Plan.load(written)
+    written.write_text('kind = "plan"\nschema_version = 1\n')
+    with pytest.raises(FileError, match="Write it again with this release"):
+        Plan.load(written)
