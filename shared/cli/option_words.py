@@ -10,6 +10,8 @@ from collections.abc import Collection
 from difflib import SequenceMatcher
 from typing import Final
 
+from ..basics.suggestions import nearest_names
+
 _MAX_SHOWN: Final = 3
 _SHORTEST_PART: Final = 3
 """Letters from which on the beginning of a word stands for it."""
@@ -72,6 +74,24 @@ OTHER_WORDS: Final[dict[str, str]] = {
     "--freeze": "frozen freeze-layers",
 }
 """What people who know other tools call an option, by the option."""
+
+
+OTHER_VALUES: Final[dict[str, str]] = {
+    "nf4": "4bit 4-bit bnb-4bit int4 qlora",
+    "int8": "8bit 8-bit bnb-8bit llm.int8",
+    "sharded": "fsdp fsdp2 zero zero3 zero-3",
+    "chunked": "liger",
+    "training-arguments": "transformers trainer hf huggingface",
+    "trl": "sft sfttrainer",
+}
+"""The same of what an option may be, by its value."""
+
+
+def meant_values(typed: str, choices: Collection[str]) -> tuple[str, ...]:
+    """Those of ``choices`` that ``typed`` may mean, the likeliest first; empty if it resembles none."""
+    name = typed[:_LONGEST].casefold().replace("_", "-")
+    other = [value for value, words in OTHER_VALUES.items() if name in words.split() and value in choices]
+    return tuple(other) or nearest_names(name, choices)
 
 
 def meant_options(typed: str, options: Collection[str]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ not one of ours: looking through all installed packages takes longer than many a
 from __future__ import annotations
 
 import gc
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -192,7 +193,8 @@ def _shortened(error: Exception) -> Exception:
 
     typer writes UTF-8 to streams that are ASCII.
     """
-    message = shortened(getattr(error, "message", ""))
+    message = shortened(getattr(error, "message", "").removeprefix("Value error, "))
+    message += _meant_choice(message)
     message += _after_flag(message, getattr(error, "ctx", None))
     if (typed := getattr(error, "option_name", None)) and hasattr(error, "possibilities"):
         message += _meant(typed, getattr(error, "ctx", None))
@@ -213,6 +215,20 @@ def _after_flag(message: str, context: Any) -> str:
         if flag in flags and not following.startswith("-"):
             return f". {flag} takes no value: {flags[flag].help}"
     return ""
+
+
+def _meant_choice(message: str) -> str:
+    """Which of the values that an option has was meant; empty where ``message`` is of something else, or none is near.
+
+    It is typer's, which names all of them: ``'4bit' is not one of 'nf4', 'fp4', 'int8'.``
+    """
+    from .option_words import meant_values
+
+    typed, is_choice, choices = message.partition(" is not one of ")
+    if not is_choice:
+        return ""
+    found = meant_values(typed.strip("'"), re.findall(r"'([^']*)'", choices))
+    return f" Did you mean {' or '.join(found)}?" if found else ""
 
 
 def _meant(typed: str, context: Any) -> str:

@@ -9,8 +9,13 @@ from functools import cache
 import pytest
 import typer
 
-from protwin.shared.cli.option_words import OTHER_WORDS, meant_options
+from protwin.shared.cli.option_words import OTHER_VALUES, OTHER_WORDS, meant_options, meant_values
 from protwin.shared.cli.root import COMMANDS, root_command
+from protwin.shared.foreign.asked_run import Tool
+from protwin.shared.phases.quantization import QuantizedType
+from protwin.shared.phases.tiling import LossHead
+from protwin.shared.schema.plan import ParallelMode
+from tests.cli.conftest import Protwin
 
 NAMES = sorted(COMMANDS.keys() - {"hardware", "models", "checkpoint", "published"})
 
@@ -77,3 +82,28 @@ def test_the_command_line_says_so() -> None:
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1] == "Error: No such option: --gpu. Did you mean --hardware?"
+
+
+@pytest.mark.parametrize(
+    ("option", "typed", "meant"),
+    [
+        ("--quantize", "4bit", "nf4"),
+        ("--parallel", "fsdp", "sharded"),
+        ("--goal", "cheap", "cheapest"),
+        ("--goal", "x", ""),
+    ],
+)
+def test_a_value_that_an_option_does_not_have_is_answered_with_one_that_it_has(
+    protwin: Protwin, option: str, typed: str, meant: str
+) -> None:
+    told = " ".join(protwin("search", "--model=gpt2", "--hardware=rtx-4090", option, typed).stderr.split())
+    assert f"Invalid value for '{option}': '{typed}' is not one of '" in told, "without pydantic's own words"
+    assert told.endswith(f" Did you mean {meant}?" if meant else ".")
+
+
+def test_other_words_for_values_are_of_values_that_some_option_has() -> None:
+    for value in OTHER_VALUES:
+        assert meant_values(value, [value]) == (value,)
+    assert meant_values("liger", ["eager"]) == ("eager",), "where the other word is of none, spelling decides"
+    values = {str(one) for kind in (ParallelMode, QuantizedType, LossHead, Tool) for one in kind}
+    assert OTHER_VALUES.keys() <= values
