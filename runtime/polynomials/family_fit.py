@@ -140,6 +140,7 @@ class Sheet:
             self._add(observation.net_bytes, f"net bytes, {of}"),
             self._add(observation.gradient_bytes, f"gradient bytes, {of}"),
             self._add(observation.output_bytes, f"output bytes, {of}"),
+            self._add(observation.lingering_bytes, f"bytes that frames hold when it is announced, {of}"),
         )
         saved = tuple(self._add(size, f"saved bytes, {of}") for size in observation.saved_bytes)
         self.structure.append((tuple(calls), tuple(steps), tuple(adding), rest, saved))
@@ -269,8 +270,10 @@ def _inverse(matrix: Sequence[Sequence[Fraction]]) -> list[list[Fraction]]:
     return [row[size:] for row in rows]
 
 
-def piece_of_sheet(sheet: Sheet, numbers: Sequence[int], **rest: Any) -> FamilyPiece:
-    """The piece of a sheet whose numbers are the polynomials ``numbers``; equal calls and sections once."""
+def piece_of_sheet(
+    sheet: Sheet, numbers: Sequence[int], *, polynomials: tuple[tuple[int, ...], ...], **rest: Any
+) -> FamilyPiece:
+    """The piece of a sheet whose numbers are the ``polynomials`` of these places; equal calls and sections once."""
     calls: dict[FamilyCall, int] = {}
     sections: dict[FamilySection, int] = {}
     places: list[FamilyPlace] = []
@@ -299,6 +302,7 @@ def piece_of_sheet(sheet: Sheet, numbers: Sequence[int], **rest: Any) -> FamilyP
             gradient=numbers[outer[1]],
             output=numbers[outer[2]],
             saved=tuple(numbers[size] for size in saved),
+            lingering=numbers[outer[3]] if any(polynomials[numbers[outer[3]]]) else None,
         )
         seen = sections.setdefault(found, len(sections))
         places.append(FamilyPlace(mode=mode, kind=kind, section=section, seen=seen))
@@ -315,5 +319,6 @@ def piece_of_sheet(sheet: Sheet, numbers: Sequence[int], **rest: Any) -> FamilyP
         num_samples=numbers[0],
         num_tokens=numbers[1],
         resident=numbers[2],
+        polynomials=polynomials,
         **rest,
     )

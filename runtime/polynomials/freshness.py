@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from ...shared.basics.errors import ProtwinError
 from ...shared.families.family import BATCH_SIZE, SEQUENCE_LENGTH, WorkloadFamily
+from ...shared.observed.observed_inputs import while_frames_return
 from ...shared.schema.training_options import FULL_TRAINING
 from ...shared.schema.workload import DType
 from ..model.blocks import find_blocks
@@ -79,7 +80,7 @@ def fingerprint(configuration: Mapping[str, Any], dtype: DType, *, is_shared: bo
         with subject.in_tiles(mlps, _TILES if mlps else 1):
             traced = subject.at(batch_of(model, {BATCH_SIZE: _BATCH, SEQUENCE_LENGTH: tokens, "target_length": None}))
     digest = hashlib.sha256()
-    for mode, sections in traced.observed.items():
+    for mode, sections in while_frames_return(traced.observed).items():
         for key, seen in sections.items():
             told = (seen.calls, seen.levels, seen.adding_levels, seen.net_bytes, seen.saved_bytes, seen.exchanges)
             digest.update(repr((mode, key, told)).encode())

@@ -68,7 +68,7 @@ def traced_shape(model: nn.Module, batch: Batch, seen: Seen, stands_for: Sequenc
         num_samples=num_samples,
         num_tokens=num_tokens,
         resident_bytes=_resident_bytes(model, batch) + most_kept_bytes(seen.values(), stands_for),
-        observed=_while_frames_return(_casts_until_backward(seen, held)),
+        observed=_casts_until_backward(seen, held),
         shared_inputs=shared + held,
         staying_inputs=staying_inputs(kept.given, again.given, again.output_bytes, shared, stands_for),
     )
@@ -121,28 +121,6 @@ def _casts_until_backward(
         sections[key] = replace(sections[key], end_bytes=sections[key].end_bytes - gone_bytes)
         left_bytes -= gone_bytes
     return {ActivationMode.KEEP: kept.sections, ActivationMode.CHECKPOINT: sections}
-
-
-def _while_frames_return(
-    observed: Mapping[ActivationMode, Mapping[PhaseKey, Observation]],
-) -> dict[ActivationMode, dict[PhaseKey, Observation]]:
-    """Observations that begin when they are announced, with what goes before their first operation.
-
-    The caller of the last block holds the block's input until the block has returned, and the frames of a recomputation
-    hold what they made: the epilogue's forward and the block's backward wait for their chunks meanwhile.  Sections
-    outside the blocks have one phase for all mixtures: as much as in the mode in which more is held.
-    """
-    most: dict[PhaseKey, int] = {}
-    for sections in observed.values():
-        for key, seen in sections.items():
-            most[key] = max(most.get(key, 0), seen.lingering_bytes)
-    return {
-        mode: {
-            key: seen.lingering(seen.lingering_bytes if isinstance(key[1], int) else most[key])
-            for key, seen in sections.items()
-        }
-        for mode, sections in observed.items()
-    }
 
 
 def values_of(seen: Seen) -> ValueWatch:

@@ -73,6 +73,15 @@ class FamilySection(FrozenModel):
     gradient: Number
     output: Number
     saved: tuple[Number, ...] = ()
+    lingering: Number | None = None
+    """``Observation.lingering_bytes``.  A file has the field where there are any."""
+
+    @model_serializer(mode="wrap")
+    def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        if self.lingering is None:
+            fields.pop("lingering", None)
+        return fields
 
 
 class FamilyPlace(FrozenModel):
@@ -152,6 +161,7 @@ class FamilyPiece(FrozenModel):
             numbers += (call.flops, *(n for _, n in call.reads), *call.writes, *call.shape)
         for section in self.sections:
             numbers += (*section.steps, *section.adding, section.net, section.gradient, section.output, *section.saved)
+            numbers += () if section.lingering is None else (section.lingering,)
             if not len(section.calls) == len(section.steps) == len(section.adding):
                 raise ValueError("a section needs one level for each of its calls")
             if any(not 0 <= call < len(self.calls) for call in section.calls):
@@ -251,6 +261,7 @@ def _section_at(
         operations=[operations[call] for call in section.calls],
         calls=[calls[call] for call in section.calls],
         gradient_bytes=numbers[section.gradient],
+        lingering_bytes=0 if section.lingering is None else numbers[section.lingering],
         output_bytes=numbers[section.output],
         saved_bytes=[numbers[size] for size in section.saved],
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from math import lcm, prod
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
@@ -116,7 +116,7 @@ def fixed(polynomial: Polynomial, values: tuple[int, ...], num_free: int) -> Pol
     return {exponents: coefficient for exponents, coefficient in found.items() if coefficient}
 
 
-def coefficients_of(polynomials: Sequence[Polynomial], num_variables: int) -> dict[str, object]:
+def coefficients_of(polynomials: Sequence[Polynomial], num_variables: int) -> dict[str, Any]:
     """The fields of a piece that hold ``polynomials``."""
     monomials = sorted({exponents for polynomial in polynomials for exponents in polynomial} | {(0,) * num_variables})
     denominator = lcm(*(c.denominator for polynomial in polynomials for c in polynomial.values()))

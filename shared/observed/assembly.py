@@ -29,7 +29,7 @@ from ..schema.workload import (
 )
 from .float8 import gathered_narrow
 from .observation import Observation
-from .observed_inputs import ObservedInput, PhaseKey, unshared
+from .observed_inputs import ObservedInput, PhaseKey, unshared, while_frames_return
 from .row_lookups import Observed, looking_up, lookups_of, tables_of
 from .selective import selective_recomputations
 
@@ -100,7 +100,7 @@ def assemble(
     gathered in float8 and it is not known which.
     """
     num_observed = 1 + max(model.stands_for)
-    observed = unshared(shape.observed, shape.shared_inputs)
+    observed = unshared(while_frames_return(shape.observed), shape.shared_inputs)
     assembly = _Assembly(num_observed, observed, seconds or {}, shape)
     profiles, profile_of_observed = assembly.profiles()
     profile_of = [profile_of_observed[observed] for observed in model.stands_for]

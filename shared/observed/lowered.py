@@ -15,7 +15,7 @@ from .assembly import TracedShape
 from .compiled import fused_alone, fused_pair
 from .float8 import MULTIPLE, backward_in_float8, forward_in_float8, is_eligible
 from .observation import Observation
-from .observed_inputs import PhaseKey
+from .observed_inputs import PhaseKey, while_frames_return
 
 _CHOOSES: Final = frozenset({"topk", "nonzero", "_grouped_mm"})
 """Calls by which blocks choose among experts."""
@@ -99,6 +99,7 @@ def lowered(shape: TracedShape, lowering: Lowering) -> TracedShape:
     if not lowering.is_any:
         return shape
     _check(shape, lowering)
+    shape = replace(shape, observed=while_frames_return(shape.observed))
     observed = {mode: _lowered_mode(shape, mode, lowering) for mode in shape.observed}
     return replace(
         shape,

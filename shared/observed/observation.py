@@ -144,10 +144,11 @@ class Observation:
         """
         more_bytes = size_bytes - max(self.levels, default=size_bytes)
         if more_bytes <= 0:
-            return self
+            return replace(self, lingering_bytes=0)
         first, adding = self.levels[0], self.adding_levels[0]
         return replace(
             self,
+            lingering_bytes=0,
             levels=[size_bytes, *self.levels[1:]],
             adding_levels=[adding + size_bytes - first, *self.adding_levels[1:]],
         )

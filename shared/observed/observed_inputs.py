@@ -128,6 +128,29 @@ class ObservedInput:
         )
 
 
+def while_frames_return(
+    observed: Mapping[ActivationMode, Mapping[PhaseKey, Observation]],
+) -> dict[ActivationMode, dict[PhaseKey, Observation]]:
+    """Observations that begin when they are announced, with what goes before their first operation.
+
+    The caller of the last block holds the block's input until the block has returned, and the frames of a recomputation
+    hold what they made: the epilogue's forward and the block's backward wait for their chunks meanwhile.  Sections
+    outside the blocks have one phase for all mixtures: as much as in the mode in which more is held.  What has gone
+    counts no second time.
+    """
+    most: dict[PhaseKey, int] = {}
+    for sections in observed.values():
+        for key, seen in sections.items():
+            most[key] = max(most.get(key, 0), seen.lingering_bytes)
+    return {
+        mode: {
+            key: seen.lingering(seen.lingering_bytes if isinstance(key[1], int) else most[key])
+            for key, seen in sections.items()
+        }
+        for mode, sections in observed.items()
+    }
+
+
 def unshared(
     observed: Mapping[ActivationMode, Mapping[PhaseKey, Observation]], inputs: Sequence[ObservedInput]
 ) -> dict[ActivationMode, dict[PhaseKey, Observation]]:
