@@ -107,7 +107,7 @@ def _sums(sheet: Sheet) -> dict[int, list[_Parts]]:
     found: dict[int, list[_Parts]] = {}
     left: dict[tuple[Any, ...], int] = {}
     _, *observations, _, _ = sheet.structure
-    for (mode, kind, section), (made, steps, adding, (net, gradient, _), _) in zip(
+    for (mode, kind, section), (made, steps, adding, (net, gradient, *_), _) in zip(
         observations[::2], observations[1::2], strict=True
     ):
         for call, step in zip(made, steps, strict=True):
