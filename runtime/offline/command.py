@@ -67,7 +67,7 @@ def consolidate(
     ] = "5GB",  # type: ignore[assignment]
     as_json: JsonFlag = False,
 ) -> None:
-    """Write the weights of a checkpoint as a folder that from_pretrained loads.
+    """Write its weights as a folder for from_pretrained.
 
     Parameters and buffers in files of safetensors, with an index if they are several, and the configuration of a
     transformers model.  One tensor is in memory at a time.

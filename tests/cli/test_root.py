@@ -283,3 +283,11 @@ def test_a_value_behind_an_option_without_one_names_the_option(protwin: Protwin)
     told = " ".join(result.stderr.split())
     assert "(kept). --resume takes no value: " in told
     assert "--checkpoint" in told
+
+
+@pytest.mark.parametrize("group", ["", "hardware", "checkpoint"])
+def test_what_commands_are_for_is_told_whole(protwin: Protwin, group: str) -> None:
+    """click cuts a summary of more than a line at its last word, and 'a folder that...' says nothing."""
+    listed = protwin(*group.split(), "--help", COLUMNS="80").stdout.partition("Commands:")[2]
+    assert listed
+    assert "..." not in listed
