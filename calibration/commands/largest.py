@@ -6,7 +6,6 @@ from typing import Annotated, Final
 
 import typer
 
-from ...shared.basics.errors import ProtwinError
 from ...shared.basics.progress import progress_bar
 from ...shared.basics.units import parse_bytes
 from ...shared.catalogue.machines import load_hardware, override_hardware
@@ -18,6 +17,7 @@ from ...shared.cli.options import (
     OutputPath,
     StatedBatchSize,
     StatedSequenceLength,
+    budget_option,
     changes_of,
     command_app,
     examples,
@@ -46,9 +46,9 @@ def _host_memory(text: str) -> str:
     """``text``, once it is sure that it is a size or ``unlimited``; raises typer.BadParameter."""
     if text != _UNLIMITED:
         try:
-            parse_bytes(text)
-        except ProtwinError as error:
-            raise typer.BadParameter(f"{error} Or say {_UNLIMITED}.") from error
+            budget_option(text)
+        except typer.BadParameter as error:
+            raise typer.BadParameter(f"{error.message} Or say {_UNLIMITED}.") from error
     return text
 
 

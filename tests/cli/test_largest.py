@@ -61,6 +61,7 @@ def test_adapters_beside_packed_weights(protwin_here: Protwin, monkeypatch: pyte
     ("arguments", "words"),
     [
         (("--host-memory=much",), "Or say unlimited"),
+        (("--host-memory=64",), "such as 64GiB. Or say unlimited"),
         (("--hardware=rtx-3091",), "there is no machine"),
         (("--dtype=int8",), "int8"),
         (("--quantize=nf4",), "Train low-rank matrices beside them"),
