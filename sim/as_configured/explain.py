@@ -30,7 +30,7 @@ from ..searching.request import SearchRequest, Step
 from ..searching.search import search_batches
 from ..searching.survival import SegmentRoom
 from .configured_plan import configured_plan
-from .explanation import Explanation, OtherReading
+from .explanation import OWN_ROW, Explanation, OtherReading
 from .question import Said, Settled, as_here, settle, workload_in_tiles, workload_of
 
 _RUNTIMES = {
@@ -40,8 +40,6 @@ _RUNTIMES = {
     Tool.TRL: "the Trainer's runtime",
     Tool.AXOLOTL: "axolotl's runtime",
 }
-
-_OWN = "the run of the file"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +86,7 @@ def explain(
     lacking = _lacking(record, settled.machine, asked)
     found, why = None, None
     if asked.searches:
-        found, why = _searched(settled, record, lacking, asked, warn, on_progress)
+        found, why = _searched(settled, record, asked, warn, on_progress)
     return Explanation(
         file=asked.file,
         reading=reading,
@@ -155,12 +153,7 @@ def _predicted(plan: Plan, workload: Workload, machine: Hardware, asked: Asked, 
 
 
 def _searched(
-    settled: Settled,
-    configured: Record,
-    lacking: tuple[Lack, ...],
-    asked: Asked,
-    warn: Callable[[str], None],
-    on_progress: OnProgress,
+    settled: Settled, configured: Record, asked: Asked, warn: Callable[[str], None], on_progress: OnProgress
 ) -> tuple[SearchResult | None, str | None]:
     """The recommended plan within the same budgets, or why none fits: the answer to ``command_line``."""
     settled = as_here(settled)
@@ -180,7 +173,7 @@ def _searched(
             optimizer=settled.optimizer,
             num_ranks=settled.num_ranks,
         ),
-        baselines=((_OWN, configured.plan),),
+        baselines=((OWN_ROW, configured.plan),),
     )
     try:
         found = search_batches(request, on_progress=on_progress).result
@@ -196,17 +189,19 @@ def _searched(
             found = search_batches(tiled, on_progress=on_progress).result
         except InfeasibleError as still:
             return None, str(still)
-    return _with_own_row(found, configured, lacking, SegmentRoom.of(request)), None
+    return _with_own_row(found, configured, SegmentRoom.of(request)), None
 
 
-def _with_own_row(
-    found: SearchResult, configured: Record, lacking: tuple[Lack, ...], room: SegmentRoom | None
-) -> SearchResult:
+def _with_own_row(found: SearchResult, configured: Record, room: SegmentRoom | None) -> SearchResult:
     """The run's row as its own prediction has it: a search knows plans alone, and not who carries them out or how.
 
-    It fits as other rows do: its segments have to leave the margin free, too.
+    It fits as other rows do: within the search's budgets, and with segments that leave its margin free.
     """
     host, reserved = configured.host_memory, configured.device_reserved
+    short = [("device memory", configured.guaranteed_peak_device_bytes - found.device_budget_bytes)]
+    if host is not None:
+        short.append(("host memory", host.planned_bytes - found.host_budget_bytes))
+    lacking = tuple(Lack(memory=memory, size_bytes=size) for memory, size in short if size > 0)
     segments_bytes = None if lacking or reserved is None else reserved.expected_bytes
     if segments_bytes is not None and room is not None and segments_bytes > room.limit_bytes:
         lacking = (Lack(memory=SEGMENTS, size_bytes=segments_bytes - room.limit_bytes),)
@@ -219,7 +214,7 @@ def _with_own_row(
     if host is not None:
         pinned_bytes = host.pinned_requested_bytes
         own |= {"pinned_host_bytes": pinned_bytes, "host_bytes": host.planned_bytes - pinned_bytes}
-    rows = tuple(one.model_copy(update=own) if one.name == _OWN else one for one in found.baselines)
+    rows = tuple(one.model_copy(update=own) if one.name == OWN_ROW else one for one in found.baselines)
     return found.model_copy(update={"baselines": rows})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from pydantic import PositiveInt
 
@@ -10,6 +10,9 @@ from ...shared.answers.search_result import Lack, SearchResult
 from ...shared.basics.documents import Document, FrozenModel
 from ...shared.foreign.asked_run import Reading
 from ...shared.schema.record import Record
+
+OWN_ROW: Final = "the run of the file"
+"""What the run is called among the baselines of the search."""
 
 
 class OtherReading(FrozenModel):
@@ -47,6 +50,11 @@ class Explanation(Document):
     command: str
     """The command line that asks for the search."""
     num_ranks: PositiveInt
+
+    @property
+    def leaves_margin(self) -> bool:
+        """Whether the run fits as plans of the search do, which leave a margin free; false where nobody searched."""
+        return self.found is not None and any(one.fits for one in self.found.baselines if one.name == OWN_ROW)
 
     @property
     def speedup(self) -> float | None:

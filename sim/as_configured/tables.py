@@ -10,7 +10,7 @@ from ...shared.basics.units import format_bytes, format_number, format_seconds
 from ...shared.foreign.asked_run import KeyNote, Reading
 from ...shared.schema.record import Record
 from ...shared.tables.answer import baseline_table, recommendation
-from ...shared.tables.labels import num_blocks
+from ...shared.tables.labels import format_share, num_blocks
 from ...shared.tables.question import question_table
 from ...shared.tables.record import iteration_table, lane_table, memory_table, plan_table
 from ...shared.tables.table import Heading, Parts, Table
@@ -82,6 +82,9 @@ def fit_sentence(told: Explanation) -> str:
     """Whether the run fits, or by how much it does not."""
     if told.segments is not None:
         return f"The run fits by what it allocates, but {told.segments}"
+    if not told.lacking and told.found is not None and not told.leaves_margin:
+        margin = format_share(told.found.margin_frac or 0.0)
+        return f"The run fits, but leaves less of the device free than the {margin} that plans below leave."
     if not told.lacking:
         return "The run fits."
     return f"The run does not fit: {lack_words(told.lacking)}. Times are as if the memory were there."
