@@ -55,6 +55,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..devices.time_limit import check_time_before
 from .known_values import known
+from .recalled_results import RecalledResults
 from .recurrent import CUDNN, answered, recurrent_kernels
 
 _ATTENTION: Final = "scaled_dot_product_attention"
@@ -227,11 +228,12 @@ def _padded(tensor: torch.Tensor) -> torch.Tensor:
 class FakeGroupedProducts(TorchDispatchMode):
     """Gives grouped products of any type a result of the right shape; enter it within the fake mode.
 
-    See [Note: Grouped products].
+    See [Note: Grouped products].  ``recalled`` has results of everything else that was seen before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, recalled: RecalledResults | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._recalled = recalled
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -257,7 +259,7 @@ class FakeGroupedProducts(TorchDispatchMode):
         if func in _MEMORY_EFFICIENT and isinstance(args[0], FakeTensor):
             return _without_padding(func, func(*args, **kwargs), args)
         if func is not torch.ops.aten._grouped_mm.default or args[0].dtype is torch.bfloat16:
-            return func(*args, **kwargs)
+            return func(*args, **kwargs) if self._recalled is None else self._recalled.run(func, args, kwargs)
         first, second = args[0], args[1]
         offsets = args[2] if len(args) > 2 else kwargs.get("offs")
         return first.new_empty(_grouped_shape(first, second, offsets), dtype=kwargs.get("out_dtype") or first.dtype)

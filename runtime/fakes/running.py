@@ -14,6 +14,7 @@ from .cuda_autocast import autocast_as_on_cuda
 from .kernels import FakeGroupedProducts, kernels_of_cuda
 from .known_values import values_known
 from .models import plain_batches
+from .recalled_results import RecalledResults
 
 
 @contextmanager
@@ -27,7 +28,7 @@ def running_fakes(
     """
     with (
         values_known(mode) if with_values else mode,
-        FakeGroupedProducts(),
+        FakeGroupedProducts(None if with_values else RecalledResults(mode)),
         kernels_of_cuda() if is_cuda else nullcontext(),
         autocast_as_on_cuda() if is_cuda else nullcontext(),
         plain_batches(packing),
