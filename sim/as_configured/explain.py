@@ -189,7 +189,15 @@ def _searched(
             found = search_batches(tiled, on_progress=on_progress).result
         except InfeasibleError as still:
             return None, str(still)
-    return _with_own_row(found, configured, SegmentRoom.of(request)), None
+    return _with_own_row(found, configured, _room(found, request)), None
+
+
+def _room(found: SearchResult, request: SearchRequest) -> SegmentRoom | None:
+    """What segments may take of the rows of ``found``: with the margin, unless no plan leaves it."""
+    reserved, whole = found.prediction.device_reserved, SegmentRoom.of(replace(request, margin_frac=0.0))
+    if found.survives is not False or reserved is None or whole is None or reserved.expected_bytes > whole.limit_bytes:
+        return SegmentRoom.of(request)
+    return whole
 
 
 def _with_own_row(found: SearchResult, configured: Record, room: SegmentRoom | None) -> SearchResult:

@@ -52,8 +52,8 @@ class Explanation(Document):
     num_ranks: PositiveInt
 
     @property
-    def leaves_margin(self) -> bool:
-        """Whether the run fits as plans of the search do, which leave a margin free; false where nobody searched."""
+    def fits_as_plans_do(self) -> bool:
+        """Whether the run fits as plans of the search do, which leave a margin if any can; false without a search."""
         return self.found is not None and any(one.fits for one in self.found.baselines if one.name == OWN_ROW)
 
     @property

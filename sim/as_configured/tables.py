@@ -82,7 +82,7 @@ def fit_sentence(told: Explanation) -> str:
     """Whether the run fits, or by how much it does not."""
     if told.segments is not None:
         return f"The run fits by what it allocates, but {told.segments}"
-    if not told.lacking and told.found is not None and not told.leaves_margin:
+    if not told.lacking and told.found is not None and not told.fits_as_plans_do:
         margin = format_share(told.found.margin_frac or 0.0)
         return f"The run fits, but leaves less of the device free than the {margin} that plans below leave."
     if not told.lacking:
