@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from ...shared.basics.errors import DeviceOutOfMemoryError, WorkloadError
+from ...shared.basics.errors import DeviceOutOfMemoryError, ScheduleError, WorkloadError
 from ...shared.basics.units import format_bytes
 from ...shared.schema.schedule import Content
 from ..model.nested_tensors import has_storage, tensors_in
@@ -272,8 +272,15 @@ class MemoryLedger:
     # -- watching ----------------------------------------------------------------------------------------------------
 
     def start_metering(self) -> None:
-        """Watch every operation of this thread until ``stop_metering``, whatever other modes come and go meanwhile."""
-        assert self._mode is None, "metering twice"
+        """Watch every operation of this thread until ``stop_metering``, whatever other modes come and go meanwhile.
+
+        Raises ScheduleError if somebody watches already.
+        """
+        if self._mode is not None:
+            raise ScheduleError(
+                "two models were to be trained on one CpuDevice at once: another one is between its forward and its "
+                "step. Complete that step before this forward, or give each training a CpuDevice of its own."
+            )
         self._mode = WatchingMode(self)
         self._mode.enter_beneath_others()
 

@@ -134,10 +134,10 @@ class LedgerMetering(Metering):
 
     def _watch(self, inputs: Sequence[torch.Tensor]) -> None:
         """Watch every operation from now on.  Raises CpuOutOfMemoryError if ``inputs`` do not fit."""
+        self._ledger.start_metering()
         self._is_watching, self._first_watched = True, len(self._marks)
         self._count()
         self._ledger.claim(0)
-        self._ledger.start_metering()
         self._ledger.adopt_inputs(inputs)
         self._ledger.adopt(self._kept(), Content.RESIDENT)
         # Of micro-batches that nobody watched.

@@ -204,6 +204,26 @@ def test_gradients_of_zeros(case: Case, model: nn.Module, training: Training) ->
     assert "zero_grad" not in vars(model)
 
 
+def test_two_trainings_that_take_turns_within_steps_on_one_device(
+    case: Case, model: nn.Module, training: Training
+) -> None:
+    """Nobody could tell their memory apart; step by step they take turns."""
+    other = case.build()
+    plan = plan_for(case.workload)
+    with carry_out(other, plan, case.workload, optimizer=case.make_optimizer, device=training.device) as beside:
+        loss = case.loss(other, case.batches[0])
+        with pytest.raises(ScheduleError, match=r"two models .* on one CpuDevice at once.* a CpuDevice of its own"):
+            case.loss(model, case.batches[1])
+        loss.backward()
+        beside.step()
+        del loss
+        check_goes_on(case, model, training)
+        for batch in case.batches[1:]:
+            case.loss(other, batch).backward()
+            beside.step()
+    assert differences(other, case.plain.weights[-1]) == []
+
+
 def test_a_part_of_the_model_alone(case: Case, model: nn.Module, training: Training) -> None:
     hidden = torch.ones(1, 3, 32)
     with pytest.raises(ScheduleError, match=r"block model\.layers\.0 runs outside a forward of the whole model"):
