@@ -30,6 +30,8 @@ class Source(FrozenModel):
     """Limit of the gradients' norm in all of its runs; None: not known, or none."""
     expandable_segments: bool = False
     """Whether its processes asked for expandable segments."""
+    keeps_outputs: bool = False
+    """Whether its script's loop holds what the model gives, as ``logits = model(...)`` does."""
 
 
 class NetworkOfNodes(FrozenModel):

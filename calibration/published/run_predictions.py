@@ -129,7 +129,7 @@ def workload_of(run: MeasuredRun) -> Workload:
         if run.lora_rank is not None
         else None
     )
-    packed = None
+    packed, source = None, SOURCES.get(run.source)
     if run.quantized is not None:
         packed = QuantizationOptions(how=run.quantized, head=run.packed_head, products=run.packed_products)
     if lora is not None and run.trained_whole:
@@ -161,6 +161,7 @@ def workload_of(run: MeasuredRun) -> Workload:
             float8=run.float8,
             float8_gather=run.float8_gather,
             kernels=run.kernels,
+            keeps_outputs=source is not None and source.keeps_outputs,
         ),
         loss_tiles=() if run.loss_tiles == 1 else (run.loss_tiles,),
     )
