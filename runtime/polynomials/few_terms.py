@@ -51,7 +51,10 @@ def fitted_call(made: Sequence[OperatorCall], number: Callable[[Sequence[int], s
 class Solver:
     """Polynomials of few terms through figures at given values of the variables."""
 
-    def __init__(self, monomials: Sequence[tuple[int, ...]], values: Sequence[Values]) -> None:
+    def __init__(
+        self, monomials: Sequence[tuple[int, ...]], values: Sequence[Values], most_terms: int = MOST_TERMS
+    ) -> None:
+        self._most_terms = most_terms
         self._rows = [[prod(v**e for v, e in zip(at, m, strict=True)) for m in monomials] for at in values]
         self._known: dict[tuple[int, ...], frozenset[Terms]] = {}
         self._bases: dict[int, dict[tuple[int, ...], tuple[list[int], list[list[Fraction]]]]] = {}
@@ -74,7 +77,7 @@ class Solver:
     def _through(self, figures: tuple[int, ...]) -> frozenset[Terms]:
         if not any(figures):
             return frozenset({()})
-        for size in range(1, min(MOST_TERMS, len(self._rows) - 1) + 1):
+        for size in range(1, min(self._most_terms, len(self._rows) - 1) + 1):
             found = set()
             for chosen, (places, inverse) in self._inverses(size).items():
                 given = [figures[place] for place in places]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +27,7 @@ from ..tiles.mlp_modules import Mlps, find_mlps
 from ..tracing.configurations import batch_of, configured_model
 from ..tracing.fake_subject import FakeSubject
 from .family_fit import NotPolynomialError
+from .few_terms import MOST_TERMS
 from .sharing_fit import SharedTrace, SharingFit, Values, are_alike
 from .tiled_fit import TiledFit, TilesNotPolynomialError
 
@@ -39,6 +40,11 @@ _SEVERAL: Final = 5
 _ONE_NUMBER: Final = 4
 _TILED: Final = 4
 """Traces with tiles."""
+_FURTHER: Final = ((5, 24), (2, 72), (3, 7), (7, 45))
+"""Batches, and own tokens over the shortest, of traces with tiles where figures of the loss have more terms."""
+_MORE_TERMS: Final = 5
+_PROOFS: Final = 3
+"""Traces more than such figures have terms."""
 
 _Tiled = dict[tuple[int, ...], TracedShape]
 """Traces by batch, own tokens, ranks and tiles."""
@@ -151,7 +157,7 @@ class _Tracer:
             loss = None
         elif like is None or not all(self._meets(like, shape, found) for shape, found in traced.items()):
             traced |= {shape: self._trace_in_tiles(shape) for shape in more[: max(0, _TILED - len(traced))]}
-            loss = self._loss(piece, traced)
+            loss = self._loss(piece, traced, [ranks for part in own for ranks in part.ranks])
         for part in own:
             of_part = {shape: found for shape, found in traced.items() if shape[2] in part.ranks}
             yield part.model_copy(update={"loss": loss, "has_mlp_tiles": self._has_mlp_tiles(part, of_part)})
@@ -164,14 +170,26 @@ class _Tracer:
         with subject.in_tiles(self._mlps, num_tiles if self._mlps else 1):
             return subject.at(batch_of(self.model, _given(tuple(values))))
 
-    def _loss(self, piece: FamilyPiece, traced: _Tiled) -> int | None:
-        fit = TiledFit.of_ranks(piece, {shape[2] for shape in traced})
-        seen = [(shape[:-1], found.observed) for shape, found in traced.items()]
+    def _loss(self, piece: FamilyPiece, traced: _Tiled, ranks: Sequence[int]) -> int | None:
+        """Index of what ``traced`` do in head and loss; further traces are added to them where these are too few.
+
+        When a model returns, its frames let several tensors go at once, which is a figure of as many terms.
+        """
         try:
-            places = fit.places(seen, lambda key: key[1] is OuterSection.EPILOGUE)
+            return self._fitted_loss(piece, traced, MOST_TERMS)
+        except TilesNotPolynomialError:
+            further = _further_shapes(piece, ranks, {shape[:2] for shape in traced})
+            traced |= {shape: self._trace_in_tiles(shape) for shape in further}
+        try:
+            return self._fitted_loss(piece, traced, min(_MORE_TERMS, len(traced) - _PROOFS))
         except TilesNotPolynomialError as error:
             self.why.append(str(error))
             return None
+
+    def _fitted_loss(self, piece: FamilyPiece, traced: _Tiled, most_terms: int) -> int:
+        fit = TiledFit.of_ranks(piece, {shape[2] for shape in traced}, most_terms)
+        seen = [(shape[:-1], found.observed) for shape, found in traced.items()]
+        places = fit.places(seen, lambda key: key[1] is OuterSection.EPILOGUE)
         self.losses.append(fit.piece(loss_places=tuple(places), traced_at=tuple(traced)))
         return len(self.losses) - 1
 
@@ -211,10 +229,13 @@ def _batches(piece: FamilyPiece) -> tuple[int, int | None]:
     return piece.least[0], piece.most[0]
 
 
+def _range_of_tokens(piece: FamilyPiece, ranks: int) -> tuple[int, int]:
+    return max(2, -(-piece.least[1] // ranks)), (piece.most[1] or _LONGEST) // ranks
+
+
 def _tokens(piece: FamilyPiece, ranks: int, count: int) -> list[int]:
     """So many numbers of a rank's own tokens, the longest among them."""
-    least = max(2, -(-piece.least[1] // ranks))
-    end = (piece.most[1] or _LONGEST) // ranks
+    least, end = _range_of_tokens(piece, ranks)
     wanted = [min(least + offset, end) for offset in _OFFSETS]
     wanted[2] = end
     if len(set(wanted)) < len(wanted):
@@ -239,11 +260,26 @@ def _shapes(piece: FamilyPiece, ranks: Sequence[int]) -> list[tuple[int, int, in
 
 def _tiled_shapes(piece: FamilyPiece, ranks: Sequence[int]) -> list[tuple[int, int, int, int]]:
     """Shapes of ``_shapes``, each with a number of tiles of unequal lengths."""
+    return [(*shape, _count_of_tiles(i, shape)) for i, shape in enumerate(_shapes(piece, ranks)[:_TILED])]
+
+
+def _further_shapes(
+    piece: FamilyPiece, ranks: Sequence[int], known: Collection[tuple[int, ...]]
+) -> list[tuple[int, int, int, int]]:
+    """The same of other batches and tokens than those ``known``, with these numbers of ranks in turns."""
     found = []
-    for i, (batch, tokens, number) in enumerate(_shapes(piece, ranks)[:_TILED]):
-        own = batch * tokens
-        counts = [n for n in range(2 if i == 1 else 3 + i, 12 + i) if own % n and own // n >= LEAST_TILE]
-        # One longer tile in some, several in others.
-        wanted = [n for n in counts if (own % n == 1) == (i == 1)]
-        found.append((batch, tokens, number, (wanted or counts or [2])[0]))
+    for i, (batch, offset) in enumerate(_FURTHER):
+        number = ranks[i % len(ranks)]
+        least, end = _range_of_tokens(piece, number)
+        shape = (1 if piece.most[0] == 1 else batch, least + offset % (end - least + 1), number)
+        if shape[:2] not in known:
+            found.append((*shape, _count_of_tiles(i, shape)))
     return found
+
+
+def _count_of_tiles(place: int, shape: Values) -> int:
+    """Tiles of unequal lengths: of the second shape one is longer, of others several, where that can be."""
+    own = shape[0] * shape[1]
+    counts = [n for n in range(2 if place == 1 else 3 + place, 12 + place) if own % n and own // n >= LEAST_TILE]
+    wanted = [n for n in counts if (own % n == 1) == (place == 1)]
+    return (wanted or counts or [2])[0]

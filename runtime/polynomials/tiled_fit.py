@@ -1,7 +1,7 @@
 """Fitting what a family does in tiles to traces, in exact arithmetic ([Note: What is polynomial of tiles]).
 
 Every figure is met at every pass of every trace by a polynomial of at most three terms, the only one of so few, or
-there is no fit.
+there is no fit.  Whoever gives more traces may allow more terms.
 """
 
 from __future__ import annotations
@@ -33,9 +33,15 @@ class TilesNotPolynomialError(WorkloadError):
 class TiledFit:
     """The sections of one piece, as they are fitted."""
 
-    def __init__(self, monomials: Sequence[tuple[int, ...]], known: Sequence[Sequence[Fraction]]) -> None:
+    def __init__(
+        self,
+        monomials: Sequence[tuple[int, ...]],
+        known: Sequence[Sequence[Fraction]],
+        most_terms: int = MOST_TERMS,
+    ) -> None:
         """``monomials``: exponents of all variables but those of tiles; ``known``: polynomials of the first of them."""
         self._known = known
+        self._most_terms = most_terms
         num = len(monomials[0])
         base = [(*exponents, 0, 0) for exponents in monomials]
         self._monomials = [*base, (*[0] * num, 1, 0), (*[0] * num, 0, 1)]
@@ -51,14 +57,14 @@ class TiledFit:
         return cls(piece.monomials, _coefficients(piece))
 
     @classmethod
-    def of_ranks(cls, piece: FamilyPiece, ranks: Collection[int]) -> Self:
+    def of_ranks(cls, piece: FamilyPiece, ranks: Collection[int], most_terms: int) -> Self:
         """Beside the same at a rank's own tokens, with the number of ranks, one of ``ranks``, as another variable.
 
-        Some tensors have the tokens of all ranks.
+        Some tensors have the tokens of all ranks.  ``most_terms`` has to be less than there will be traces.
         """
         lifted = [(*exponents, 0) for exponents in piece.monomials]
         batches = sorted({exponents[0] for exponents in piece.monomials}) if len(ranks) > 1 else []
-        return cls([*lifted, *((batch, 1, 1) for batch in batches)], _coefficients(piece))
+        return cls([*lifted, *((batch, 1, 1) for batch in batches)], _coefficients(piece), most_terms)
 
     def places(self, traced: Sequence[tuple[Values, Seen]], wanted: Callable[[PhaseKey], bool]) -> list[FamilyPlace]:
         """The sections at wanted places, by what traces at shapes (the family's variables) have seen of them.
@@ -162,7 +168,7 @@ class TiledFit:
         if len(terms) != 1:
             raise TilesNotPolynomialError(
                 f"the {label} is {list(wanted[:8])} at {[list(at) for at in used[:8]]}, which "
-                f"{'more than one' if terms else 'no'} polynomial of {MOST_TERMS} terms gives."
+                f"{'more than one' if terms else 'no'} polynomial of {self._most_terms} terms gives."
             )
         return self._polynomials.setdefault(next(iter(terms)), len(self._polynomials))
 
@@ -182,12 +188,12 @@ class TiledFit:
                     total[i] = total.get(i, Fraction(0)) + c
                 terms = tuple((i, c) for i, c in sorted(total.items()) if c)
                 possible.setdefault(len(more), set()).add(terms)
-        fewest = min(possible, default=MOST_TERMS)
-        return possible[fewest] if fewest < MOST_TERMS else ()
+        fewest = min(possible, default=self._most_terms)
+        return possible[fewest] if fewest < self._most_terms else ()
 
     def _solver(self, used: tuple[Values, ...], extra: int) -> Solver:
         if (used, extra) not in self._solvers:
-            self._solvers[used, extra] = Solver(self._monomials[: self._num_base + extra], used)
+            self._solvers[used, extra] = Solver(self._monomials[: self._num_base + extra], used, self._most_terms)
         return self._solvers[used, extra]
 
 

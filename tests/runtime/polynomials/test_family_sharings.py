@@ -110,6 +110,7 @@ def test_shipped_sharings_are_those_of_shipped_families() -> None:
         family, _, sharings = shipped(name)
         assert sharings.model_hash == family.model_hash
         assert {piece.least for piece in sharings.pieces} == {piece.least for piece in family.pieces}
+        assert all(piece.has_mlp_tiles and piece.loss is not None for piece in sharings.pieces)
 
 
 def test_a_shipped_rank_equals_the_trace() -> None:
