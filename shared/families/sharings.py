@@ -208,6 +208,7 @@ class FamilySharings(Document):
             output_bytes=seen.output_bytes + numbers[edit.output],
             saved_bytes=[*seen.saved_bytes[:saved_begin], *saved, *seen.saved_bytes[saved_end:]],
             exchanges=[numbers[size] for size in edit.exchanges],
+            passes=[(place if place <= begin else place + more, tokens) for place, tokens in seen.passes],
             repeated=tuple(
                 one if one.end <= begin else Repeated(one.begin + more, one.end + more, one.count, one.net_bytes)
                 for one in seen.repeated

@@ -161,6 +161,14 @@ def test_wrong_edits_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shared(known, 4, 2, 4 * 63, **asked).sequence_sharings != right
 
 
+def test_two_tiles_have_no_changes() -> None:
+    """As in a trace: ``Phase.changes`` are of sections without loops, be it one of two passes that are not alike."""
+    (sharing,) = shared(shipped("llama-3-8b"), 4, 2, 4 * 63, mlp_tiles=[2], loss_tiles=[]).sequence_sharings
+    assert all(profile.forward.changes for profile in sharing.profiles)
+    (tiling,) = sharing.tilings
+    assert not any(profile.forward.changes for profile in tiling.profiles)
+
+
 def test_a_million_tokens_among_eight_need_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protwin.shared.workloads.source.plugin", None)
     found = load_workload(
