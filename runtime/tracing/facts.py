@@ -89,9 +89,9 @@ def uses_of(seen: Seen, blocks: Sequence[NamedBlock], stands_for: Sequence[int])
 
 
 def _resident_bytes(model: nn.Module, batch: Batch) -> int:
-    tensors = [*model.buffers(), *batch_tensors(batch).values()]
-    seen = {id(tensor): tensor.numel() * tensor.element_size() for tensor in tensors}
-    return sum(seen.values())
+    """Of buffers, each once, and of the batch, each name: labels that are the inputs here come apart from a loader."""
+    buffers = {id(buffer): buffer.numel() * buffer.element_size() for buffer in model.buffers()}
+    return sum(buffers.values()) + sum(t.numel() * t.element_size() for t in batch_tensors(batch).values())
 
 
 def _casts_until_backward(

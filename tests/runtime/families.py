@@ -88,7 +88,7 @@ def families() -> dict[str, Family]:
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(5, 60, (2, 10), generator=generator)
     images = torch.randn(2, 3, 16, 16, generator=generator)
-    pairs = {"input_ids": tokens, "labels": tokens}
+    pairs = {"input_ids": tokens, "labels": tokens.clone()}
     return {
         "bert": Family(_bert, {"input_ids": tokens, "labels": torch.tensor([0, 1])}, _names(("bert.encoder.layer", 3))),
         "t5": Family(_t5, pairs, _names(("encoder.block", 3), ("decoder.block", 2))),

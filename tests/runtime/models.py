@@ -29,7 +29,7 @@ def token_batches(steps: int = STEPS, *, batch: int = 2, length: int = 12) -> li
     """Batches of random tokens, each to be continued by itself."""
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(0, VOCABULARY, (batch, length), generator=generator) for _ in range(steps)]
-    return [{"input_ids": tokens, "labels": tokens} for tokens in rows]
+    return [{"input_ids": tokens, "labels": tokens.clone()} for tokens in rows]
 
 
 def llama(*, num_layers: int = 4, **changes: Any) -> PreTrainedModel:
