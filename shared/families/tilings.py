@@ -116,7 +116,10 @@ class TiledPiece(FrozenModel):
         made = {seen: expansion.section(self.sections[seen]) for seen in {place.seen for place in places}}
         observed: dict[ActivationMode, dict[PhaseKey, Observation]] = {m: dict(o) for m, o in shape.observed.items()}
         for place in places:
-            observed[place.mode][phase_key((place.kind, place.section))] = made[place.seen]
+            key = phase_key((place.kind, place.section))
+            # Frames of sections before it hold the same, whether it runs in tiles or not.
+            lingering_bytes = shape.observed[place.mode][key].lingering_bytes
+            observed[place.mode][key] = replace(made[place.seen], lingering_bytes=lingering_bytes)
         return replace(shape, observed=observed)
 
 
