@@ -70,7 +70,7 @@ CONTENT_NAMES: Final[dict[Content | None, str]] = {
     Content.OUTPUT: "block outputs",
     Content.LOSS: "block losses",
     Content.INCOMING_GRADIENT: "incoming gradient",
-    Content.RESIDENT: "module buffers and batch",
+    Content.RESIDENT: "module buffers, batch, what the loop holds",
     Content.FLAT_GRADIENTS: "gradients, laid flat",
     Content.REDUCED_GRADIENTS: "shards of gradients",
     Content.BUCKET: "bucket of gradients",

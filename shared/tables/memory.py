@@ -24,7 +24,7 @@ _STAYS: Final[dict[Content | None, str]] = {
     Content.OUTPUT: "of outputs that backward begins with",
     Content.LOSS: "of its loss",
     Content.INCOMING_GRADIENT: "of its output's gradient",
-    Content.RESIDENT: "of module buffers and batch",
+    Content.RESIDENT: "of module buffers, batch and what the loop holds",
 }
 _LEAVES: Final[dict[Content | None, str]] = {
     None: "made by a step or a projection on the way",

@@ -90,6 +90,8 @@ def test_plans_have_what_sources_and_runs_say_of_norms_and_shard_groups() -> Non
     unknown = hsdp.model_copy(update={"source": "nobody's", "shard_ranks": None})
     of_nobody = plan_of(unknown, workload_of(unknown))
     assert (of_nobody.max_gradient_norm, of_nobody.shard_ranks) == (None, None)
+    held, deleted = (workload_of(BY_ID[name]) for name in ("thunder-7b-fsdp2-eager", "titan-h100-8"))
+    assert (held.keeps_outputs, deleted.keeps_outputs) == (True, False), "as the scripts' loops"
     composer = BY_ID["mosaic-a100_80gb-125m-s512-g8-mb128x2"]
     assert profile_of(composer).num_loss_metrics == 2
     assert profile_of(composer.model_copy(update={"loss_metrics": 0})).num_loss_metrics == 0

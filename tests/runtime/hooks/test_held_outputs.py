@@ -160,6 +160,22 @@ def test_a_loop_that_holds_outputs_unsaid_is_warned_of_where_they_have_no_room(n
         train_warned_of(model, name, plan, workload, budget)
 
 
+def test_a_loop_that_holds_the_loss_alone_is_told_of_something_else() -> None:
+    """Its logits are there for backward, and held by nobody."""
+    model = MODELS["llama"]()
+    workload = traced(model, "llama", keeps_outputs=False)
+    plan = plan_for(workload, is_checkpointed=True)
+    other = [torch.empty(0)]
+
+    def taking(module: nn.Module, args: object, output: object) -> None:
+        other[0] = torch.ones(2**18)
+
+    model.register_forward_hook(taking)
+    with pytest.raises(CpuOutOfMemoryError, match="of what was traced") as raised:
+        train(model, "llama", plan, workload, peak_of(plan, workload), holds=False)
+    assert "what the model gave" not in str(raised.value)
+
+
 def train_warned_of(model: nn.Module, name: str, plan: Plan, workload: Workload, budget: int) -> None:
     with pytest.warns(UserWarning, match=r"the loop holds 512 KiB .*keeps_outputs=True"):
         train(model, name, plan, workload, budget, holds=True)

@@ -61,7 +61,6 @@ slow = pytest.mark.slow
         pytest.param("llama-3-8b", (1, 4096), "bfloat16", FUSED.model_copy(update=KEPT), {}, marks=slow),
         pytest.param("mixtral-8x7b", (1, 512), "bfloat16", NARROW.model_copy(update=KEPT), {}, marks=slow),
         pytest.param("opt-1.3b", (2, 300), "float16", KEEPING, {}, marks=slow),
-        pytest.param("t5-small", (2, 64), "float32", KEEPING, {}, marks=slow),
         pytest.param("bert-large", (2, 64), "float32", KEEPING, {}, marks=slow),
         ("gpt2", (1, 1000), "bfloat16", NARROW, {}),
         pytest.param("smollm2-135m", (2, 96), "bfloat16", NARROW, {"mlp_tiles": (4,), "loss_tiles": (4,)}, marks=slow),
@@ -205,6 +204,24 @@ def test_what_goes_not_together_gets_one_message(tmp_path: Any) -> None:
     asked("smollm2-135m", TrainingOptions()).save(saved)
     with pytest.raises(ProtwinError, match=r"--loss fused is asked for, .* traced with loss eager"):
         asked(saved, FUSED)
+
+
+def test_a_saved_workload_says_whether_the_loop_holds_outputs(tmp_path: Any) -> None:
+    saved = str(tmp_path / "workload.json")
+    asked("smollm2-135m", KEEPING).save(saved)
+    assert asked(saved, KEEPING).keeps_outputs
+    assert asked(saved, TrainingOptions()).keeps_outputs, "a workload is as it was traced"
+    asked("smollm2-135m", TrainingOptions()).save(saved)
+    with pytest.raises(ProtwinError, match=r"--keeps-outputs is asked for, .* holds the loss alone"):
+        asked(saved, KEEPING)
+
+
+def test_outputs_of_an_encoder_beside_are_traced() -> None:
+    """They hold its hidden states too, which a family does not tell."""
+    options = TrainingOptions(keeps_outputs=True)
+    given: dict[str, Any] = {"batch_size": 1, "sequence_length": 64, "dtype": "float32", "options": options}
+    assert untraced_workload(WorkloadRequest("t5-small", **given)) is None
+    assert untraced_workload(WorkloadRequest("gpt2", **given)) is not None
 
 
 def test_factors_and_a_fused_loss_are_traced_together() -> None:
