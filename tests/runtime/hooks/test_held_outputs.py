@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from transformers import (
 )
 
 from protwin.runtime import CpuDevice, CpuOutOfMemoryError, carry_out, trace
+from protwin.runtime.hooks.held_outputs import HeldOutputs
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import Workload
@@ -160,20 +162,43 @@ def test_a_loop_that_holds_outputs_unsaid_is_warned_of_where_they_have_no_room(n
         train_warned_of(model, name, plan, workload, budget)
 
 
-def test_a_loop_that_holds_the_loss_alone_is_told_of_something_else() -> None:
-    """Its logits are there for backward, and held by nobody."""
-    model = MODELS["llama"]()
-    workload = traced(model, "llama", keeps_outputs=False)
-    plan = plan_for(workload, is_checkpointed=True)
-    other = [torch.empty(0)]
+@dataclass
+class Given:
+    """What ``Squares`` gives."""
 
-    def taking(module: nn.Module, args: object, output: object) -> None:
-        other[0] = torch.ones(2**18)
+    loss: torch.Tensor
+    logits: torch.Tensor
 
-    model.register_forward_hook(taking)
-    with pytest.raises(CpuOutOfMemoryError, match="of what was traced") as raised:
-        train(model, "llama", plan, workload, peak_of(plan, workload), holds=False)
-    assert "what the model gave" not in str(raised.value)
+
+class Squares(nn.Module):
+    """Autograd saves its logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 64)
+
+    def forward(self, x: torch.Tensor) -> Given:
+        """Loss and logits."""
+        logits = self.head(x)
+        return Given(logits.square().mean(), logits)
+
+
+def test_logits_that_autograd_alone_holds_are_nothing_that_the_loop_does() -> None:
+    model = Squares()
+    watch = HeldOutputs(model, peak_bytes=1, limit_bytes=2)
+    outputs = model(torch.ones(8, 4))
+    assert watch.held_bytes == 8 * 64 * 4
+    assert watch.hint is not None
+    with pytest.warns(UserWarning, match="the loop holds 2 KiB"):
+        outputs.loss.backward()
+    watch = HeldOutputs(model, peak_bytes=1, limit_bytes=2)
+    loss = model(torch.ones(8, 4)).loss
+    assert watch.held_bytes == 8 * 64 * 4
+    assert watch.hint is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss.backward()
+        watch.check()
 
 
 def train_warned_of(model: nn.Module, name: str, plan: Plan, workload: Workload, budget: int) -> None:
