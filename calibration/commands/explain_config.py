@@ -174,8 +174,8 @@ def explain_config_command(
             return
         budget_bytes = _budget_bytes(content)
         content = {name: value for name, value in content.items() if name != "protwin"}
-    reading = read_run(content, file, tool)
     said = besides.said()
+    reading = read_run(content, file, tool, said.optimizer)
     asked = besides.asked(file, budget_bytes, has_cache=not no_cache)
     _tell(section, _explained(reading, said, asked), as_json=as_json)
 

@@ -108,6 +108,8 @@ class AskedRun(FrozenModel):
     """Whether rows are several samples, end to end."""
     precision: Precision | None = None
     """Element types; those of weights that are loaded in float32, where ``is_as_published``."""
+    follows_device: bool = False
+    """Whether bfloat16 gives way to float16 on a device that has no matrix units for it."""
     is_as_published: bool = False
     """Whether weights are loaded in the type that they are published in, which no file says."""
     optimizer: Optimizer | None = None

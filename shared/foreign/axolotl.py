@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from ..methods.runtime_profile import OF_FLAT_PARAMETERS
 from ..phases.quantization import GROUP_SIZE, LATEST_RELEASE, PackedProducts, Quantization, QuantizedType
 from ..phases.tiling import LossHead
 from ..schema.hardware import AttentionKernel
+from ..schema.optimizer import Optimizer
 from ..schema.training_options import LoraOptions, QuantizationOptions
 from ..schema.workload import Compiled
 from .asked_run import Checkpointing, Precision, Reading, Split
-from .axolotl_keys import AXOLOTL_KEYS
+from .axolotl_keys import (
+    AXOLOTL_KEYS,
+    CUT_PLUGIN,
+    FUSED,
+    LEFT_OUT_PLUGINS,
+    LORA_KERNELS,
+    OF_PLUGINS,
+    OTHER_PLUGINS,
+    WITHOUT_EFFECT_PLUGINS,
+)
 from .deepspeed import read_deepspeed
 from .fsdp import fsdp_options, read_fsdp
-from .keys import AUTO, Walk, attention_of, lora_targets, one_of, recomputes_whole, said
-from .named_files import section
+from .keys import AUTO, TF32, Walk, attention_of, one_of, recomputes_whole, said, section
 from .optimizers import optimizer_of
+from .targets import lora_targets
 
 _OPTIMIZER: Final = "adamw_torch_fused"
 _LENGTH: Final = 512
@@ -26,31 +37,62 @@ _MLP_TILES: Final = 4
 _ADAPTERS: Final = {"lora": False, "qlora": True}
 """Whether the base is packed in 4 bits unless a file says otherwise."""
 _TILED: Final = "logits are made in tiles, and never exist whole"
+_CHUNKED: Final = ("chunked_cross_entropy", "cut_cross_entropy", "liger_fused_linear_cross_entropy")
+_FUSED_LOSSES: Final = ("liger_cross_entropy", "flash_attn_cross_entropy")
+_LOSSES: Final = (*_CHUNKED, *_FUSED_LOSSES)
+_OFFLOADINGS: Final = ("legacy", "disk", "hidden_states")
+"""Values of ``activation_offloading`` beside true and false."""
+_NARROW_ATTENTIONS: Final = ("flash_attention", "flex_attention", "sage_attention", "xformers_attention")
+"""Older flags of attentions that take 16 bits alone."""
+_FSDP: Final = 1
+"""The version of FSDP where a file names none."""
 
 
-def read_axolotl(content: Mapping[str, Any], *, folder: Path | None = None) -> Reading:
+def read_axolotl(
+    content: Mapping[str, Any], *, folder: Path | None = None, optimizer: Optimizer | None = None
+) -> Reading:
     """What an axolotl configuration asks for; files that it names are looked for in ``folder``.
+
+    ``optimizer``: what somebody else names in the place of the file's.
 
     Raises PlanError, one message, if it contradicts itself or a plan, FileError if a file that it names cannot be read.
     """
     walk = Walk(AXOLOTL_KEYS, content)
+    plugins = _plugins(walk)
     lora, quantized = _adapter(walk)
-    others = _shared(walk, folder)
+    others = _shared(walk, folder, optimizer)
+    precision = _precision(walk, is_adapted=lora is not None, is_shared=bool(others))
     found: dict[str, Any] = {
         "model": walk.text("base_model_config") or walk.text("base_model"),
         **_step(walk),
         "sequence_length": walk.number("sequence_len", _LENGTH),
-        "optimizer": optimizer_of(walk, "optimizer", walk.text("optimizer", _OPTIMIZER)),
+        "optimizer": optimizer_of(walk, "optimizer", walk.text("optimizer", _OPTIMIZER), optimizer),
         "max_gradient_norm": walk.real("max_grad_norm", 1.0),
         "is_packed": walk.flag("sample_packing") or None,
         "lora": lora,
         "quantized": quantized,
         "split": Split.NOTHING,
         "num_ranks": _world(walk),
-        **_memory(walk),
+        **_memory(walk, is_adapted=lora is not None),
+        **_loss(walk, plugins),
         "attention_kernel": _attention(walk),
-        "precision": _precision(walk, is_adapted=lora is not None, is_shared=bool(others)),
+        **precision,
     }
+    _tell(walk, found)
+    _fused(walk, plugins)
+    if lora is not None:
+        _lora_kernels(walk, is_of_fsdp1=any(other.run.runtime in OF_FLAT_PARAMETERS for other in others))
+    elif found["split"] is Split.NOTHING and not others:
+        _wide_ends(walk, found, is_cut=_is_cut(walk, plugins))
+    for other in others:
+        fields = {name: getattr(other.run, name) for name in other.run.model_fields_set}
+        found |= {name: value for name, value in fields.items() if value is not None and name != "optimizer"}
+    found |= _degrees(walk, is_sharded=bool(others))
+    return walk.reading(said(found), other=tuple(others))
+
+
+def _tell(walk: Walk, found: Mapping[str, Any]) -> None:
+    """Note what keys of the step mean."""
     walk.means("base_model", "which model")
     walk.means("base_model_config", "which model, as its configuration has it")
     walk.means("sequence_len", "tokens of one row", usually=_LENGTH)
@@ -59,11 +101,8 @@ def read_axolotl(content: Mapping[str, Any], *, folder: Path | None = None) -> R
         walk.means("optimizer", f"stepped by {found['optimizer'].words}", usually=_OPTIMIZER)
     if found["is_packed"]:
         walk.means("sample_packing", "rows are several samples, end to end")
-    for other in others:
-        fields = {name: getattr(other.run, name) for name in other.run.model_fields_set}
-        found |= {name: value for name, value in fields.items() if value is not None and name != "optimizer"}
-    found |= _degrees(walk, is_sharded=bool(others))
-    return walk.reading(said(found), other=tuple(others))
+    elif not walk.flag("pad_to_sequence_len"):
+        _rows_end_early(walk)
 
 
 def _degrees(walk: Walk, *, is_sharded: bool) -> dict[str, Any]:
@@ -166,41 +205,137 @@ def _attention(walk: Walk) -> AttentionKernel | None:
     return attention_of(walk, "flash_attention", "flash_attention_2" if walk.flag("flash_attention") else None)
 
 
-def _memory(walk: Walk) -> dict[str, Any]:
+def _plugins(walk: Walk) -> Sequence[str]:
+    """The classes of all plugins that are listed, which may have keys of their own, or train otherwise."""
+    given = walk.value("plugins") or []
+    if not isinstance(given, list) or not all(isinstance(path, str) for path in given):
+        walk.refuse("plugins", "a list of classes by their paths")
+        return ()
+    names = [path.rpartition(".")[2] for path in given]
+    known = {*WITHOUT_EFFECT_PLUGINS, *LEFT_OUT_PLUGINS, *OTHER_PLUGINS}
+    for name in names:
+        if name in OTHER_PLUGINS:
+            walk.contradict(f"plugins lists {name}: {OTHER_PLUGINS[name]}. Leave it out.")
+        elif name in LEFT_OUT_PLUGINS:
+            walk.leaves_out("plugins", f"{name}: {LEFT_OUT_PLUGINS[name]}")
+    others = [path for path, name in zip(given, names, strict=True) if name not in known and not _is_ours(path)]
+    if others:
+        walk.leaves_out("plugins", f"{', '.join(others)} may change time and memory; not in the answer")
+    for key in OF_PLUGINS:
+        if walk.has(key) and not _is_read(key, names):
+            walk.means(key, f"nothing, as plugins does not list {OF_PLUGINS[key]}, which alone reads it")
+    return names
+
+
+def _is_ours(path: str) -> bool:
+    return path.partition(".")[0] == "protwin"
+
+
+def _is_read(key: str, plugins: Sequence[str]) -> bool:
+    return key not in OF_PLUGINS or OF_PLUGINS[key] in plugins
+
+
+def _fused(walk: Walk, plugins: Sequence[str]) -> None:
+    """Name kernels of plugins that are on, none of which a plan has."""
+    for key in OF_PLUGINS:
+        if key not in _LOSSES and _is_read(key, plugins) and walk.flag(key):
+            walk.leaves_out(key, FUSED)
+
+
+def _lora_kernels(walk: Walk, *, is_of_fsdp1: bool) -> None:
+    """Name fused kernels of adapters, which axolotl takes unless it is told not to, or cannot."""
+    stated = [key for key in LORA_KERNELS if walk.has(key)]
+    for key in stated:
+        if walk.flag(key):
+            walk.leaves_out(key, FUSED)
+    is_8bit = walk.text("adapter") == "lora" and walk.flag("load_in_8bit")
+    if not stated and not is_8bit and not walk.flag("trust_remote_code") and not is_of_fsdp1:
+        about = f"{FUSED}: axolotl turns all of {', '.join(LORA_KERNELS)} on where a file is silent"
+        walk.leaves_out(LORA_KERNELS[0], about, usually=True)
+
+
+def _rows_end_early(walk: Walk) -> None:
+    walk.leaves_out(
+        "pad_to_sequence_len",
+        "rows are as long as the longest sample of their batch; in the answer as long as sequence_len",
+        usually=False,
+    )
+
+
+def _wide_ends(walk: Walk, found: Mapping[str, Any], *, is_cut: bool) -> None:
+    """Name what axolotl widens to float32 for a training of all weights, unless a kernel needs 16 bits."""
+    attention = walk.value("attn_implementation")
+    is_cast = attention not in (None, "eager", "sdpa") or any(walk.content.get(key) for key in _NARROW_ATTENTIONS)
+    is_narrow = found["precision"] is not Precision.FLOAT32
+    if is_narrow and not is_cast and not is_cut:
+        about = "embeddings, head and norms are stepped in float32 beside it: more memory than in the answer"
+        walk.leaves_out("attn_implementation", about, usually="sdpa")
+
+
+def _memory(walk: Walk, *, is_adapted: bool) -> dict[str, Any]:
     """Recomputation, offloaded inputs, and what runs in tiles."""
-    given = walk.value("gradient_checkpointing")
-    offloads = given in ("offload", "offload_disk") or walk.flag("activation_offloading")
-    is_recomputed = given in ("offload", "offload_disk") or walk.flag("gradient_checkpointing")
+    given, offloading = walk.value("gradient_checkpointing"), walk.value("activation_offloading")
+    deprecated = {"offload": True, "offload_disk": "disk"}.get(given) if isinstance(given, str) else None
+    is_named = isinstance(offloading, str) and offloading in _OFFLOADINGS
+    offloads = deprecated is not None or is_named or walk.flag("activation_offloading")
+    is_recomputed = deprecated is not None or walk.flag("gradient_checkpointing")
     found: dict[str, Any] = {"checkpointing": Checkpointing.FULL if is_recomputed else Checkpointing.NONE}
     if walk.value("torch_compile") == AUTO or walk.flag("torch_compile"):
         walk.means("torch_compile", "the whole model is compiled by torch.compile")
         found["compiled"] = Compiled.MODEL
     if is_recomputed:
         walk.means("gradient_checkpointing", "every block is recomputed in backward")
-        found["recomputes_whole"] = recomputes_whole(walk)
+        found["recomputes_whole"] = recomputes_whole(walk, usually=not offloads or offloading == "legacy")
     if offloads and is_recomputed:
         found["offloads_inputs"] = True
-        walk.means("activation_offloading", "inputs of recomputed blocks go to the host")
+        _offloaded(walk, deprecated or offloading, is_adapted=is_adapted)
     elif offloads:
-        walk.leaves_out("activation_offloading", "saved activations go to the host: less memory, longer steps")
-    for key in ("chunked_cross_entropy", "cut_cross_entropy", "liger_fused_linear_cross_entropy"):
-        if walk.flag(key):
-            found["loss_head"] = LossHead.CHUNKED
-            walk.means(key, _TILED)
-    for key in ("liger_cross_entropy", "flash_attn_cross_entropy"):
-        if walk.flag(key) and "loss_head" not in found:
-            found["loss_head"] = LossHead.FUSED
-            walk.means(key, "the gradient of the logits takes their place")
-    tiles = walk.number("chunked_cross_entropy_num_chunks", _LOSS_TILES)
-    if found.get("loss_head") is LossHead.CHUNKED and tiles is not None:
-        found["loss_tiles"] = tiles
+        walk.contradict(
+            "activation_offloading moves inputs of recomputed blocks, but gradient_checkpointing is off, which axolotl "
+            "refuses. Write gradient_checkpointing: true."
+        )
     if walk.flag("tiled_mlp"):
         found["mlp_tiles"] = walk.number("tiled_mlp_num_shards", _MLP_TILES)
         walk.means("tiled_mlp", "MLPs run in tiles of tokens")
     return found
 
 
-def _shared(walk: Walk, folder: Path | None) -> list[Reading]:
+def _offloaded(walk: Walk, how: object, *, is_adapted: bool) -> None:
+    """What goes where: axolotl recomputes nothing of adapters whose activations go to the host."""
+    key = "activation_offloading" if walk.has("activation_offloading") else "gradient_checkpointing"
+    if key == "activation_offloading":
+        walk.means(key, "inputs of recomputed blocks go to the host")
+    if how == "disk":
+        walk.leaves_out(key, "they go to a file; in the answer to the host's memory")
+    if is_adapted and how in (True, "disk"):
+        walk.leaves_out(key, "all that is saved goes to the host, and nothing is recomputed; in the answer blocks are")
+
+
+def _is_cut(walk: Walk, plugins: Sequence[str]) -> bool:
+    return CUT_PLUGIN in plugins and ("cut_cross_entropy" not in walk.content or bool(walk.flag("cut_cross_entropy")))
+
+
+def _loss(walk: Walk, plugins: Sequence[str]) -> dict[str, Any]:
+    """How the loss is made of hidden states; listing a plugin is enough to turn its loss on."""
+    found: dict[str, Any] = {}
+    if _is_cut(walk, plugins) and "cut_cross_entropy" not in walk.content:
+        found["loss_head"] = LossHead.CHUNKED
+        walk.means("cut_cross_entropy", f"{_TILED}; {CUT_PLUGIN} turns it on", usually=True)
+    for key in _CHUNKED:
+        if _is_read(key, plugins) and walk.flag(key):
+            found["loss_head"] = LossHead.CHUNKED
+            walk.means(key, _TILED)
+    for key in _FUSED_LOSSES:
+        if _is_read(key, plugins) and walk.flag(key) and "loss_head" not in found:
+            found["loss_head"] = LossHead.FUSED
+            walk.means(key, "the gradient of the logits takes their place")
+    tiles = walk.number("chunked_cross_entropy_num_chunks", _LOSS_TILES)
+    if found.get("loss_head") is LossHead.CHUNKED and tiles is not None:
+        found["loss_tiles"] = tiles
+    return found
+
+
+def _shared(walk: Walk, folder: Path | None, optimizer: Optimizer | None) -> list[Reading]:
     """What FSDP or DeepSpeed is asked to do."""
     others: list[Reading] = []
     options = fsdp_options(walk)
@@ -209,17 +344,29 @@ def _shared(walk: Walk, folder: Path | None) -> list[Reading]:
         settings = section(walk, "fsdp_config", folder)
         walk.means("fsdp", "ranks have parameters in parts (FSDP)")
         walk.means("fsdp_version", "of FSDP")
-        version = {} if walk.value("fsdp_version") is None else {"fsdp_version": walk.value("fsdp_version")}
-        others.append(read_fsdp(options or [], version | dict(settings)))
+        version = walk.number("fsdp_version")
+        if version is None and not {"version", "fsdp_version"} & settings.keys():
+            walk.means("fsdp_version", "the first FSDP", usually=_FSDP)
+        others.append(read_fsdp(options or [], settings, version=version or _FSDP))
     if walk.value("deepspeed"):
         if others:
             walk.contradict("fsdp and deepspeed are both asked for. Leave one of the two out.")
         settings = section(walk, "deepspeed", folder)
-        others.append(read_deepspeed(settings, prefix="deepspeed.", by_transformers=True))
+        others.append(read_deepspeed(settings, prefix="deepspeed.", by_transformers=True, optimizer=optimizer))
     return others
 
 
-def _precision(walk: Walk, *, is_adapted: bool, is_shared: bool) -> Precision:
+def _precision(walk: Walk, *, is_adapted: bool, is_shared: bool) -> dict[str, Any]:
+    """Element types, and whether these are for the device to choose."""
+    precision = _stated_precision(walk, is_adapted=is_adapted, is_shared=is_shared)
+    if precision is Precision.FLOAT32 and walk.flag("tf32"):
+        walk.leaves_out("tf32", TF32)
+    stated = any(walk.has(key) for key in ("fp16", "float16", "bfloat16"))
+    is_open = precision is not Precision.FLOAT32 and walk.value("bf16", AUTO) == AUTO and not stated
+    return {"precision": precision, "follows_device": is_open or None}
+
+
+def _stated_precision(walk: Walk, *, is_adapted: bool, is_shared: bool) -> Precision:
     """Weights are loaded in the type that products compute in; FSDP and DeepSpeed step float32 masters of them."""
     brain = walk.value("bf16", AUTO)
     is_brain = brain in (AUTO, "full") or walk.flag("bf16") or walk.flag("bfloat16")

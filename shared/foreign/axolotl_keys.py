@@ -1,4 +1,4 @@
-"""What keys of an axolotl configuration do to time and memory (axolotl, utils/schemas)."""
+"""What keys of an axolotl configuration do to time and memory (axolotl 0.19, utils/schemas and integrations)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,39 @@ LIGER: Final = (
     "liger_swiglu",
     "liger_glu_activation",
 )
+LORA_KERNELS: Final = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
+CUT_PLUGIN: Final = "CutCrossEntropyPlugin"
+OF_PLUGINS: Final = {
+    "cut_cross_entropy": CUT_PLUGIN,
+    **dict.fromkeys((*LIGER, "liger_cross_entropy", "liger_fused_linear_cross_entropy"), "LigerPlugin"),
+    **dict.fromkeys(("use_scattermoe", "use_sonicmoe", "use_dsv4_kernels", "use_glm_dsa_kernels"), "KernelsPlugin"),
+}
+"""Keys that nobody reads unless ``plugins`` lists the plugin that has them in its arguments."""
+WITHOUT_EFFECT_PLUGINS: Final = frozenset(
+    {CUT_PLUGIN, "LigerPlugin", "KernelsPlugin", "SwanLabPlugin", "LMEvalPlugin", "ExpertParallelPlugin"}
+)
+"""Plugins that do nothing but what keys of their own say."""
+LEFT_OUT_PLUGINS: Final = {
+    "GrokfastPlugin": "averages of gradients are kept and added to them: as much memory as gradients, and more time",
+    "DenseMixerPlugin": "routers learn from all experts: steps take longer",
+    "LLMCompressorPlugin": "weights are compressed in training",
+}
+"""Plugins that change time or memory, and how."""
+OTHER_PLUGINS: Final = {
+    "KDPlugin": "it trains by another Trainer, with a teacher beside",
+    "DiffusionPlugin": "it trains by another Trainer, with masks and without causal attention",
+    "SpectrumPlugin": "it chooses a part of the model, which alone is trained",
+    "NemoGymPlugin": "it trains by another Trainer, which writes text",
+    "HatcheryPlugin": "another machine trains",
+}
+"""Plugins with which it is another training."""
 _READ: Final = [
+    *LORA_KERNELS,
+    *OF_PLUGINS,
+    "plugins",
+    "trust_remote_code",
+    "tf32",
+    "pad_to_sequence_len",
     "torch_compile",
     "base_model",
     "base_model_config",
@@ -47,9 +79,6 @@ _READ: Final = [
     "activation_offloading",
     "chunked_cross_entropy",
     "chunked_cross_entropy_num_chunks",
-    "cut_cross_entropy",
-    "liger_fused_linear_cross_entropy",
-    "liger_cross_entropy",
     "flash_attn_cross_entropy",
     "tiled_mlp",
     "tiled_mlp_num_shards",
@@ -62,30 +91,27 @@ _READ: Final = [
     "world_size",
     "peft_autocast_adapter_dtype",
 ]
-_FUSED: Final = "fused kernels take less time than the answer's, and hold less"
+FUSED: Final = "fused kernels take less time than the answer's, and hold less"
 _COMPILED: Final = "compilation is told more than in the answer: other kernels, other time"
 _FEWER: Final = "fewer weights are adapted than in the answer"
 _LEFT_OUT: Final = {
-    **dict.fromkeys(LIGER, LeftOut(_FUSED)),
     "deepcompile": LeftOut("compiled kernels and gathers take less time than the answer's"),
-    "lora_mlp_kernel": LeftOut(_FUSED),
-    "lora_qkv_kernel": LeftOut(_FUSED),
-    "lora_o_kernel": LeftOut(_FUSED),
-    "lora_embedding_kernel": LeftOut(_FUSED),
-    "flash_attn_fuse_mlp": LeftOut(_FUSED),
-    "flash_attn_rms_norm": LeftOut(_FUSED),
-    "use_kernels": LeftOut(_FUSED),
-    "fused_attn_kernel": LeftOut(_FUSED),
+    "flash_attn_fuse_mlp": LeftOut(FUSED),
+    "flash_attn_rms_norm": LeftOut(FUSED),
+    "use_kernels": LeftOut(FUSED),
+    "fused_attn_kernel": LeftOut(FUSED),
     "flex_attention": LeftOut("attention is FlexAttention's, which takes other time than the answer's"),
     "sage_attention": LeftOut("attention in 8 bits takes less time than the answer's"),
     "eager_attention": LeftOut("scores exist whole: attention takes more time and memory than in the answer"),
+    "flash_attn_fuse_qkv": LeftOut(FUSED),
+    "nvfp4_merge_aware": LeftOut("adapted weights are quantized in training as they will be merged: steps take longer"),
+    "llmcompressor": LeftOut("weights are compressed in training"),
     "s2_attention": LeftOut("attention within groups takes less time than the answer's"),
     "neftune_noise_alpha": LeftOut("noise is added to embeddings, one tensor of hidden states"),
     "noisy_embedding_alpha": LeftOut("noise is added to embeddings, one tensor of hidden states"),
     "torch_empty_cache_steps": LeftOut("cached segments are given back now and then: steps take longer"),
     "gc_steps": LeftOut("Python collects garbage in some steps"),
     "gc_collect_steps": LeftOut("Python collects garbage in some steps"),
-    "tf32": LeftOut("products of float32 weights run in TF32, which takes less time"),
     "fp8": LeftOut("products in float8 take less time than the answer's"),
     "relora": LeftOut("adapters are merged now and then"),
     "relora_steps": LeftOut("adapters are merged now and then"),
@@ -140,6 +166,7 @@ _LEFT_OUT: Final = {
 _OTHER_TRAINER: Final = Contradicts("it trains by another Trainer, with other models beside. Leave it out.")
 _CONTRADICTS: Final = {
     "rl": _OTHER_TRAINER,
+    "diffusion": _OTHER_TRAINER,
     "reward_model": _OTHER_TRAINER,
     "process_reward_model": _OTHER_TRAINER,
     "ebft": _OTHER_TRAINER,
@@ -167,7 +194,7 @@ _WITHOUT_EFFECT: Final = (
     "loss_watchdog_threshold loss_watchdog_patience fp8_config fp8_enable_fsdp_float8_all_gather "
     "excess_length_strategy eval_sequence_len min_sample_len max_prompt_len sample_packing_group_size "
     "sample_packing_bin_size sample_packing_sequentially sample_packing_mp_start_method eval_sample_packing "
-    "pad_to_sequence_len pad_to_multiple_of curriculum_sampling pose_split_on_token_ids pose_max_context_len "
+    "pad_to_multiple_of curriculum_sampling pose_split_on_token_ids pose_max_context_len "
     "pose_num_chunks pretrain_multipack_buffer_size pretrain_multipack_attn streaming streaming_multipack_buffer_size "
     "sdp_attention flex_attn_compile_kwargs flash_attn_d512 scaling_softmax scaling_softmax_factor "
     "scaling_softmax_bias eaft_alpha eaft_k tiled_mlp_use_original_mlp fp32_norm_classes fsdp_final_state_dict_type "
@@ -178,11 +205,11 @@ _WITHOUT_EFFECT: Final = (
     "kto_desirable_weight kto_undesirable_weight rl_beta low_cpu_mem_usage chat_template chat_template_jinja "
     "chat_template_kwargs eot_tokens default_system_message fix_untrained_tokens is_preprocess preprocess_iterable "
     "total_num_tokens total_supervised_tokens sample_packing_eff_est axolotl_config_path is_falcon_derived_model "
-    "is_llama_derived_model is_mistral_derived_model is_qwen_derived_model plugins generate_samples "
+    "is_llama_derived_model is_mistral_derived_model is_qwen_derived_model generate_samples "
     "num_generation_samples generation_max_new_tokens generation_temperature generation_top_p generation_top_k "
     "generation_prompt_ratio generation_do_sample capabilities env_capabilities cls_model_config tokenizer_config "
     "tokenizer_use_fast tokenizer_legacy tokenizer_use_mistral_common tokenizer_type processor_type processor_kwargs "
-    "tokenizer_save_jinja_files trust_remote_code experimental_skip_move_to_device model_quantization_config_kwargs "
+    "tokenizer_save_jinja_files experimental_skip_move_to_device model_quantization_config_kwargs "
     "output_dir hub_model_id hub_strategy hub_revision save_safetensors lora_model_dir lora_alpha lora_fan_in_fan_out "
     "lora_alpha_pattern peft peft_use_rslora peft_init_lora_weights peft_ensure_weight_tying "
     "qlora_sharded_model_loading lora_on_cpu loraplus_lr_ratio loraplus_lr_embedding merge_lora merge_method "
@@ -201,7 +228,9 @@ _WITHOUT_EFFECT: Final = (
     "otel_metrics_port use_trackio trackio_project_name trackio_run_name trackio_space_id image_size "
     "image_resize_algorithm role_boundaries max_packed_sequence_len rope_scaling eval_table_size eval_max_new_tokens "
     "type_of_model revision_of_model model_type tokenizer model_config liger_use_token_scaling liger_kernel_impl "
-    "dataset_prepared_hash hub_private_repo debug wandb_tags"
+    "dataset_prepared_hash hub_private_repo debug wandb_tags use_swanlab swanlab_project swanlab_experiment_name "
+    "swanlab_description swanlab_mode swanlab_log_completions eta_min adam_eps base_model_ignore_patterns "
+    "eval_table_max_new_tokens sample_packing_seq_len_multiplier"
 )
 
 AXOLOTL_KEYS: Final = KeyTable(

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ..methods.runtime_profile import Runtime
+from ..schema.optimizer import Optimizer
 from ..schema.workload import DType
 from .asked_run import Place, Precision, Reading, Split
 from .deepspeed_keys import DEEPSPEED_KEYS
@@ -37,6 +38,14 @@ _REDUCED: Final = {
     "float16": DType.FLOAT16,
 }
 _ZERO: Final = "zero_optimization"
+_WITHOUT_STAGE: Final = frozenset(
+    {
+        *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters"),
+        *("max_reuse_distance", "gather_16bit_weights_on_model_save", "module_granularity_threshold"),
+        *("use_all_reduce_for_fetch_params", "allgather_sequential", "partition_stream_chunk_size"),
+    }
+)
+"""Names of fields whose aliases begin with ``stage3_``."""
 _FOLLOWS: Final = "by transformers with the square of the model's hidden size"
 _FOLLOWS_AHEAD: Final = "by transformers with nine tenths of the square of the model's hidden size"
 _USUAL_NORM: Final = 1.0
@@ -48,18 +57,25 @@ _USUAL_THRESHOLD: Final = 10**6
 """Parameters of so many scalars are norms and biases; from here on matrices of small models would stay too."""
 
 
-def read_deepspeed(content: Mapping[str, Any], *, prefix: str = "", by_transformers: bool = False) -> Reading:
+def read_deepspeed(
+    content: Mapping[str, Any],
+    *,
+    prefix: str = "",
+    by_transformers: bool = False,
+    optimizer: Optimizer | None = None,
+) -> Reading:
     """What a DeepSpeed configuration asks for.
 
-    ``by_transformers``: whether it lies beside TrainingArguments, whose optimizer and norm count where it is silent.
+    ``by_transformers``: whether it lies beside TrainingArguments, whose optimizer and norm count where it is silent;
+    ``optimizer``: what somebody else names in the place of the file's.
     Raises PlanError, one message, if it contradicts itself or a plan.
     """
-    walk = Walk(DEEPSPEED_KEYS, content, prefix)
+    walk = Walk(DEEPSPEED_KEYS, _with_usual_names(content), prefix)
     found: dict[str, Any] = {
         "batch_size": walk.number("train_micro_batch_size_per_gpu"),
         "micro_batches": walk.number("gradient_accumulation_steps"),
         "global_batch_size": walk.number("train_batch_size"),
-        "optimizer": optimizer_of(walk, "optimizer.type", walk.text("optimizer.type")),
+        "optimizer": optimizer_of(walk, "optimizer.type", walk.text("optimizer.type"), optimizer),
         "precision": _precision(walk, by_transformers=by_transformers),
         **_zero(walk),
     }
@@ -73,6 +89,18 @@ def read_deepspeed(content: Mapping[str, Any], *, prefix: str = "", by_transform
     if found["optimizer"] is not None:
         walk.means("optimizer.type", f"stepped by {found['optimizer'].words}")
     return walk.reading(said(found))
+
+
+def _with_usual_names(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``content`` with the names that keys of ZeRO-3 are documented by; DeepSpeed takes them without ``stage3_`` too.
+
+    Source: ``DeepSpeedZeroConfig``, whose fields have these names as aliases (``populate_by_name``), version 0.19.
+    """
+    zero = content.get(_ZERO)
+    if not isinstance(zero, Mapping):
+        return content
+    found = {f"stage3_{name}" if name in _WITHOUT_STAGE else name: value for name, value in zero.items()}
+    return {**content, _ZERO: found}
 
 
 def _norm(walk: Walk, *, by_transformers: bool) -> float | None:

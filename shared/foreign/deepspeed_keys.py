@@ -72,6 +72,7 @@ _LEFT_OUT: Final = {
     f"{_ZERO}.stage3_allgather_sequential": LeftOut("gathers take longer than in the answer"),
     f"{_ZERO}.round_robin_gradients": LeftOut("ranks copy gradients to their hosts in turn"),
     f"{_ZERO}.memory_efficient_linear": LeftOut("linear maps save their weights for backward", (True,)),
+    f"{_ZERO}.sdma_allgather": LeftOut("gathers run on copy engines, and leave the device's units to computation"),
     f"{_ZERO}.zenflow": LeftOut("steps of the host are put off beside the next iterations"),
     f"{_ZERO}.offload_optimizer.ratio": LeftOut("a part of the state is stepped on the device", (1.0,)),
     f"{_ZERO}.offload_optimizer.super_offload": LeftOut("steps of the host are spread over the backward"),
@@ -97,6 +98,8 @@ _CONTRADICTS: Final = {
     "sequence_parallel_size": Contradicts(
         "its ranks share sequences by all-to-all exchanges, which no plan does. Set it to 1.", (1,)
     ),
+    "expert_parallel.enabled": Contradicts("no plan spreads experts over ranks. Leave it out."),
+    "expert_parallel.autoep_size": Contradicts("no plan spreads experts over ranks. Set it to 1.", (1,)),
     "pipeline.stages": Contradicts("no plan splits a whole model into stages. Leave it out.", (1, "auto")),
     "elasticity.enabled": Contradicts(
         "the batch then depends on the number of ranks. Write train_micro_batch_size_per_gpu in its place."
@@ -140,6 +143,7 @@ _WITHOUT_EFFECT: Final = (
     "amp",
     "torch_autocast",
     "pipeline",
+    "expert_parallel",
     "tensor_parallel",
     "activation_checkpointing",
     "bf16",
@@ -156,6 +160,8 @@ _WITHOUT_EFFECT: Final = (
     f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
     f"{_ZERO}.stage3_gather_fp16_weights_on_model_save",
     f"{_ZERO}.stage3_module_granularity_threshold",
+    f"{_ZERO}.stage3_partition_stream_chunk_size",
+    f"{_ZERO}.sdma_allgather_max_numel",
     f"{_ZERO}.ignore_unused_parameters",
     f"{_ZERO}.legacy_stage1",
     f"{_ZERO}.parameter_alignment",

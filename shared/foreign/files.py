@@ -13,6 +13,7 @@ from ..basics.documents import read_text, stated_once
 from ..basics.errors import FileError, PlanError, ProtwinError
 from ..basics.suggestions import listed
 from ..basics.units import format_bytes
+from ..schema.optimizer import Optimizer
 from .asked_run import Reading, Tool
 from .axolotl import read_axolotl
 from .deepspeed import read_deepspeed
@@ -71,6 +72,18 @@ _MARKS: Final[Mapping[Tool, frozenset[str]]] = {
 }
 """Keys that one tool alone has at the top of its files."""
 _ACCELERATE: Final = frozenset({"distributed_type", "compute_environment", "num_processes", "main_training_function"})
+_NOT_READ: Final[Mapping[str, frozenset[str]]] = {
+    "LLaMA-Factory": frozenset({"finetuning_type", "cutoff_len", "lora_target", "dataset_dir"}),
+    "open-instruct": frozenset({"use_slow_tokenizer", "with_tracking", "use_flash_attn", "use_qlora", "use_lora"}),
+    "nanotron": frozenset({"data_stages", "lighteval"}),
+    "LitGPT": frozenset({"checkpoint_dir", "out_dir", "lora_query", "lora_projection"}),
+    "ms-swift": frozenset({"tuner_type", "train_type", "sft_type", "tuner_backend", "rlhf_type"}),
+    "LLM Foundry": frozenset({"device_train_microbatch_size", "global_train_batch_size", "train_loader"}),
+    "NeMo": frozenset({"exp_manager"}),
+}
+"""Tools whose files share keys with those that are read, by keys that none of these has."""
+_COMPONENTS: Final = {"_component_": "torchtune", "_target_": "Hydra"}
+"""Who names classes in sections by such a key."""
 _SUFFIXES: Final = (".json", ".yaml", ".yml", ".toml")
 
 
@@ -152,11 +165,29 @@ def check_extent(found: Any, path: Path) -> None:
             waiting += [(value, depth + 1) for value in one]
 
 
+def _not_read(content: Mapping[str, Any]) -> tuple[str, list[str]] | None:
+    """The tool whose files are not read, and the keys by which this is one of it; None where it is none."""
+    for name, marks in _NOT_READ.items():
+        if found := sorted(marks & content.keys()):
+            return name, found
+    for section in content.values():
+        for key, name in _COMPONENTS.items():
+            if isinstance(section, Mapping) and key in section:
+                return name, [key]
+    return None
+
+
 def tool_of(content: Mapping[str, Any], path: Path) -> Tool:
     """Whose file it is, by its keys.
 
-    Raises PlanError if it could be nobody's, or as well one tool's as another's.
+    Raises PlanError if it could be nobody's, or as well one tool's as another's, or if it is one that is not read.
     """
+    if (other := _not_read(content)) is not None:
+        name, keys = other
+        raise PlanError(
+            f"{path} is a file of {name} (by {', '.join(keys[:3])}), which is not read. Write what it says as "
+            f"{Tool.TRAINING_ARGUMENTS.words}, or ask protwin search by its options."
+        )
     found = {tool: sorted(marks & content.keys()) for tool, marks in _MARKS.items()}
     most = max(len(keys) for keys in found.values())
     likely = [tool for tool, keys in found.items() if len(keys) == most]
@@ -184,24 +215,33 @@ def _all_words() -> str:
     return listed([tool.words for tool in Tool], "or")
 
 
-_READERS: Final[Mapping[Tool, Callable[[Mapping[str, Any], Path, Tool | None], Reading]]] = {
-    Tool.AXOLOTL: lambda content, folder, tool: read_axolotl(content, folder=folder),
-    Tool.TORCHTITAN: lambda content, folder, tool: read_torchtitan(content),
-    Tool.DEEPSPEED: lambda content, folder, tool: read_deepspeed(content),
-    Tool.TRAINING_ARGUMENTS: lambda content, folder, tool: read_training_arguments(content, folder=folder, tool=tool),
-    Tool.TRL: lambda content, folder, tool: read_training_arguments(content, folder=folder, tool=tool),
+_READERS: Final[Mapping[Tool, Callable[[Mapping[str, Any], Path, Tool | None, Optimizer | None], Reading]]] = {
+    Tool.AXOLOTL: lambda content, folder, _, optimizer: read_axolotl(content, folder=folder, optimizer=optimizer),
+    Tool.TORCHTITAN: lambda content, _, __, optimizer: read_torchtitan(content, optimizer=optimizer),
+    Tool.DEEPSPEED: lambda content, _, __, optimizer: read_deepspeed(content, optimizer=optimizer),
+    Tool.TRAINING_ARGUMENTS: lambda content, folder, tool, optimizer: read_training_arguments(
+        content, folder=folder, tool=tool, optimizer=optimizer
+    ),
+    Tool.TRL: lambda content, folder, tool, optimizer: read_training_arguments(
+        content, folder=folder, tool=tool, optimizer=optimizer
+    ),
 }
-"""From a file's content, its folder and the tool that somebody named, if any."""
+"""From a file's content, its folder, the tool and the optimizer that somebody named, if any."""
 
 
-def read_run(content: Mapping[str, Any], path: Path, tool: Tool | None = None) -> Reading:
-    """What the file at ``path``, of this content, asks for; ``tool``: whose it is, None to go by its keys.
+def read_run(
+    content: Mapping[str, Any], path: Path, tool: Tool | None = None, optimizer: Optimizer | None = None
+) -> Reading:
+    """What the file at ``path``, of this content, asks for.
+
+    ``tool``: whose it is, None to go by its keys; ``optimizer``: what stands in the place of its own, which then may be
+    one that no plan knows.
 
     Raises PlanError, one message that names the file, if it contradicts itself or a plan, or if nobody knows whose it
     is; FileError if a file that it names cannot be read.
     """
     named = tool or tool_of(content, path)
     try:
-        return _READERS[named](content, path.parent, tool)
+        return _READERS[named](content, path.parent, tool, optimizer)
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from error

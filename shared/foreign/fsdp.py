@@ -93,8 +93,8 @@ def fsdp_options(walk: Walk) -> list[str] | None:
     return found
 
 
-def read_fsdp(options: Sequence[str], config: Mapping[str, Any]) -> Reading:
-    """What FSDP is asked to do.
+def read_fsdp(options: Sequence[str], config: Mapping[str, Any], *, version: int | None = None) -> Reading:
+    """What FSDP is asked to do; ``version``: of FSDP, where ``config`` names none.
 
     Raises PlanError, one message, if it contradicts itself or a plan.
     """
@@ -116,7 +116,7 @@ def read_fsdp(options: Sequence[str], config: Mapping[str, Any]) -> Reading:
         walk.means("auto_wrap_policy", "each unit holds one block")
     elif wrap is not None:
         walk.leaves_out("auto_wrap_policy", "units are gathered otherwise; in the answer each holds one block")
-    found["runtime"] = _runtime(walk)
+    found["runtime"] = _runtime(walk, version)
     if found["runtime"] is not Runtime.FSDP2 and walk.has("use_orig_params"):
         found["frozen_apart"] = not walk.flag("use_orig_params")
         apart = "apart from trained ones: under reentrant checkpointing hooks hold the inputs of blocks"
@@ -124,9 +124,9 @@ def read_fsdp(options: Sequence[str], config: Mapping[str, Any]) -> Reading:
     return walk.reading(said(found))
 
 
-def _runtime(walk: Walk) -> Runtime:
-    """FSDP2, unless the file says 1 or has what FSDP1 alone takes."""
-    version = walk.number("version")
+def _runtime(walk: Walk, usual: int | None) -> Runtime:
+    """FSDP2, unless the file or its tool says 1, or the file has what FSDP1 alone takes."""
+    version = walk.number("version", usual)
     walk.means("version", "of FSDP")
     is_old = version == 1 or (version is None and any(walk.has(key) for key in _OF_THE_FIRST))
     if not is_old:

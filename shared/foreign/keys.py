@@ -13,14 +13,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
-from ..basics.errors import PlanError
+from ..basics.documents import read_text, stated_once
+from ..basics.errors import FileError, PlanError
 from ..basics.suggestions import listed
 from ..schema.hardware import AttentionKernel
 from .asked_run import AskedRun, KeyNote, KeyValue, Reading, Tool
 
 AUTO: Final = "auto"
+TF32: Final = "products of float32 weights run in TF32, which takes less time"
 _OFF: Final = (None, False, 0, "", "no", "none", "None", "false", "disabled")
 _LONGEST_VALUE: Final = 120
 
@@ -171,9 +174,9 @@ class Walk:
         elif usually is not None and self.value(key, usually) is usually:
             self.assumed.append(KeyNote(key=self.prefix + key, value=shown(usually), about=about))
 
-    def leaves_out(self, key: str, why: str) -> None:
-        """Note that a key that is read is left out for the value that it has."""
-        self.left_out.append(KeyNote(key=self.prefix + key, value=shown(self.value(key)), about=why))
+    def leaves_out(self, key: str, why: str, *, usually: Any = None) -> None:
+        """Note that a key that is read is left out for the value that it has, or the tool has in its place."""
+        self.left_out.append(KeyNote(key=self.prefix + key, value=shown(self.value(key, usually)), about=why))
 
     def refuse(self, key: str, wanted: str) -> None:
         """Note that a value is none of those that the tool takes."""
@@ -217,6 +220,8 @@ class Walk:
                     refused.setdefault(against.why, []).append(f"{named} is {shown(value)}")
             elif self.table.knows(key) or (key in self.table.sections and _is_off(value, ())):
                 silent.append(named)
+            elif value is None:
+                silent.append(named)  # whatever it is: no tool makes anything of null
             else:
                 unknown.append(KeyValue(key=named, value=shown(value)))
         # Keys of one kind share a reason, which is told once.
@@ -301,42 +306,24 @@ def _is_off(value: Any, off: tuple[Any, ...]) -> bool:
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in (*_OFF, *off))
 
 
-def recomputes_whole(walk: Walk) -> bool:
-    """Whether reentrant checkpointing is asked for, as transformers 5 and axolotl take it."""
+def recomputes_whole(walk: Walk, *, usually: bool = False) -> bool:
+    """Whether reentrant checkpointing is asked for; ``usually``: what the tool has without the key.
+
+    Transformers 5 and TRL have none.  A section that does not say has PyTorch's choice, as transformers 5 makes it.
+    """
     key = "gradient_checkpointing_kwargs"
     given = walk.value(key)
     if given is not None and not isinstance(given, Mapping):
         walk.refuse(key, "a section of keys such as use_reentrant")
         return False
+    if given is None and usually:
+        walk.means(key, "blocks are recomputed to their end", usually={"use_reentrant": True})
     if given is None or not isinstance(given.get("use_reentrant"), bool):
-        return False
+        return given is None and usually
     is_reentrant: bool = given["use_reentrant"]
     end = "to their end" if is_reentrant else "up to what backward reads"
     walk.means(key, f"blocks are recomputed {end}")
     return is_reentrant
-
-
-_USUAL_TARGETS: Final = ("q_proj", "v_proj")
-"""Of PEFT, for most models, where nobody says."""
-
-
-def lora_targets(walk: Walk) -> tuple[str, ...]:
-    """The linear maps that get adapters, as axolotl and TRL name them; none: all of a block."""
-    given = walk.value("lora_target_modules")
-    if given is None:
-        walk.means("lora_target_modules", "the maps that are adapted, by PEFT", usually=list(_USUAL_TARGETS))
-        return _USUAL_TARGETS
-    names = [given] if isinstance(given, str) else given
-    if names == ["all-linear"]:
-        return ()
-    if not isinstance(names, list) or not all(isinstance(name, str) and name.isidentifier() for name in names):
-        walk.contradict(
-            "lora_target_modules is no list of plain names, and patterns are not read. Write such a list, or "
-            "all-linear."
-        )
-        return ()
-    walk.means("lora_target_modules", "the linear maps that are adapted")
-    return tuple(names)
 
 
 _KERNELS: Final = {"flash_attention_2": AttentionKernel.FLASH_2, "flash_attention_3": AttentionKernel.FLASH_3}
@@ -353,3 +340,33 @@ def attention_of(walk: Walk, key: str, given: Any) -> AttentionKernel | None:
     else:
         walk.means(key, f"attention is computed by {kernel}")
     return kernel
+
+
+def section(walk: Walk, key: str, folder: Path | None) -> Mapping[str, Any]:
+    """The section at ``key``, of the file itself or of one that it names, in ``folder``; empty where there is none.
+
+    Raises FileError if the file that is named cannot be read.
+    """
+    given = walk.value(key)
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        walk.opened.add(key)
+        return given
+    if not isinstance(given, str):
+        walk.refuse(key, "a section, or the path of its JSON file")
+        return {}
+    path = next((one for one in ((folder or Path()) / given, Path(given)) if one.is_file()), None)
+    if path is None:
+        place = (folder or Path()) / given
+        raise FileError(
+            f"{key} is {shown(given)}, and there is no file {place}. Put it there, or its content in place."
+        )
+    try:
+        found = json.loads(read_text(path), object_pairs_hook=stated_once)
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{path}, which {key} names, is no JSON: {error}.") from error
+    if not isinstance(found, Mapping):
+        raise FileError(f"{path}, which {key} names, holds a {type(found).__name__}, where a section belongs.")
+    walk.means(key, "read of that file")
+    return found

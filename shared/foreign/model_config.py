@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ..phases.quantization import LATEST_RELEASE, PackedProducts, Quantization, QuantizedType
+from ..schema.hardware import AttentionKernel
 from ..schema.training_options import LoraOptions, QuantizationOptions
 from .asked_run import Precision
-from .keys import Walk, attention_of, lora_targets, one_of, shown
+from .keys import Walk, attention_of, one_of, shown
+from .targets import lora_targets
 
 _RANK: Final = 16
 _DROPOUT: Final = 0.05
@@ -37,6 +39,9 @@ def read_model_config(walk: Walk) -> dict[str, Any]:
     if walk.has("attn_implementation"):
         key = "attn_implementation"
         found["attention_kernel"] = attention_of(walk, key, walk.value(key))
+    elif walk.flag("use_flash_attention_2"):
+        found["attention_kernel"] = AttentionKernel.FLASH_2
+        walk.means("use_flash_attention_2", f"attention is computed by {AttentionKernel.FLASH_2}")
     is_4bit, is_8bit = bool(walk.flag("load_in_4bit")), bool(walk.flag("load_in_8bit"))
     if walk.flag("use_peft"):
         return found | _adapters(walk) | _packed(walk, is_4bit=is_4bit, is_8bit=is_8bit)

@@ -29,6 +29,10 @@ _SAME: Final = {
 _ALIKE: Final = {
     "adamw_apex_fused": (Optimizer.ADAMW, "apex's kernel takes about the time of torch's fused one"),
     "adamw_torch_8bit": (Optimizer.ADAMW_8BIT, "torchao's 8-bit AdamW is answered as that of bitsandbytes"),
+    "adamw_torch_4bit": (
+        Optimizer.ADAMW_8BIT,
+        "moments of 4 bits are answered as those of 8 bits: they take half as much memory there",
+    ),
     "adamw_torch_xla": (Optimizer.ADAMW, "XLA's device is not one of the catalogue's"),
     "adamw_torch_npu_fused": (Optimizer.ADAMW, "an NPU is not one of the catalogue's devices"),
     "paged_adamw_32bit": (
@@ -47,10 +51,10 @@ _ALIKE: Final = {
 """Those that are answered by another one's state and step, and what that leaves out."""
 
 
-def optimizer_of(walk: Walk, key: str, name: str | None) -> Optimizer | None:
+def optimizer_of(walk: Walk, key: str, name: str | None, instead: Optimizer | None = None) -> Optimizer | None:
     """The optimizer that a file names at ``key``; None where it names none.
 
-    Notes a contradiction where plans have none that keeps as much.
+    Notes a contradiction where plans have none that keeps as much, and nobody names one ``instead``.
     """
     if name is None:
         return None
@@ -61,6 +65,9 @@ def optimizer_of(walk: Walk, key: str, name: str | None) -> Optimizer | None:
         optimizer, about = _ALIKE[lowered]
         walk.leaves_out(key, about)
         return optimizer
+    if instead is not None:
+        walk.means(key, f"no plan knows what it keeps beside weights; {instead.words} is asked about in its place")
+        return None
     walk.contradict(
         f"{walk.prefix}{key} is {shown(name)}, and no plan knows what it keeps beside weights. Ask with another one: "
         f"--optimizer adamw."

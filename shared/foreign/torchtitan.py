@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from ..methods.runtime_profile import Runtime
 from ..phases.tiling import LossHead
+from ..schema.optimizer import Optimizer
 from ..schema.workload import Compiled, DType, Float8, Float8Gather
 from .asked_run import Checkpointing, Place, Precision, Reading, Split
 from .keys import Walk, one_of, said
@@ -56,8 +57,11 @@ _AHEAD: Final = "precompute_float8_dynamic_scale_for_fsdp"
 _RECIPES: Final = {"tensorwise": Float8.TENSORWISE, "rowwise": Float8.ROWWISE}
 
 
-def read_torchtitan(content: Mapping[str, Any]) -> Reading:
-    """What a file of torchtitan asks for.  Raises PlanError, one message, if it contradicts itself or a plan."""
+def read_torchtitan(content: Mapping[str, Any], *, optimizer: Optimizer | None = None) -> Reading:
+    """What a file of torchtitan asks for; ``optimizer``: what somebody else names in the place of the file's.
+
+    Raises PlanError, one message, if it contradicts itself or a plan.
+    """
     walk = Walk(TORCHTITAN_KEYS, content)
     ranks = _ranks(walk)
     is_sharded = ranks["split"] is not Split.NOTHING
@@ -66,7 +70,7 @@ def read_torchtitan(content: Mapping[str, Any]) -> Reading:
         **_batch(walk),
         "sequence_length": walk.number("training.seq_len", _LENGTH),
         "max_gradient_norm": walk.real("training.max_norm", 1.0),
-        "optimizer": optimizer_of(walk, "optimizer.name", walk.text("optimizer.name", "AdamW")),
+        "optimizer": optimizer_of(walk, "optimizer.name", walk.text("optimizer.name", "AdamW"), optimizer),
         **ranks,
         **_checkpointing(walk),
         "precision": _precision(walk, is_sharded=is_sharded),

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..phases.tiling import LossHead
+from ..schema.optimizer import Optimizer
 from ..schema.workload import Compiled
 from .asked_run import AskedRun, Checkpointing, Precision, Reading, Split, Tool
 from .deepspeed import read_deepspeed
 from .fsdp import fsdp_options, read_fsdp
-from .keys import Walk, recomputes_whole, said, shown
+from .keys import TF32, Walk, recomputes_whole, said, section, shown
 from .model_config import read_model_config, read_weights
-from .named_files import section
 from .optimizers import optimizer_of
 from .training_arguments_keys import TRAINING_ARGUMENTS_KEYS, TRL_KEYS
 
@@ -45,11 +45,15 @@ NESTED: Final = "training_args"
 
 
 def read_training_arguments(
-    content: Mapping[str, Any], *, folder: Path | None = None, tool: Tool | None = None
+    content: Mapping[str, Any],
+    *,
+    folder: Path | None = None,
+    tool: Tool | None = None,
+    optimizer: Optimizer | None = None,
 ) -> Reading:
     """What TrainingArguments ask for; files that they name are looked for in ``folder``.
 
-    ``tool``: whose they are, None to go by their keys.
+    ``tool``: whose they are, None to go by their keys; ``optimizer``: what somebody else names in the place of theirs.
 
     Raises PlanError, one message, if they contradict themselves or a plan, FileError if a file that they name cannot be
     read.
@@ -64,7 +68,7 @@ def read_training_arguments(
         "batch_size": walk.number("per_device_train_batch_size", _BATCH_SIZE),
         "micro_batches": walk.number("gradient_accumulation_steps", 1),
         "max_gradient_norm": walk.real("max_grad_norm", 1.0),
-        "optimizer": optimizer_of(walk, "optim", walk.text("optim", _OPTIMIZER)),
+        "optimizer": optimizer_of(walk, "optim", walk.text("optim", _OPTIMIZER), optimizer),
         "split": Split.NOTHING,
         **_memory(walk, is_sft=is_sft),
         **_rows(walk, is_sft=is_sft),
@@ -78,16 +82,10 @@ def read_training_arguments(
     walk.means("max_grad_norm", "limit of the norm of all gradients together; 0 for none", usually=1.0)
     if found["optimizer"] is not None:
         walk.means("optim", f"stepped by {found['optimizer'].words}", usually=_OPTIMIZER)
-    others: list[Reading] = []
-    if (options := fsdp_options(walk)) is not None:
-        config = section(walk, "fsdp_config", folder)
-        walk.means("fsdp", "ranks have parameters in parts (FSDP)")
-        others.append(read_fsdp(options, config))
-    if walk.value("deepspeed"):
-        if others:
-            walk.contradict("fsdp and deepspeed are both asked for. Leave one of the two out.")
-        others.append(read_deepspeed(section(walk, "deepspeed", folder), prefix="deepspeed.", by_transformers=True))
+    others = _shared(walk, folder, optimizer)
     precision = _precision(walk, others, is_sft=is_sft)
+    if precision is Precision.FLOAT32 and walk.flag("tf32"):
+        walk.leaves_out("tf32", TF32)
     found |= read_weights(
         walk,
         precision,
@@ -102,6 +100,21 @@ def read_training_arguments(
         run = said({name: getattr(run, name) for name in run.model_fields_set} | _not_none(beside))
     is_open = tool is None and not is_sft and walk.has(_OF_BOTH)
     return walk.reading(run, other=tuple(others), could_be=Tool.TRL if is_open else None)
+
+
+def _shared(walk: Walk, folder: Path | None, optimizer: Optimizer | None) -> list[Reading]:
+    """What FSDP or DeepSpeed is asked to do."""
+    others: list[Reading] = []
+    if (options := fsdp_options(walk)) is not None:
+        config = section(walk, "fsdp_config", folder)
+        walk.means("fsdp", "ranks have parameters in parts (FSDP)")
+        others.append(read_fsdp(options, config))
+    if walk.value("deepspeed"):
+        if others:
+            walk.contradict("fsdp and deepspeed are both asked for. Leave one of the two out.")
+        settings = section(walk, "deepspeed", folder)
+        others.append(read_deepspeed(settings, prefix="deepspeed.", by_transformers=True, optimizer=optimizer))
+    return others
 
 
 def _not_none(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,8 @@ _READ: Final = (
     "loss_type",
     "model_name_or_path",
     "attn_implementation",
+    "use_flash_attention_2",
+    "tf32",
     "dtype",
     "torch_dtype",
     "use_peft",
@@ -50,7 +52,6 @@ _READ: Final = (
     "use_bnb_nested_quant",
 )
 _LEFT_OUT: Final = {
-    "tf32": LeftOut("products of float32 weights run in TF32, which takes less time", (True,)),
     "neftune_noise_alpha": LeftOut("noise is added to embeddings, one tensor of hidden states"),
     "torch_empty_cache_steps": LeftOut("cached segments are given back now and then: less is held, steps take longer"),
     "label_smoothing_factor": LeftOut("the loss reads logits once more"),
@@ -99,6 +100,14 @@ _CONTRADICTS: Final = {
     "use_mps_device": Contradicts("Apple's devices are none of the catalogue's. Leave it out."),
 }
 _WITHOUT_EFFECT: Final = [
+    "chat_template",
+    "dataset_mixer",
+    "dataset_mixture",
+    "dataset_splits",
+    "dataset_configs",
+    "preprocessing_num_workers",
+    "hub_model_revision",
+    "push_to_hub_revision",
     "lora_alpha",
     "lora_task_type",
     "use_rslora",

@@ -38,6 +38,12 @@ _DTYPES: Final = {
     Precision.AUTOCAST_FLOAT16: DType.FLOAT16,
     Precision.PURE_BFLOAT16: DType.BFLOAT16,
 }
+_WITHOUT_BFLOAT16: Final = {
+    Precision.MIXED_BFLOAT16: Precision.MIXED_FLOAT16,
+    Precision.AUTOCAST_BFLOAT16: Precision.AUTOCAST_FLOAT16,
+    Precision.PURE_BFLOAT16: Precision.AUTOCAST_FLOAT16,
+}
+"""Element types on devices that lack it; no optimizer steps float16 weights."""
 _AUTOCAST: Final = (Precision.AUTOCAST_BFLOAT16, Precision.AUTOCAST_FLOAT16)
 
 
@@ -261,7 +267,7 @@ def _merged(run: AskedRun, said: Said, notes: list[str]) -> AskedRun:
         notes.append(f"steps of {run.global_batch_size:,} samples, as the file has them, are no longer asked about.")
     if said.dtype is not None:
         halves = {DType.BFLOAT16: Precision.MIXED_BFLOAT16, DType.FLOAT16: Precision.MIXED_FLOAT16}
-        changed["is_as_published"] = False
+        changed |= {"is_as_published": False, "follows_device": False}
         changed["precision"] = halves.get(choose_dtype(None, said.dtype, None).dtype, Precision.FLOAT32)
     return run.model_copy(update=changed)
 
@@ -382,9 +388,13 @@ def _batch(run: AskedRun, num_ranks: int, notes: list[str], file: str) -> tuple[
 
 
 def _precision(run: AskedRun, machine: Hardware, notes: list[str]) -> Precision:
+    device = machine.device
+    if run.follows_device and run.precision in _WITHOUT_BFLOAT16 and not computes_in(device, DType.BFLOAT16):
+        found = _WITHOUT_BFLOAT16[run.precision]
+        notes.append(f"element types: {found}, since {device.name} has no matrix units for bfloat16.")
+        return found
     if run.precision is not None:
         return run.precision
-    device = machine.device
     if computes_in(device, DType.BFLOAT16):
         found = Precision.MIXED_BFLOAT16
     else:

@@ -28,6 +28,8 @@ from tests.shared.foreign.writers import (
 
 yaml = pytest.importorskip("yaml")
 MODEL = "base_model: llama-3-8b\n"
+PADDED = {"base_model": "a", "pad_to_sequence_len": True, "flash_attention": True}
+"""An axolotl file of which nothing is left out."""
 
 
 def read(folder: Path, name: str, text: str | bytes) -> Reading:
@@ -53,6 +55,7 @@ def read(folder: Path, name: str, text: str | bytes) -> Reading:
         ("a.yml", MODEL + "deepspeed: twice.json\n", "'stage' is stated more than once"),
         ("a.yml", b"\xff\xfe\x00", "no UTF-8"),
         ("a.yml", "", "holds nothing"),
+        ("a.yml", MODEL + "plugins: 3\n", "plugins is 3, where a list of classes"),
         ("a.yml", MODEL + "dp_shard_size: 4\n", "nothing says how ranks have parts"),
         ("a.yml", MODEL + "adapter: lora\nlora_r: 8\nlora_dropout: 5\n", "lora_dropout is 5, where a part from 0 to 1"),
         ("a.yml", MODEL + "gradient_checkpointing: true\ngradient_checkpointing_kwargs: true\n", "a section of keys"),
@@ -108,12 +111,11 @@ def test_keys_that_json_cannot_have_are_told(tmp_path: Path) -> None:
         ("a.json", {"zero_optimization": {"stage": 3}, "aio": {"queue_depth": 1}}, []),
         (
             "a.yml",
-            {"base_model": "a", "adapter": "lora", "lora_r": 8, "peft_autocast_adapter_dtype": False},
+            PADDED | {"adapter": "lora", "lora_r": 8, "lora_o_kernel": False, "peft_autocast_adapter_dtype": False},
             ["peft"],
         ),
-        ("a.yml", {"base_model": "a", "overrides_of_model_config": {"num_hidden_layers": 4}}, ["overrides_of_model"]),
-        ("a.yml", {"base_model": "a", "torch_compile": True, "torch_compile_backend": "inductor"}, []),
-        ("a.yml", {"base_model": "a", "plugins": 3}, []),
+        ("a.yml", PADDED | {"overrides_of_model_config": {"num_hidden_layers": 4}}, ["overrides_of_model"]),
+        ("a.yml", PADDED | {"torch_compile": True, "torch_compile_backend": "inductor"}, []),
         (
             "a.toml",
             {

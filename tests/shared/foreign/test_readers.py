@@ -253,7 +253,13 @@ def test_what_training_arguments_cannot_ask_for_is_one_message(content: dict[str
         ({"gptq": True, "adapter": "lora", "load_in_8bit": True, "lora_r": 4}, "packed already"),
         ({"adapter": "lora"}, "adapter is lora, and has no rank"),
         ({"adapter": "prompt", "lora_r": 4}, "Choose from lora, qlora"),
-        ({"adapter": "lora", "lora_r": 4, "lora_target_modules": "layers.*q"}, "no list of plain names"),
+        ({"adapter": "lora", "lora_r": 4, "lora_target_modules": "layers.*q"}, "not clear what maps"),
+        ({"adapter": "lora", "lora_r": 4, "lora_target_modules": "(q|v)_proj["}, "not clear what maps"),
+        ({"adapter": "lora", "lora_r": 4, "lora_target_modules": "(?!k)._proj"}, "not clear what maps"),
+        ({"adapter": "lora", "lora_r": 4, "lora_target_modules": []}, "no list of names"),
+        ({"plugins": ["axolotl.integrations.spectrum.SpectrumPlugin"]}, "it chooses a part of the model"),
+        ({"activation_offloading": "legacy"}, "gradient_checkpointing is off"),
+        ({"activation_offloading": "tape", "gradient_checkpointing": True}, "activation_offloading is"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
         ({"optimizer": "muon"}, 'optimizer is "muon"'),
         ({"bf16": True, "fp16": True}, "bf16 and fp16 are both asked for"),
@@ -271,7 +277,9 @@ def test_what_an_axolotl_configuration_cannot_ask_for_is_one_message(content: di
 
 def test_what_compilers_and_fused_kernels_spare_is_named() -> None:
     content = {"base_model": "gpt2", "torch_compile": True, "liger_rms_norm": True, "lora_mlp_kernel": False}
-    reading = read_axolotl(content)
+    content |= {"pad_to_sequence_len": True, "flash_attention": True}
+    assert read_axolotl(content).left_out == (), "no plugin reads the key"
+    reading = read_axolotl(content | {"plugins": ["axolotl.integrations.liger.LigerPlugin"]})
     assert [note.key for note in reading.left_out] == ["liger_rms_norm"]
     assert reading.run.compiled is Compiled.MODEL
     assert read_axolotl({"base_model": "gpt2", "torch_compile": False}).run.compiled is None

@@ -108,7 +108,7 @@ def test_scripts_are_read_as_they_were_drawn(seed: int) -> None:
     ("more", "words"),
     [
         ({"use_peft": False, "load_in_8bit": True}, "nothing is trained without an adapter"),
-        ({"lora_target_modules": ["q_proj", ".*_proj"]}, "no list of plain names"),
+        ({"lora_target_modules": ["q_proj", ".*_proj"]}, "patterns in lists are not read"),
     ],
 )
 def test_what_is_no_training_or_no_list_of_maps_is_refused(more: dict[str, Any], words: str) -> None:

@@ -276,12 +276,19 @@ def axolotl_run(rng: random.Random) -> AskedRun:
         fields["runtime"] = rng.choice([Runtime.FSDP, Runtime.FSDP_BACKWARD_POST, Runtime.FSDP2])
     if fields["checkpointing"] is Checkpointing.FULL:
         fields["offloads_inputs"] = rng.choice([True, None])
+        # axolotl recomputes to the end unless it is told otherwise, or the inputs go to the host.
+        fields["recomputes_whole"] = not fields["offloads_inputs"] and rng.random() < 0.5
+    if fields["precision"] is Precision.PURE_BFLOAT16:
+        # Without an attention in 16 bits the ends of the model are widened, which the answer leaves out.
+        fields["attention_kernel"] = rng.choice([AttentionKernel.FLASH_2, AttentionKernel.FLASH_3])
+    if fields["precision"] is not Precision.FLOAT32:
+        fields["follows_device"] = rng.choice([True, None])
     if fields["loss_head"] is LossHead.CHUNKED:
         fields["loss_tiles"] = rng.choice([8, 4])
     if is_adapted:
         fields["lora"] = LoraOptions(
             rank=rng.choice([8, 64]),
-            targets=rng.choice([(), ("q_proj", "v_proj"), ("k_proj",)]),
+            targets=rng.choice([(), ("q_proj", "v_proj"), ("k_proj",), ("self_attn.o_proj", "mlp.up_proj")]),
             dropout=rng.choice([0.0, 0.05]),
             use_dora=rng.random() < 0.2,
         )
@@ -304,11 +311,13 @@ def axolotl(run: AskedRun, rng: random.Random) -> dict[str, Any]:
         "micro_batch_size": run.batch_size,
         "sequence_len": run.sequence_length,
         "sample_packing": run.is_packed,
-        "bf16": False if run.precision is Precision.FLOAT32 else rng.choice(["auto", True]),
+        "bf16": "auto" if run.follows_device else run.precision is not Precision.FLOAT32,
         "optimizer": {"adamw": "adamw_torch", "lion": "lion_32bit", "adamw-8bit": "adamw_8bit"}[str(run.optimizer)],
         "max_grad_norm": run.max_gradient_norm,
         "gradient_checkpointing": run.checkpointing is Checkpointing.FULL,
+        "pad_to_sequence_len": True,
         "datasets": [{"path": "a", "type": "alpaca"}],
+        "plugins": ["axolotl.integrations.kernels.KernelsPlugin"],
     }
     if rng.random() < 0.5:
         content["gradient_accumulation_steps"] = run.micro_batches
@@ -320,16 +329,45 @@ def axolotl(run: AskedRun, rng: random.Random) -> dict[str, Any]:
         names = {AttentionKernel.FLASH_2: "flash_attention_2", AttentionKernel.FLASH_3: "flash_attention_3"}
         content["attn_implementation"] = "sdpa" if run.attention_kernel is None else names[run.attention_kernel]
     if run.offloads_inputs:
-        content |= rng.choice([{"gradient_checkpointing": "offload"}, {"activation_offloading": True}])
+        ways_off: list[dict[str, Any]] = [{"gradient_checkpointing": "offload"}, {"activation_offloading": True}]
+        # With adapters those recompute nothing, which the answer leaves out.
+        content |= rng.choice(ways_off) if run.lora is None else {"activation_offloading": "hidden_states"}
+    elif run.checkpointing is Checkpointing.FULL and (not run.recomputes_whole or rng.random() < 0.5):
+        content["gradient_checkpointing_kwargs"] = {"use_reentrant": run.recomputes_whole}
+    liger, cut = (
+        "axolotl.integrations.liger.LigerPlugin",
+        "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin",
+    )
     if run.loss_head is LossHead.FUSED:
-        content[rng.choice(["liger_cross_entropy", "flash_attn_cross_entropy"])] = True
-    if run.loss_head is LossHead.CHUNKED:
+        content |= rng.choice([{"liger_cross_entropy": True}, {"flash_attn_cross_entropy": True}])
+        content["plugins"] += [liger] * ("liger_cross_entropy" in content)
+    elif run.loss_head is LossHead.CHUNKED:
         content["chunked_cross_entropy_num_chunks"] = run.loss_tiles
-        content[rng.choice(["chunked_cross_entropy", "cut_cross_entropy", "liger_fused_linear_cross_entropy"])] = True
+        key, plugins = rng.choice(
+            [("chunked_cross_entropy", []), ("cut_cross_entropy", [cut]), ("liger_fused_linear_cross_entropy", [liger])]
+        )
+        content["plugins"] += plugins
+        if plugins != [cut] or rng.random() < 0.5:
+            content[key] = True
+    elif rng.random() < 0.5:
+        # Without its plugin nobody reads a key of it; and what a plugin turns on may be turned off.
+        content |= rng.choice(
+            [
+                {"cut_cross_entropy": True},
+                {"liger_rms_norm": True, "liger_cross_entropy": True},
+                {"plugins": [*content["plugins"], cut], "cut_cross_entropy": False},
+            ]
+        )
     if run.lora is not None:
+        content["lora_mlp_kernel"] = False
         content |= {"adapter": "lora", "lora_r": run.lora.rank, "lora_alpha": 16, "lora_dropout": run.lora.dropout}
         content["peft_use_dora"] = run.lora.use_dora
-        content |= {"lora_target_modules": list(run.lora.targets)} if run.lora.targets else {"lora_target_linear": True}
+        if not run.lora.targets:
+            content |= rng.choice([{"lora_target_linear": True}, {"lora_target_modules": "all-linear"}])
+        elif run.lora.targets == ("q_proj", "v_proj") and rng.random() < 0.5:
+            content["lora_target_modules"] = r"model.layers.[\d]+.(self_attn|cross_attn).(q|v)_proj"
+        else:
+            content["lora_target_modules"] = list(run.lora.targets)
         if run.quantized is not None:
             ways: dict[QuantizedType, list[dict[str, Any]]] = {
                 QuantizedType.INT8: [{"load_in_8bit": True}],
@@ -343,11 +381,15 @@ def axolotl(run: AskedRun, rng: random.Random) -> dict[str, Any]:
         offloads = run.parameters_on is Place.HOST
         if run.runtime is Runtime.FSDP2:
             reshards = {"reshard_after_forward": run.split is Split.PARAMETERS, "offload_params": offloads}
-            ways_on: list[dict[str, Any]] = [{"fsdp": ["full_shard", "auto_wrap"]}, {"fsdp_version": 2}]
-            content |= {"fsdp_config": reshards} | rng.choice(ways_on)
+            ways_on: list[dict[str, Any]] = [
+                {"fsdp": ["full_shard"], "fsdp_config": reshards, "fsdp_version": 2},
+                {"fsdp_config": reshards | {rng.choice(["fsdp_version", "version"]): 2}},
+            ]
+            content |= rng.choice(ways_on)
         else:
             post = run.runtime is Runtime.FSDP_BACKWARD_POST
-            content["fsdp"] = ["full_shard", "auto_wrap"]
+            # axolotl pins the first FSDP where a file names no version.
+            content |= rng.choice([{"fsdp": ["full_shard", "auto_wrap"]}, {"fsdp_version": 1}, {}])
             content["fsdp_config"] = {
                 "fsdp_sharding_strategy": strategies[run.split],
                 "fsdp_offload_params": offloads,
