@@ -32,6 +32,9 @@ _SECOND_UNITS: Final = {"": 0, "s": 0, "ms": -3, "us": -6, "µs": -6, "μs": -6,
 _COUNT: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)([eE][+-]?[0-9]{1,3})?\s*([kKmMbBgGtT]?)\s*")
 _COUNT_UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 _MOST_COUNTED: Final = 10**18
+_TOKENS: Final = re.compile(r"\s*([0-9]{1,20})\s*([kKmM]?)\s*", re.ASCII)
+_TOKEN_UNITS: Final = {"": 1, "K": 2**10, "M": 2**20}
+"""Lengths of sequences are counted in powers of two: 8k are 8,192 tokens."""
 _EXACT: Final = Context(prec=40, traps=[])
 """Numbers of up to 40 digits are exact, and those that are far too large are infinite: neither takes time."""
 _END_BYTES: Final = 2**62
@@ -68,6 +71,12 @@ def parse_count(text: str) -> int:
     if not Decimal("0.5") <= count <= _MOST_COUNTED:
         raise ProtwinError(f"{_shown(text)} is outside 1 to 1e18. Write a number such as 300M, 1B or 2e9.")
     return max(1, round(count))
+
+
+def parse_tokens(text: str) -> int | None:
+    """Tokens of a sequence from ``"2048"`` or ``"8k"``, which is 8 x 1,024; M is 1,024 k.  None if it is no number."""
+    match = _TOKENS.fullmatch(text)
+    return None if match is None else int(match[1]) * _TOKEN_UNITS[match[2].upper()]
 
 
 def parse_bytes_per_s(text: str | int | float) -> float:

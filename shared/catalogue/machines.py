@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +15,7 @@ from ..basics.errors import CatalogueError, FileError
 from ..basics.suggestions import did_you_mean, listed
 from ..schema.hardware import Hardware
 from .data_files import machine_sections, read_machine_table
-from .names import machine_called, machines_with, several_called
+from .names import machine_called, machines_with, plain_key, several_called
 from .overrides import override_hardware
 from .parts import device_part, host_part, link_part, network_part, node_part
 from .plausibility import check_plausible
@@ -32,6 +32,26 @@ def machine_names() -> tuple[str, ...]:
 def cluster_names() -> tuple[str, ...]:
     """Names of the catalogue's machines with several devices, by vendor and generation."""
     return tuple(name for name in machine_sections("machines") if "node" in _parts(name))
+
+
+def machines_with_words(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of the catalogue's machines that have all of ``words``, or are called so: with one device, with several.
+
+    Case and separators make no difference.  Raises CatalogueError, with the nearest names, if there is none.
+    """
+    name = " ".join(words)
+    called = machine_called(name) if words else None
+
+    def chosen(names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(at for at in names if at == called or all(plain_key(word) in plain_key(at) for word in words))
+
+    alone, several = chosen(machine_names()), chosen(cluster_names())
+    if not (alone or several):
+        nearest = did_you_mean(name, machine_sections("machines"))
+        raise CatalogueError(
+            f"no machine of the catalogue has {name!r} in its name. {nearest} protwin hardware list shows all."
+        )
+    return alone, several
 
 
 def machine(name: str) -> Hardware:

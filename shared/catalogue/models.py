@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -15,7 +15,7 @@ from ..basics.suggestions import did_you_mean
 from ..schema.workload import DType
 from .data_files import model_file_names, read_model_file
 from .model_check import check_model_configuration
-from .names import hub_name, model_called
+from .names import hub_name, model_called, plain_key
 
 
 class ModelConfiguration(Document):
@@ -86,6 +86,27 @@ class ModelList(Document):
     def of_catalogue(cls) -> Self:
         """The list as it is shipped."""
         return cls(models=tuple(_listed(model_configuration(name)) for name in model_names()))
+
+    def with_words(self, words: Sequence[str]) -> Self:
+        """The models that have all of ``words`` in name, architecture or source, or are called so.
+
+        Case and separators make no difference.  Raises CatalogueError, with the nearest names, if there is none.
+        """
+        called = model_called(" ".join(words))
+        keys = [plain_key(word) for word in words]
+        found = tuple(
+            model
+            for model in self.models
+            if model.name == called
+            or all(any(key in plain_key(at) for at in (model.name, model.architecture, model.source)) for key in keys)
+        )
+        if not found:
+            name = " ".join(words)
+            raise CatalogueError(
+                f"no model of the catalogue has {name!r} in its name, architecture or source. "
+                f"{did_you_mean(hub_name(name), model_names())} protwin models lists all."
+            )
+        return type(self)(models=found)
 
 
 def _listed(model: ModelConfiguration) -> ListedModel:

@@ -11,7 +11,7 @@ from typing import Annotated, Final
 import typer
 
 from ..basics.errors import FileError, ProtwinError
-from ..basics.units import parse_bytes, parse_bytes_per_s, parse_count
+from ..basics.units import parse_bytes, parse_bytes_per_s, parse_count, parse_tokens
 from ..optimizers.names import host_gradients_named, optimizer_named
 from ..phases.operations import KernelPackage
 from ..phases.tiling import LossHead
@@ -120,6 +120,16 @@ def count_option(text: str) -> int:
         raise typer.BadParameter(str(error)) from error
 
 
+def tokens_option(text: str | int) -> int:
+    """The tokens of an option's value (2048, 8k), or its default; raises typer.BadParameter, which names the option."""
+    tokens = parse_tokens(str(text))
+    if tokens is None:
+        raise typer.BadParameter(f"{text!r:.60} is no whole number of tokens. Write one such as 2048, or 8k for 8192.")
+    if tokens < 1:
+        raise typer.BadParameter(f"{tokens} is not in the range x>=1.")
+    return tokens
+
+
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of tables.")]
 OutputPath = Annotated[
     Path | None,
@@ -156,7 +166,9 @@ HardwareName = Annotated[
     ),
 ]
 _BATCH_SIZE: Final = typer.Option("--batch-size", metavar="N", min=1, help="Samples of a micro-batch, on one rank.")
-_SEQUENCE_LENGTH: Final = typer.Option("--sequence-length", metavar="N", min=1, help="Tokens per sample.")
+_SEQUENCE_LENGTH: Final = typer.Option(
+    "--sequence-length", metavar="N", parser=tokens_option, help="Tokens per sample, at least 1; 8k is 8192."
+)
 BatchSize = Annotated[int | None, _BATCH_SIZE]
 SequenceLength = Annotated[int | None, _SEQUENCE_LENGTH]
 PackedLengths = Annotated[

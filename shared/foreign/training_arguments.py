@@ -2,7 +2,7 @@
 
 ``TrainingArguments.to_json_string`` writes them so.  A file may also hold them as ``training_args``, with the sections
 ``fsdp_config`` and ``deepspeed`` in them or beside them.  Fields of TRL's SFTConfig and ModelConfig, which its scripts
-take in one file with them, are read too.
+take in one file with them, are read too, and those of transformers' example scripts (``run_clm.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .fsdp import fsdp_options, read_fsdp
 from .keys import TF32, Walk, recomputes_whole, said, section, shown
 from .model_config import read_model_config, read_weights
 from .optimizers import optimizer_of
-from .training_arguments_keys import TRAINING_ARGUMENTS_KEYS, TRL_KEYS
+from .training_arguments_keys import BLOCK_SIZE, SCRIPT_KEYS, TRAINING_ARGUMENTS_KEYS, TRL_KEYS
 
 _BATCH_SIZE: Final = 8
 """``per_device_train_batch_size`` where nobody says."""
@@ -37,6 +37,8 @@ _SFT_FIELDS: Final = frozenset(
 )
 """Keys of TRL's SFTConfig, or of ModelConfig and ScriptArguments beside it, that no script of transformers has."""
 _SFT_LENGTH: Final = 1024
+_SCRIPT_LENGTH: Final = "max_seq_length"
+"""Of SFTConfig, as it was once called there, and of scripts of transformers (``run_mlm.py``)."""
 _OF_BOTH: Final = "model_name_or_path"
 """A key of files of scripts: of TRL, and of transformers (``run_clm.py``)."""
 _SFT_LOSSES: Final = ("nll", "dft")
@@ -62,7 +64,8 @@ def read_training_arguments(
     if isinstance(nested, Mapping):
         beside = {name: value for name, value in content.items() if name in ("fsdp_config", "deepspeed")}
         content = {**nested, **beside}
-    is_sft = tool is Tool.TRL or bool(_SFT_FIELDS & content.keys())
+    is_script = bool(SCRIPT_KEYS & content.keys())
+    is_sft = tool is Tool.TRL or bool(_SFT_FIELDS - ({_SCRIPT_LENGTH} if is_script else set()) & content.keys())
     walk = Walk(TRL_KEYS if is_sft else TRAINING_ARGUMENTS_KEYS, content)
     found: dict[str, Any] = {
         "batch_size": walk.number("per_device_train_batch_size", _BATCH_SIZE),
@@ -98,7 +101,7 @@ def read_training_arguments(
         _agree(walk, run, other)
         beside = {name: getattr(other.run, name) for name in other.run.model_fields_set if name != "precision"}
         run = said({name: getattr(run, name) for name in run.model_fields_set} | _not_none(beside))
-    is_open = tool is None and not is_sft and walk.has(_OF_BOTH)
+    is_open = tool is None and not is_sft and walk.has(_OF_BOTH) and not is_script
     return walk.reading(run, other=tuple(others), could_be=Tool.TRL if is_open else None)
 
 
@@ -203,9 +206,13 @@ def _liger(walk: Walk, kernel: str, *, usually: bool) -> bool:
 
 
 def _rows(walk: Walk, *, is_sft: bool) -> dict[str, Any]:
-    """Tokens of a row, where the file says: SFTConfig does."""
+    """Tokens of a row, where the file says: SFTConfig does, and data arguments of transformers' scripts may."""
     if not is_sft:
-        return {}
+        said = next((key for key in (BLOCK_SIZE, _SCRIPT_LENGTH) if walk.has(key)), None)
+        if said is None:
+            return {}
+        walk.means(said, "tokens of one row")
+        return {"sequence_length": walk.number(said)}
     key = "max_length" if walk.has("max_length") or not walk.has("max_seq_length") else "max_seq_length"
     walk.means(key, "tokens of one row, at most", usually=_SFT_LENGTH)
     found: dict[str, Any] = {"sequence_length": walk.number(key, _SFT_LENGTH)}

@@ -242,12 +242,35 @@ _WITHOUT_EFFECT: Final = [
     "chars_per_token",
 ]
 
-TRAINING_ARGUMENTS_KEYS: Final = KeyTable(
+_TRL_KEYS: Final = KeyTable(
     tool=Tool.TRAINING_ARGUMENTS,
     read=frozenset(_READ),
     left_out=_LEFT_OUT,
     contradicts=_CONTRADICTS,
     without_effect=frozenset(_WITHOUT_EFFECT),
 )
-TRL_KEYS: Final = replace(TRAINING_ARGUMENTS_KEYS, tool=Tool.TRL)
+BLOCK_SIZE: Final = "block_size"
+"""Tokens of a row of ``run_clm.py``, which joins texts and cuts them."""
+SCRIPT_KEYS: Final = frozenset(
+    {
+        *(BLOCK_SIZE, "validation_split_percentage", "preprocessing_num_workers", "overwrite_cache"),
+        *("dataset_config_name", "train_file", "validation_file", "test_file", "keep_linebreaks"),
+        *("max_train_samples", "max_eval_samples", "max_predict_samples", "pad_to_max_length"),
+        *("line_by_line", "mlm_probability", "task_name", "streaming"),
+        *("model_type", "config_overrides", "config_name", "tokenizer_name", "use_fast_tokenizer", "cache_dir"),
+        *("use_auth_token", "token", "low_cpu_mem_usage", "ignore_mismatched_sizes"),
+    }
+)
+"""Fields of DataTrainingArguments and ModelArguments of transformers' example scripts, which no script of TRL has."""
+_OF_SCRIPTS: Final = {
+    "config_overrides": LeftOut("the model has other sizes than the one that is named"),
+}
+TRAINING_ARGUMENTS_KEYS: Final = replace(
+    _TRL_KEYS,
+    read=_TRL_KEYS.read | {BLOCK_SIZE},
+    left_out=_LEFT_OUT | _OF_SCRIPTS,
+    without_effect=_TRL_KEYS.without_effect | SCRIPT_KEYS - {BLOCK_SIZE, *_OF_SCRIPTS},
+)
+"""Of a file of the Trainer, and of transformers' example scripts, which take their own arguments in one file with it."""
+TRL_KEYS: Final = replace(_TRL_KEYS, tool=Tool.TRL)
 """Of a file of TRL's scripts."""

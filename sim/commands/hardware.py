@@ -13,11 +13,10 @@ from ...shared.basics.documents import FrozenModel, write_atomically
 from ...shared.basics.plugins import plugin
 from ...shared.basics.progress import progress_bar
 from ...shared.catalogue.machines import (
-    cluster_names,
     hardware_to_toml,
     load_hardware,
     machine,
-    machine_names,
+    machines_with_words,
     override_hardware,
 )
 from ...shared.catalogue.models import ModelList
@@ -61,24 +60,33 @@ MachineOutput = Annotated[
         help="Write the machine, as TOML or JSON; - is TOML on standard output, instead of tables.",
     ),
 ]
+Words = Annotated[
+    list[str] | None, typer.Argument(metavar="[WORD]...", help="List those alone that these words are about.")
+]
 _LONGEST_PROBE_S: Final = 3600.0
 
 
-@hardware.command(name="list", epilog=examples("protwin hardware list", "protwin hardware list --json"))
-def list_command(as_json: JsonFlag = False) -> None:
+@hardware.command(
+    name="list", epilog=examples("protwin hardware list", "protwin hardware list h100", "protwin hardware list --json")
+)
+def list_command(words: Words = None, as_json: JsonFlag = False) -> None:
     """List the machines of the catalogue.
 
-    Their main figures: first those with one device, then those with several.
+    Their main figures: first those with one device, then those with several.  With words: those that have all of them
+    in their name.
     """
+    alone, several = machines_with_words(words or ())
     if as_json:
-        names = (*machine_names(), *cluster_names())
-        say(json.dumps([_parts_of(machine(name)) for name in names], indent=1))
+        say(json.dumps([_parts_of(machine(name)) for name in (*alone, *several)], indent=1))
         return
     from ...shared.tables.machines import cluster_table, hardware_table
 
-    show(hardware_table(machine_names()))
-    say()
-    show(cluster_table(cluster_names()))
+    if alone:
+        show(hardware_table(alone))
+    if alone and several:
+        say()
+    if several:
+        show(cluster_table(several))
 
 
 @hardware.command(name="parts", epilog=examples("protwin hardware parts", "protwin hardware parts --json"))
@@ -194,10 +202,15 @@ def _parts_of(found: Hardware) -> dict[str, str | int | None]:
     }
 
 
-@models.command(epilog=examples("protwin models", "protwin models --json"))
-def models_command(as_json: JsonFlag = False) -> None:
-    """List the models of the catalogue, each with its parameters and where its configuration was published."""
+@models.command(epilog=examples("protwin models", "protwin models llama 8b", "protwin models --json"))
+def models_command(words: Words = None, as_json: JsonFlag = False) -> None:
+    """List the models of the catalogue, each with its parameters and where its configuration was published.
+
+    With words: those that have all of them in their name, architecture or source.
+    """
     listed = ModelList.of_catalogue()
+    if words:
+        listed = listed.with_words(words)
     if as_json:
         write_data(listed.to_json())
     else:

@@ -20,7 +20,7 @@ from ...shared.cli.options import (
     warn,
 )
 from ...shared.cli.output import save
-from ...shared.cli.ranges import Numbers, numbers_option
+from ...shared.cli.ranges import Numbers, lengths_option, numbers_option
 from ...shared.cli.report_options import AnswerChoice
 from ...shared.phases.operations import lowering_notes
 from ...shared.records.question import exceeded_tokens
@@ -54,9 +54,9 @@ SequenceLengths = Annotated[
     Numbers,
     typer.Option(
         "--sequence-length",
-        parser=numbers_option,
+        parser=lengths_option,
         metavar="RANGE",
-        help="Tokens per sample: A:B doubles from A to B, A:B:STEP goes in steps, or a list.",
+        help="Tokens per sample: A:B doubles from A to B, A:B:STEP goes in steps, or a list; 8k is 8192.",
     ),
 ]
 BatchSizes = Annotated[

@@ -8,6 +8,7 @@ from math import isfinite
 from typing import Final
 
 from ...shared.basics.errors import PlanError, WorkloadError
+from ...shared.basics.units import parse_tokens
 from ...shared.optimizers.names import host_gradients_named, optimizer_named
 from ...shared.schema.optimizer import HostGradients, Optimizer
 from ...shared.schema.workload import Workload
@@ -69,7 +70,7 @@ def method_change(question: str, changes: Mapping[str, str]) -> MethodChange:
             case "max-gradient-norm":
                 found["max_gradient_norm"] = None if value == NONE else _limit(question, value)
             case "sequence-length":
-                found["sequence_length"] = _count(question, field, value, "tokens per sample")
+                found["sequence_length"] = _tokens(question, value)
             case "batch-size":
                 found["batch_size"] = _count(question, field, value, "samples per micro-batch")
     return MethodChange(tuple(changes), **found)  # type: ignore[arg-type]
@@ -112,6 +113,16 @@ def _count(question: str, field: str, value: str, meaning: str) -> int:
     if not (value.isascii() and value.isdigit() and len(value) < 11 and 1 <= int(value) <= _LARGEST):
         raise PlanError(f"--what-if {question} gives {field} {value!r}. Write {meaning}, as in {field}=16.")
     return int(value)
+
+
+def _tokens(question: str, value: str) -> int:
+    tokens = parse_tokens(value)
+    if tokens is None or not 1 <= tokens <= _LARGEST:
+        raise PlanError(
+            f"--what-if {question} gives sequence-length {value!r}. Write tokens per sample, as in sequence-length=8192 "
+            f"or sequence-length=8k."
+        )
+    return tokens
 
 
 def _limit(question: str, value: str) -> float:

@@ -30,6 +30,21 @@ def test_the_list_for_programs_names_the_parts_of_every_machine(protwin_here: Pr
     assert (listed["rtx-3090"]["num_devices"], listed["rtx-3090"]["node"]) == (1, None)
 
 
+def test_words_choose_machines(protwin_here: Protwin) -> None:
+    names = machine_names() + cluster_names()
+    for words in (["H100"], ["a100", "x8"], ["rtx 4090"]):
+        listed = json.loads(protwin_here("hardware", "list", *words, "--json").stdout)
+        keys = [word.lower().replace(" ", "-") for word in words]
+        assert [entry["name"] for entry in listed] == [name for name in names if all(key in name for key in keys)]
+        shown = {line.split()[0] for line in protwin_here("hardware", "list", *words).stdout.splitlines() if line}
+        assert shown & set(names) == {entry["name"] for entry in listed}
+    (called,) = json.loads(protwin_here("hardware", "list", "NVIDIA A100-SXM4-80GB", "--json").stdout)
+    assert called["name"] == "a100-80gb"
+    refused = protwin_here("hardware", "list", "h1000")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "no machine of the catalogue has 'h1000' in its name. Did you mean h100-80gb" in refused.stderr
+
+
 def test_the_list_names_machines_with_several_devices(protwin_here: Protwin) -> None:
     shown = protwin_here("hardware", "list").stdout
     assert all(f"\n{name} " in shown for name in cluster_names())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,29 @@ def test_models_are_listed(protwin_here: Protwin) -> None:
     listed = ModelList.from_mapping(json.loads(protwin_here("models", "--json").stdout), origin="standard output")
     assert tuple(model.name for model in listed.models) == model_names()
     assert all(model.name in shown.stdout and "Hugging Face" in model.source for model in listed.models)
+
+
+def test_words_choose_models(protwin_here: Protwin) -> None:
+    """Those that have every word somewhere in their row; the rows themselves are those of the whole list."""
+    everything = protwin_here("models").stdout.splitlines()
+    draw = random.Random(3)
+    rows = [line for line in everything if line.split()[:1] and line.split()[0] in model_names()]
+    assert len(rows) == len(model_names())
+    for words in (["llama"], ["Qwen3"], ["gpt", "xl"], draw.sample(rows, 1)[0].split()[:1]):
+        found = protwin_here("models", *words).stdout.splitlines()
+        wanted = {line.split()[0] for line in rows if all(word.casefold() in line.casefold() for word in words)}
+        assert {line.split()[0] for line in found if line.split()} & set(model_names()) == wanted
+        listed = json.loads(protwin_here("models", *words, "--json").stdout)
+        assert {model["name"] for model in listed["models"]} == wanted
+    (row,) = json.loads(protwin_here("models", "Llama 3.1 8B", "--json").stdout)["models"]
+    assert row["name"] == "llama-3.1-8b"
+
+
+def test_words_of_no_model_are_refused_with_the_nearest(protwin_here: Protwin) -> None:
+    refused = protwin_here("models", "lamma-3-8b")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "no model of the catalogue has 'lamma-3-8b'" in refused.stderr
+    assert "Did you mean llama-3-8b" in refused.stderr
 
 
 def test_the_first_question_about_a_model_of_the_catalogue_needs_no_torch(

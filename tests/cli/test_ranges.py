@@ -8,7 +8,9 @@ from itertools import pairwise
 import pytest
 
 from protwin.shared.basics.errors import ProtwinError
+from protwin.shared.basics.units import parse_tokens
 from protwin.shared.cli.ranges import parse_numbers
+from tests.cli.conftest import Protwin
 
 
 @pytest.mark.parametrize(
@@ -70,3 +72,41 @@ def test_what_is_no_range_is_refused(text: str, complaint: str) -> None:
     with pytest.raises(ProtwinError, match=complaint) as refused:
         parse_numbers(text)
     assert len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lengths_in_thousands_are_those_of_context_windows(seed: int) -> None:
+    """1k is 1,024 tokens, as 128k of a model's card is 131,072; everything else is as without."""
+    draw = random.Random(seed)
+    low, steps = draw.randint(1, 64), draw.randint(0, 6)
+    high = low * 2**steps
+    k, m = draw.choice("kK"), draw.choice("mM")
+    doubled = tuple(1024 * low * 2**step for step in range(steps + 1))
+    assert parse_numbers(f"{low}{k}:{high}{k}", parse_tokens).values == doubled
+    assert parse_numbers(f"{low * 1024}: {high} {k}", parse_tokens).values == doubled
+    assert parse_numbers(f"{low}{k},{low}{m}", parse_tokens).values == (1024 * low, 1024 * 1024 * low)
+    assert parse_numbers(f"{low}:{high}", parse_tokens) == parse_numbers(f"{low}:{high}")
+
+
+@pytest.mark.parametrize("text", ["8kb", "k", "1.5k", "8 k k", "0x8", "8g", "-8k", "²k", "9" * 21])
+def test_what_counts_no_tokens_is_refused(text: str) -> None:
+    assert parse_tokens(text) is None
+    with pytest.raises(ProtwinError, match="which is no whole number"):
+        parse_numbers(text, parse_tokens)
+    with pytest.raises(ProtwinError):
+        parse_numbers("8k")
+
+
+def test_every_command_takes_lengths_in_thousands(protwin_here: Protwin) -> None:
+    said = ("--model", "gpt2", "--hardware", "rtx-4090", "--batch-size", "1")
+    short, long = (protwin_here("search", *said, "--sequence-length", text) for text in ("1k", "1024"))
+    assert (short.returncode, short.stdout) == (0, long.stdout)
+    asked = ("--what-if", "sequence-length=1k", "--what-if", "sequence-length=1024")
+    answered = protwin_here("search", *said, "--sequence-length", "512", *asked).stdout.splitlines()
+    first, second = (line.split() for line in answered if line.startswith("sequence-length="))
+    assert first[1:] == second[1:]
+    refused = protwin_here("search", *said, "--sequence-length", "1kb")
+    assert refused.returncode == 2
+    assert "'--sequence-length': '1kb' is no whole number of tokens. Write one such as 2048, or 8k for" in (
+        " ".join(refused.stderr.split())
+    )

@@ -243,3 +243,36 @@ def test_keys_that_are_refused_for_one_reason_are_told_with_it_once() -> None:
     told = str(caught.value)
     assert "beta is 0.1, max_prompt_length is 64 and use_vllm is true: another Trainer" in told
     assert (told.count("another Trainer"), told.count("tp_size is 2: no plan splits layers")) == (1, 1)
+
+
+@pytest.mark.parametrize("key", ["block_size", "max_seq_length"])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_row_of_a_script_of_transformers_is_the_one_of_its_data_arguments(key: str, seed: int) -> None:
+    """Of ``run_clm.py`` and ``run_mlm.py``, whose DataTrainingArguments have no other length."""
+    draw = random.Random(seed)
+    length = draw.randint(1, 10**6)
+    others = ("validation_split_percentage", "preprocessing_num_workers", "dataset_config_name", "train_file", "token")
+    beside = {name: 5 for name in draw.sample(others, draw.randint(1, 4))}
+    content = {"model_name_or_path": "gpt2", "output_dir": "x", key: length} | beside
+    reading = read_run(content, Path("clm.json"))
+    assert reading.run.sequence_length == length
+    assert (reading.tool, reading.could_be) == (Tool.TRAINING_ARGUMENTS, None)
+    assert (reading.run.checkpointing, reading.run.precision) == (Checkpointing.NONE, Precision.FLOAT32)
+    assert not reading.unknown
+    assert not reading.left_out
+    with pytest.raises(PlanError, match=f"{key} is -1"):
+        read_run(content | {key: -1}, Path("clm.json"))
+
+
+def test_the_row_of_scripts_of_transformers_is_none_of_trl() -> None:
+    content = {"model_name_or_path": "gpt2", "block_size": 512}
+    reading = read_run(content, FILE, Tool.TRL)
+    assert reading.run.sequence_length == 1024
+    assert [note.key for note in reading.unknown] == ["block_size"]
+    old = read_run({"model_name_or_path": "gpt2", "max_seq_length": 512}, FILE)
+    assert (old.tool, old.run.sequence_length, old.run.checkpointing) == (Tool.TRL, 512, Checkpointing.FULL)
+
+
+def test_other_sizes_than_the_named_model_are_told() -> None:
+    content = {"model_name_or_path": "gpt2", "block_size": 512, "config_overrides": "n_embd=1024"}
+    assert [note.key for note in read_run(content, FILE).left_out] == ["config_overrides"]
