@@ -26,6 +26,19 @@ _LONGEST_STEM: Final = 100
 _UNFINISHED: Final = re.compile(r"\..+\.[0-9a-f]{16}\.part")
 
 
+_COMPLAINTS: Final = {
+    "extra_forbidden": "there is no such key",
+    "missing": "it is missing",
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type", "mapping_type"), "must be a table of keys"),
+    **dict.fromkeys(("tuple_type", "list_type", "set_type", "frozen_set_type"), "must be a list"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float", "int_parsing_size"), "must be a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
+    "finite_number": "must be a finite number",
+    "string_type": "must be a text",
+}
+"""By pydantic's type of error, whose words are about Python and not about files."""
+
 Name = Annotated[str, Field(max_length=255)]
 """What a machine, a part of it or a model is called, in tables and messages."""
 
@@ -127,22 +140,23 @@ def describe(error: ValidationError, model: type[BaseModel] | None = None) -> st
     every = sorted(error.errors(include_url=False), key=lambda item: item["type"] != "extra_forbidden")
     for item in every[:3]:
         where = "".join(f"{part}." for part in item["loc"]).removesuffix(".")
-        message = item["msg"].removeprefix("Value error, ").removesuffix(".")
+        stated = item["msg"].removeprefix("Value error, ").removesuffix(".")
+        message = _COMPLAINTS.get(item["type"], re.sub(r"^Input should be ", "must be ", stated))
         value = item.get("input")
         shown = "" if item["type"] == "missing" or isinstance(value, dict | list) else f" (found {value!r:.60})"
         meant = _meant_field(model, item["loc"]) if model is not None and item["type"] == "extra_forbidden" else ""
-        complaints.append((f"{where}: " if where else "") + message + shown + (f".{meant}" if meant else ""))
+        complaints.append((f"{where}: " if where else "") + message + shown + (f".{meant.removesuffix('.')}" if meant else ""))
     more = error.error_count() - len(complaints)
     told = "; ".join(complaints)
     return told + (f"; and {more} more." if more > 0 else "" if told.endswith("?") else ".")
 
 
 def _meant_field(model: type[BaseModel], place: Sequence[int | str]) -> str:
-    """``" Did you mean memory_bytes?"`` of an unknown field at ``place`` within ``model``; empty if none is near.
+    """``" Did you mean memory_bytes?"`` of an unknown field at ``place`` within ``model``, or its keys if none is near.
 
     ``place`` is pydantic's ``loc``: names of fields, keys and indices, the unknown field last.
     """
-    from .suggestions import did_you_mean, nearest_names
+    from .suggestions import did_you_mean
 
     *above, unknown = place
     kinds: list[Any] = [model]
@@ -152,7 +166,7 @@ def _meant_field(model: type[BaseModel], place: Sequence[int | str]) -> str:
             fields = [kind.model_fields[part].annotation for kind in kinds if part in kind.model_fields]
             kinds = [found for annotation in fields for found in _models_in(annotation)] if fields else kinds
     names = dict.fromkeys(name for kind in kinds for name in kind.model_fields)
-    return f" {did_you_mean(str(unknown), names)}" if nearest_names(str(unknown), names) else ""
+    return f" {did_you_mean(str(unknown), names)}" if names else ""
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:

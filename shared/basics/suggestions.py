@@ -7,6 +7,8 @@ from difflib import get_close_matches
 from typing import Final
 
 _LEAST_SIMILARITY: Final = 0.5
+_PART: Final = 0.8
+"""Similarity from which on a name is taken for a part of another one, misspelt."""
 _MAX_SHOWN: Final = 3
 _MAX_LISTED: Final = 30
 """Known names up to which all of them are an answer."""
@@ -20,7 +22,8 @@ def nearest_names(name: str, known: Iterable[str], *, least_similarity: float = 
     """Up to three known names that resemble ``name``, the nearest first; empty if none does.
 
     A name that holds the other whole ("h100" in "h100-80gb") counts as near whatever its length, and one that begins
-    with the same part ("vit-huge" for "vit-large") before names that end alike.
+    with the same part ("vit-huge" for "vit-large") before names that end alike.  Where nothing else is near, a part of
+    a name is ("bandwith" of "memory_bandwidth_bytes_per_s").
     """
     wanted, names = _plain(name), {_plain(candidate): candidate for candidate in known}
     close = get_close_matches(wanted, names, n=_MAX_SHOWN, cutoff=least_similarity)
@@ -33,7 +36,10 @@ def nearest_names(name: str, known: Iterable[str], *, least_similarity: float = 
     alike = [found for found in names if len(first) >= _SHORTEST_PART and _first_part(found) == first]
     if alike and not set(alike) & set(close):
         close = [*get_close_matches(wanted, alike, n=1, cutoff=0.0), *close]
-    return tuple(names[found] for found in dict.fromkeys([*close, *parts]))[:_MAX_SHOWN]
+    near = [*close, *parts]
+    if not near and len(wanted) > _SHORTEST_PART:
+        near = [found for found in names if get_close_matches(wanted, found.split("-"), cutoff=_PART)]
+    return tuple(names[found] for found in dict.fromkeys(near))[:_MAX_SHOWN]
 
 
 def did_you_mean(name: str, known: Iterable[str], *, all_names: bool = False) -> str:

@@ -34,11 +34,11 @@ def parse_numbers(text: str, number: Callable[[str], int | None] = whole_number)
     """The numbers of ``2048:131072``, ``1024:8192:1024``, ``1,2,4`` or ``8``, ascending, each once.
 
     ``A:B`` doubles A as long as it stays below B, and ends with B.  ``A:B:STEP`` adds the step as long as that leaves
-    no more than B.  ``number`` reads each of them, None if it is none.  Raises ProtwinError if the text is nothing of these, if a range is reversed, if a number is
-    outside 1 to a billion, or if there are too many.
+    no more than B.  ``number`` reads each of them, and gives None of what is none.  Raises ProtwinError if the text is
+    nothing of these, if a range is reversed, if a number is outside 1 to a billion, or if there are too many.
     """
     parts = [_parsed(part, text, number) for part in text.split(",")]
-    found = sorted({number for part in parts for number in part})
+    found = sorted({at for part in parts for at in part})
     if len(found) > _MOST:
         raise ProtwinError(f"{text!r:.60} has more than {_MOST:,} numbers. Use larger steps.")
     return Numbers(tuple(found))

@@ -271,6 +271,6 @@ TRAINING_ARGUMENTS_KEYS: Final = replace(
     left_out=_LEFT_OUT | _OF_SCRIPTS,
     without_effect=_TRL_KEYS.without_effect | SCRIPT_KEYS - {BLOCK_SIZE, *_OF_SCRIPTS},
 )
-"""Of a file of the Trainer, and of transformers' example scripts, which take their own arguments in one file with it."""
+"""Of a file of the Trainer, and of transformers' example scripts, which take their own arguments beside its."""
 TRL_KEYS: Final = replace(_TRL_KEYS, tool=Tool.TRL)
 """Of a file of TRL's scripts."""

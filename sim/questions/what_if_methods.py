@@ -119,8 +119,8 @@ def _tokens(question: str, value: str) -> int:
     tokens = parse_tokens(value)
     if tokens is None or not 1 <= tokens <= _LARGEST:
         raise PlanError(
-            f"--what-if {question} gives sequence-length {value!r}. Write tokens per sample, as in sequence-length=8192 "
-            f"or sequence-length=8k."
+            f"--what-if {question} gives sequence-length {value!r}. Write tokens per sample, as in "
+            f"sequence-length=8192 or sequence-length=8k."
         )
     return tokens
 

@@ -252,7 +252,7 @@ def test_the_row_of_a_script_of_transformers_is_the_one_of_its_data_arguments(ke
     draw = random.Random(seed)
     length = draw.randint(1, 10**6)
     others = ("validation_split_percentage", "preprocessing_num_workers", "dataset_config_name", "train_file", "token")
-    beside = {name: 5 for name in draw.sample(others, draw.randint(1, 4))}
+    beside = dict.fromkeys(draw.sample(others, draw.randint(1, 4)), 5)
     content = {"model_name_or_path": "gpt2", "output_dir": "x", key: length} | beside
     reading = read_run(content, Path("clm.json"))
     assert reading.run.sequence_length == length

@@ -226,7 +226,7 @@ def test_a_file_with_a_kind_that_nobody_added_is_refused(tmp_path: Path) -> None
     path = tmp_path / "record.json"
     predicted().save(path)
     path.write_text(path.read_text().replace('"note"', '"nap"'))
-    with pytest.raises(FileError, match=r"Input should be 'forward', .* or 'disk_write' \(found 'nap'\)"):
+    with pytest.raises(FileError, match=r"must be 'forward', .* or 'disk_write' \(found 'nap'\)"):
         Record.load(path)
 
 
