@@ -145,7 +145,8 @@ def describe(error: ValidationError, model: type[BaseModel] | None = None) -> st
         value = item.get("input")
         shown = "" if item["type"] == "missing" or isinstance(value, dict | list) else f" (found {value!r:.60})"
         meant = _meant_field(model, item["loc"]) if model is not None and item["type"] == "extra_forbidden" else ""
-        complaints.append((f"{where}: " if where else "") + message + shown + (f".{meant.removesuffix('.')}" if meant else ""))
+        asked = f".{meant.removesuffix('.')}" if meant else ""
+        complaints.append((f"{where}: " if where else "") + message + shown + asked)
     more = error.error_count() - len(complaints)
     told = "; ".join(complaints)
     return told + (f"; and {more} more." if more > 0 else "" if told.endswith("?") else ".")

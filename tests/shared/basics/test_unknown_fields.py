@@ -71,11 +71,13 @@ def test_what_is_wrong_is_told_in_the_words_of_files(tmp_path: Path, seed: int) 
     table, key = draw.choice(places)
     table[key] = draw.choice(["", [], {}, None, "x", True, [1], {"a": 1}, float("nan")])
     (tmp_path / "machine.json").write_text(json.dumps(content))
+    told = ""
     try:
         load_hardware(tmp_path / "machine.json")
     except ProtwinError as error:
-        assert key in str(error)
-        assert not re.search(r"Input should|Extra inputs|Field required|tuple|dict|instance|NoneType|pydantic", str(error))
+        told = str(error)
+    assert not told or key in told
+    assert not re.search(r"Input should|Extra inputs|Field required|tuple|dict|instance|NoneType|pydantic", told)
 
 
 def test_an_unknown_field_that_resembles_none_gets_all_of_them(tmp_path: Path) -> None:
