@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from torch import nn
 
@@ -13,6 +13,8 @@ from ...shared.basics.errors import WorkloadError
 
 _CHANCES: Final = ("layerdrop", "layer_drop")
 """How settings end that say by which chance a block is skipped."""
+_Rows: TypeAlias = nn.ModuleList | nn.ModuleDict | nn.Sequential
+_Stack = Callable[[nn.Module], list[tuple[str, nn.Module]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,53 +48,84 @@ def find_blocks(model: nn.Module, names: str | Sequence[str] | None = None) -> t
     of modules stands for its members unless it is a ``Sequential`` in a list itself; None finds every outermost
     ``ModuleList`` or ``Sequential`` whose members are of one class and hold parameters; the classes of a
     ``ModuleList`` may take turns (attention and state-space layers), and some of its members have no parameters.
-    Encoder and decoder of one model are found together.  Raises WorkloadError if there are none, naming what the model
-    has.
+    Encoder and decoder of one model are found together.  Where there are none of these, the next best are
+    (``_likely_stack``): members of a ``ModuleDict``, modules of own classes without parts, the members of a
+    ``Sequential`` that are alike.  Raises WorkloadError if there are none, naming what the model has.
     """
     if names is not None and not isinstance(names, Sequence):
         raise WorkloadError(f"blocks is {shown(names)}; it must be the path of a list of modules, or a list of paths.")
     if names is not None:
         return _members(model, names) if isinstance(names, str) else _named(model, list(names))
-    stacks: list[list[NamedBlock]] = []
-    taken: list[str] = []
-    for path, module in model.named_modules():
-        inside = any(not t or path.startswith(f"{t}.") for t in taken)
-        if not inside and _is_stack(module):
-            taken.append(path)
-            children = module.named_children()
-            stacks.append([NamedBlock(f"{path}.{key}" if path else key, child) for key, child in children])
-    largest_of = [max(_size(block.module) for block in stack) for stack in stacks]
-    # A list of small parts (heads, adapters beside the trunk) is no stack of blocks; a small block among large ones is
-    # one of them, which runs between the others.
-    found = [
-        block
-        for stack, largest in zip(stacks, largest_of, strict=True)
-        if largest * 50 >= max(largest_of)
-        for block in stack
-    ]
+    found = _largest(model, _stack) or _largest(model, _likely_stack)
     if not found:
         raise _nothing_found(model)
     return tuple(found)
 
 
-def _is_stack(module: nn.Module) -> bool:
+def _largest(model: nn.Module, stack_of: _Stack) -> list[NamedBlock]:
+    """The blocks of all outermost stacks that are not small beside the largest."""
+    stacks: list[list[NamedBlock]] = []
+    taken: list[str] = []
+    for path, module in model.named_modules():
+        inside = any(not t or path.startswith(f"{t}.") for t in taken)
+        if not inside and (members := stack_of(module)):
+            taken.append(path)
+            stacks.append([NamedBlock(f"{path}.{key}" if path else key, child) for key, child in members])
+    largest_of = [max(_size(block.module) for block in stack) for stack in stacks]
+    # A list of small parts (heads, adapters beside the trunk) is no stack of blocks; a small block among large ones is
+    # one of them, which runs between the others.
+    return [
+        block
+        for stack, largest in zip(stacks, largest_of, strict=True)
+        if largest * 50 >= max(largest_of)
+        for block in stack
+    ]
+
+
+def _stack(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The members of a list that are blocks; none of a module that is no stack of blocks."""
     if not isinstance(module, nn.ModuleList | nn.Sequential):
-        return False
+        return []
     children = list(module.children())
     num_classes = len({type(child) for child in children})
     is_list = isinstance(module, nn.ModuleList)
     same = num_classes == 1 or (is_list and 1 < num_classes < len(children))
     # A block of a list that has lost all of its parts runs in its place as the others do.
     sized = [child for child in children if _size(child) > 0]
-    composite = all(any(True for _ in child.children()) for child in sized)
-    return same and composite and bool(sized) and (is_list or len(sized) == len(children))
+    composite = all(_has_parts(child) for child in sized)
+    is_stack = same and composite and bool(sized) and (is_list or len(sized) == len(children))
+    return list(module.named_children()) if is_stack else []
+
+
+def _likely_stack(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The same where a model has no plain stack: at least two members of one class, with parameters.
+
+    They are made of parts, or of a class that is not torch's.  A ``Sequential`` may have others between and beside
+    them; of several classes, the one with the most parameters counts.
+    """
+    if not isinstance(module, _Rows):
+        return []
+    members = list(module.named_children())
+    by_class: dict[type[nn.Module], list[tuple[str, nn.Module]]] = {}
+    for key, child in members:
+        is_own = not type(child).__module__.startswith("torch.nn.")
+        if _size(child) > 0 and (_has_parts(child) or is_own) and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            by_class.setdefault(type(child), []).append((key, child))
+    alike = [row for row in by_class.values() if len(row) > 1]
+    if not isinstance(module, nn.Sequential):
+        alike = [row for row in alike if len(row) == len(members)]
+    return max(alike, key=lambda row: sum(_size(child) for _, child in row), default=[])
+
+
+def _has_parts(module: nn.Module) -> bool:
+    return any(True for _ in module.children())
 
 
 def _nothing_found(model: nn.Module) -> WorkloadError:
     lists = [
         (path, module)
         for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential) and path and _size(module) > 0
+        if isinstance(module, _Rows) and path and _size(module) > 0
     ]
     if lists and not isinstance(model, nn.Sequential):
         largest, module = max(lists, key=lambda found: _size(found[1]))
@@ -109,7 +142,7 @@ def _nothing_found(model: nn.Module) -> WorkloadError:
     else:
         children = ", ".join(f"{name} ({type(child).__name__})" for name, child in model.named_children()) or "none"
         why = (
-            f"it has no ModuleList or Sequential. Name what runs one after the other: blocks=['path', 'path', ...]; "
+            f"it has no ModuleList, ModuleDict or Sequential. Name what runs one after the other: blocks=['path', 'path', ...]; "
             f"the model's children are: {children}"
         )
     return WorkloadError(f"no blocks found in {type(model).__name__}: {why}.")
@@ -122,7 +155,7 @@ def _size(module: nn.Module) -> int:
 def _members(model: nn.Module, path: str) -> tuple[NamedBlock, ...]:
     """The members of the container at ``path``; the module itself where it has no members to run."""
     module = _module(model, path)
-    if not isinstance(module, nn.ModuleList | nn.Sequential):
+    if not isinstance(module, _Rows):
         return (NamedBlock(path, module),)
     found = tuple(NamedBlock(f"{path}.{key}" if path else key, child) for key, child in module.named_children())
     if not found:
@@ -136,7 +169,7 @@ def _named(model: nn.Module, names: list[str]) -> tuple[NamedBlock, ...]:
         module = _module(model, name)
         parent = _module(model, name.rpartition(".")[0]) if name else None
         # A Sequential that is a member of a list runs as one block; elsewhere it is a stack of them.
-        is_block = isinstance(module, nn.Sequential) and isinstance(parent, nn.ModuleList | nn.Sequential)
+        is_block = isinstance(module, nn.Sequential) and isinstance(parent, _Rows)
         found += [NamedBlock(name, module)] if is_block else _members(model, name)
     for first in found:
         for second in found:
@@ -151,7 +184,7 @@ def _module(model: nn.Module, path: str) -> nn.Module:
     try:
         return model.get_submodule(path)
     except AttributeError:
-        lists = [name for name, at in model.named_modules() if isinstance(at, nn.ModuleList | nn.Sequential) and name]
+        lists = [name for name, at in model.named_modules() if isinstance(at, _Rows) and name]
         raise WorkloadError(
             f"the model has no module {path!r}. Its lists of modules are: {', '.join(lists) or 'none'}."
         ) from None
