@@ -1,4 +1,4 @@
-"""Parts of a model that ``torch.compile`` runs, which a plan cannot follow.
+"""Parts of a model that ``torch.compile`` or TorchScript runs, which a plan cannot follow.
 
 [Note: Compiled parts]
 A plan accounts for memory operation by operation, as a trace has seen them in eager mode.  A compiled block is one
@@ -28,6 +28,12 @@ def compiled_part(model: nn.Module) -> str | None:
     """What is compiled and what to do about it, if a part of the model is ([Note: Compiled parts])."""
     for path, module in model.named_modules():
         name = path or type(module).__name__
+        if isinstance(module, torch.jit.ScriptModule):
+            return (
+                f"{name} is TorchScript (torch.jit.script or torch.jit.trace): it takes no hooks, by which a plan knows "
+                f"where the model is, and what it saves for backward, nobody has seen. Build the model with the module "
+                f"that it was made of; a function may be scripted."
+            )
         how = _how(module)
         if how is not None:
             return (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -78,6 +80,26 @@ def method(model: nn.Module) -> nn.Module:
     return model
 
 
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """TorchScript is deprecated in newer torch."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+def scripted(model: nn.Module) -> nn.Module:
+    with without_warnings():
+        model.model.layers[1].mlp.act_fn = torch.jit.script(nn.SiLU())
+    return model
+
+
+def traced_once(model: nn.Module) -> nn.Module:
+    with without_warnings():
+        model.lm_head = torch.jit.trace(model.lm_head, torch.ones(2, model.config.hidden_size))
+    return model
+
+
 COMPILED: dict[Callable[[nn.Module], nn.Module], str] = {
     block: r"^model.layers.1 is compiled \(compile\(\) of the module\)",
     part_of_a_block: r"^model.layers.1.mlp is compiled \(compile\(\) of the module\)",
@@ -87,6 +109,8 @@ COMPILED: dict[Callable[[nn.Module], nn.Module], str] = {
     forward: r"^model.layers.1 is compiled \(torch.compile of its forward\)",
     activation: r"^model.layers.1.mlp is compiled \(torch.compile of its squash\)",
     method: r"^model.layers.1.mlp.act_fn is compiled \(torch.compile of its forward\)",
+    scripted: r"^model.layers.1.mlp.act_fn is TorchScript",
+    traced_once: r"^lm_head is TorchScript",
 }
 
 
