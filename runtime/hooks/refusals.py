@@ -78,7 +78,12 @@ def other_block(name: str, expected: str) -> ScheduleError:
 
 def missing_block(name: str) -> ScheduleError:
     """The model's forward ended too early."""
-    return ScheduleError(f"the model's forward ended before block {name}, which the schedule expects. {_ONCE}")
+    return ScheduleError(
+        f"the model's forward ended before block {name}, which the schedule expects. {_ONCE} A block is not seen "
+        f"to run where the model calls its forward itself ({name}.forward(x) in the place of {name}(x)), under "
+        f"torch.no_grad(), or within reentrant checkpointing: let the model call the block, and leave checkpointing "
+        f"to the plan."
+    )
 
 
 def gradients_within_forward() -> ScheduleError:

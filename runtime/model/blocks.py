@@ -142,8 +142,8 @@ def _nothing_found(model: nn.Module) -> WorkloadError:
     else:
         children = ", ".join(f"{name} ({type(child).__name__})" for name, child in model.named_children()) or "none"
         why = (
-            f"it has no ModuleList, ModuleDict or Sequential. Name what runs one after the other: blocks=['path', 'path', ...]; "
-            f"the model's children are: {children}"
+            f"it has no ModuleList, ModuleDict or Sequential. Name what runs one after the other: "
+            f"blocks=['path', 'path', ...]; the model's children are: {children}"
         )
     return WorkloadError(f"no blocks found in {type(model).__name__}: {why}.")
 

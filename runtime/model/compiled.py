@@ -30,9 +30,9 @@ def compiled_part(model: nn.Module) -> str | None:
         name = path or type(module).__name__
         if isinstance(module, torch.jit.ScriptModule):
             return (
-                f"{name} is TorchScript (torch.jit.script or torch.jit.trace): it takes no hooks, by which a plan knows "
-                f"where the model is, and what it saves for backward, nobody has seen. Build the model with the module "
-                f"that it was made of; a function may be scripted."
+                f"{name} is TorchScript (torch.jit.script or torch.jit.trace): it takes no hooks, by which a plan "
+                f"knows where the model is, and what it saves for backward, nobody has seen. Build the model with the "
+                f"module that it was made of; a function may be scripted."
             )
         how = _how(module)
         if how is not None:

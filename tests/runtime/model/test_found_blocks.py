@@ -9,8 +9,11 @@ from random import Random
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from protwin.runtime import trace
 from protwin.runtime.model.blocks import find_blocks
+from protwin.shared.basics.errors import ScheduleError
 from tests.runtime.equality import miscounted, random_plans, trained
 from tests.runtime.models import Case, Layer, point_batches
 
@@ -105,3 +108,30 @@ def test_what_else_a_model_has_never_takes_the_place_of_a_list_of_blocks(seed: i
     for place, part in enumerate(parts):
         model.add_module(f"part{place}", part)
     assert [block.name for block in find_blocks(model)] == [f"part{at}.{index}" for index in range(3)]
+
+
+class Unseen(InRows):
+    """Runs its blocks by a way that passes their hooks by."""
+
+    def __init__(self, run: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(nn.ModuleList(layer() for _ in range(3)))
+        self.run = run
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        """(batch, 5) to (batch, 3)."""
+        hidden = self.entry(points)
+        for block in self.rows:
+            hidden = self.run(block, hidden)
+        return self.exit(hidden)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [lambda block, hidden: block.forward(hidden), partial(checkpoint, use_reentrant=True)],
+    ids=["forward", "reentrant"],
+)
+def test_blocks_that_run_unseen_are_told_how_to_be_seen(run: Callable[..., torch.Tensor]) -> None:
+    model = Unseen(run)
+    model(torch.ones(2, 5)).sum().backward()
+    with pytest.raises(ScheduleError, match=r"ended before block (rows\.\d).*\1\.forward\(x\).*reentrant"):
+        trace(model, torch.ones(2, 5), loss=lambda output, _: output.sum(), repeats=0)
