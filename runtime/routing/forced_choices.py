@@ -34,8 +34,6 @@ _ALONE: Final = frozenset({"argmax", "argmin", "multinomial"})
 _COMPARISONS: Final = frozenset({"gt", "ge", "lt", "le"})
 _DRAWS: Final = frozenset({"rand", "uniform", "uniform_", "bernoulli", "bernoulli_"})
 """Operators that draw from 0 to 1, or between two bounds that follow the tensor."""
-_HIGHEST: Final = 1 - 2**-24
-"""What such a scalar is below; 1 to a ``bernoulli``."""
 _MOST_DRAWS: Final = 32
 """Scalars that one phase is given: a loop that draws until one passes has to end."""
 
@@ -136,8 +134,14 @@ class ForcedChoices(TorchDispatchMode):
             # What is as it is by default comes in neither.
             given: tuple[float, ...] = args[1:3] if name.startswith("uniform") else ()
             low, high = *given, *(0.0, 1.0)[len(given) :]
-            result.fill_(low + (high - low) * _HIGHEST if is_high else low)
+            result.fill_(_just_below(high, low, result.dtype) if is_high else low)
         return True
+
+
+def _just_below(high: float, low: float, dtype: torch.dtype) -> float:
+    """The largest value of ``dtype`` below ``high``: what is drawn between two bounds never is the upper one."""
+    end, start = (torch.tensor(value, dtype=dtype, device="cpu") for value in (high, low))
+    return torch.nextafter(end, start).item()
 
 
 def _indices_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> torch.Tensor | None:

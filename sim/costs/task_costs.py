@@ -35,9 +35,10 @@ from .fabrics import machine_collective, passing_s
 from .projections import device_projection_s, host_projection_s
 from .rank_lines import RankLine
 
-_OF_PHASES: Final = frozenset(
+OF_PHASES: Final = frozenset(
     {TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.TEACHER_FORWARD, TaskKind.LOSS}
 )
+"""Kinds whose seconds are timed phases, or follow from operations where none were timed."""
 FLAT_PASSES: Final = 3
 """Over gradients that are laid flat, counted in ``runtime/chunks/sharded_chunk.py``."""
 
@@ -170,7 +171,7 @@ class CostModel:
         if task.stated_s is not None:
             return self._calibrated(task.stated_s, task.kind)
         match task.kind:
-            case kind if kind in _OF_PHASES:
+            case kind if kind in OF_PHASES:
                 assert task.phase is not None
                 return self.phase_s(task.phase, task.kind)
             case TaskKind.GATHER | TaskKind.ACTIVATION_FETCH:

@@ -33,6 +33,7 @@ from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import DeviceKind, Hardware
 from ...shared.schema.schedule import Lane, TaskKind
 from ...shared.schema.workload import Workload
+from ..costs.task_costs import OF_PHASES
 
 Range = tuple[float, float]
 """True over predicted seconds: one case in twenty lies below the first, one in twenty above the second."""
@@ -90,10 +91,6 @@ MEMORY_MODEL: Final = (0.97, 1.06)
 peaks of known plans are 1.01 to 1.03 times the prediction, those of eight LoRA runs 0.98 to 1.09, but for one."""
 
 
-_OF_PHASES: Final = frozenset(
-    {TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.TEACHER_FORWARD, TaskKind.LOSS}
-)
-"""Kinds whose seconds are timed phases, or follow from operations where none were timed."""
 _MOST_STD: Final = 1.0
 """Of a coefficient that may as well be nothing, by definition."""
 
@@ -181,7 +178,7 @@ class ErrorModel:
             yield Source(f"{lane} of data sheets" if known is None else f"{lane} unmeasured", *self.lanes[lane])
             return
         assert fitted is not None
-        if self.phases is not None and kind in _OF_PHASES:
+        if self.phases is not None and kind in OF_PHASES:
             yield Source("phases of another kind", *self.phases)
         yield Source.of_std(f"factor of {fitted}", min(known.factors[fitted].relative_std, _MOST_STD))
         if fitted is not kind:

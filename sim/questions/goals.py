@@ -156,6 +156,7 @@ def _beside_others(answer: BatchSearchResult, request: SearchRequest) -> BatchSe
                     result.plan.shard_ranks,
                     place=result.plan.projects_gradients_on,
                 ),
+                tiles=(WHOLE,),
             )
             for size, workload, micro_batches in request.micro_batches()
         }

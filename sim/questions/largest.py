@@ -96,12 +96,15 @@ class LargestRequest:
         return found.with_disk() if found.may_use_disk else found
 
     def problem(self, workload: Workload, hardware: Hardware) -> SearchProblem:
-        """All plans that fit without the margin, which a search falls back on."""
-        return search_problem(replace(self.search_request(workload, hardware), margin_frac=0.0))
+        """All plans that a search falls back on: without the margin, and with what may lie elsewhere."""
+        return search_problem([*self._tries(workload, hardware)][-1])
 
     def fits(self, workload: Workload, hardware: Hardware) -> bool:
         """Whether some plan trains the model on the machine."""
-        return some_plan_fits(self.problem(workload, hardware))
+        return any(some_plan_fits(search_problem(asked)) for asked in self._tries(workload, hardware))
+
+    def _tries(self, workload: Workload, hardware: Hardware) -> Iterator[SearchRequest]:
+        return replace(self.search_request(workload, hardware), margin_frac=0.0).tries
 
 
 def with_host_memory(hardware: Hardware, memory_bytes: int | None) -> Hardware:

@@ -17,7 +17,7 @@ from ...shared.schema.hardware import Hardware
 from ...shared.schema.workload import Workload
 from ..searching.branch_and_bound import OnProgress
 from ..searching.least_memory import some_plan_fits
-from ..searching.problem import SearchProblem, search_problem
+from ..searching.problem import search_problem
 from ..searching.request import GlobalBatch, SearchRequest
 from ..searching.search import search
 from ..space.step_spec import SEVERAL
@@ -197,10 +197,10 @@ def largest_batch(
 
     def fits(size: int) -> bool:
         known = untraced_at(size)
-        if known is not None and _fits(search_problem(request, known)):
+        if known is not None and _fits(request, known):
             return True
         workload = workload_at(size)
-        return workload != known and _fits(search_problem(request, workload))
+        return workload != known and _fits(request, workload)
 
     lower, upper = 0, request.smallest_workload().num_samples
     if upper > 1 and not fits(1):
@@ -221,10 +221,11 @@ def fewest_ranks(request: SearchRequest) -> int | None:
     while num_ranks < num_devices:
         num_ranks = min(2 * num_ranks, num_devices)
         step = replace(request.step, num_ranks=num_ranks, modes=SEVERAL)
-        if _fits(search_problem(replace(request, step=step))):
+        if _fits(replace(request, step=step)):
             return num_ranks
     return None
 
 
-def _fits(problem: SearchProblem) -> bool:
-    return some_plan_fits(problem)
+def _fits(request: SearchRequest, workload: Workload | None = None) -> bool:
+    """Whether some plan fits in one of all that a search tries in turn; ``workload``: the request's if None."""
+    return any(some_plan_fits(search_problem(asked, workload)) for asked in request.tries)

@@ -41,7 +41,7 @@ from ..space.plan_family import PlanFamily
 from ..space.prices import FloatArray
 from ..space.space import IntArray, LayoutGrid, SearchSpace, Trips
 from ..space.step_spec import StepSpec
-from ..space.tilings import WHOLE, Tiles, mode_rows_in_tiles, run_in
+from ..space.tilings import Tiles, mode_rows_in_tiles, run_in, tile_counts
 from .request import SearchRequest, check_possible
 
 _MOST_FAMILIES: Final = 64
@@ -336,14 +336,16 @@ def search_problem(
     step: StepSpec | None = None,
     *,
     is_offloading: bool | None = None,
-    tiles: Sequence[Tiles] = (WHOLE,),
+    tiles: Sequence[Tiles] | None = None,
 ) -> SearchProblem:
     """Lay out one space of ``request`` and tabulate its costs.  Errors as of ``search``.
 
     ``workload`` and ``step``: of this space; those of the request's smallest micro-batch in its last mode if None.
-    ``is_offloading``: as of ``enumerate_space``.  ``tiles``: the numbers of tiles that plans may have.
+    ``is_offloading``: as of ``enumerate_space``.  ``tiles``: the numbers of tiles that plans may have; if None all that
+    the workload knows and the request's space allows.
     """
     workload = request.smallest_workload() if workload is None else workload
+    tiles = tile_counts(request.space, workload) if tiles is None else tiles
     step = request.step.spec(request.step.allowed_modes[-1]) if step is None else step
     check_possible(request, workload, step)
     together, calibration, num_stages = request.hardware, request.calibration, workload.num_stages

@@ -314,6 +314,9 @@ def test_figures_of_a_machine_that_was_probed_again_are_refused(pairs: list[Pair
         CalibrationError, match=r"other figures of a machine: host_to_device\.bandwidth_bytes_per_s was"
     ):
         updated(found, pairs[2:3], again)
+    # A record that would be refused by itself is not judged first: another one would be refused all the same.
+    with pytest.raises(CalibrationError, match="other figures of a machine"):
+        updated(found, [told(pairs[2], origin=Origin.PREDICTED)], again)
     assert updated(found, pairs[2:3], MACHINE.model_copy(update={"price_usd_per_hour": 2.0})).num_runs == 3
 
 

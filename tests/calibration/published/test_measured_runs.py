@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from functools import cache
@@ -47,6 +48,7 @@ from protwin.calibration.published.runs import DATA_PARALLEL, REPLICATED, Predic
 from protwin.shared.basics.interval import Interval
 from protwin.shared.basics.units import format_number, format_seconds
 from protwin.shared.catalogue.models import known_model, load_model_configuration
+from protwin.shared.methods.runtime_profile import Runtime, RuntimeProfile
 from protwin.shared.schema.record import Record
 from protwin.shared.schema.workload import DType
 from protwin.shared.tables.labels import format_share
@@ -106,6 +108,20 @@ def test_buckets_and_gradients_that_stay_are_those_of_scripts() -> None:
     assert small.num_scalars == 2048**2  # what transformers writes for "auto"
     assert profile_of(BY_ID["hf-bert-large-vanilla"]).keeps_gradients
     assert not profile_of(BY_ID["qwen-7B-lora-512"]).keeps_gradients
+
+
+def test_what_a_run_says_of_its_runtime_is_carried_out() -> None:
+    """Every field that both have, with a value that is not its usual one."""
+    run = BY_ID["titan-h100-8"]
+    both = [one for one in dataclasses.fields(RuntimeProfile) if one.name in MeasuredRun.model_fields]
+    assert len(both) >= 8
+    for one in both:
+        usual = MeasuredRun.model_fields[one.name].default
+        other: object = not usual if isinstance(usual, bool) else 3
+        if one.name in ("runtime", "reduce_dtype"):
+            other = {"runtime": Runtime.COMPOSER, "reduce_dtype": DType.FLOAT64}[one.name]
+        changed = profile_of(run.model_copy(update={one.name: other}))
+        assert getattr(changed, one.name) == other != getattr(profile_of(run), one.name), one.name
 
 
 def made_up(measured: Measured) -> MeasuredRun:

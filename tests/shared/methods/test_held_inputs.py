@@ -23,7 +23,7 @@ from protwin.shared.layout.keeping import Keeping
 from protwin.shared.methods.full_training import FULL_TRAINING
 from protwin.shared.methods.method import Method
 from protwin.shared.methods.runtime_profile import Runtime, RuntimeProfile
-from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.schedule import Content, Lane, Schedule, TaskKind
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
@@ -192,3 +192,22 @@ def test_it_is_asked_for_where_it_is_known() -> None:
     for wrong in (replace(asked, recomputes_whole=False), replace(asked, runtime=Runtime.FSDP2)):
         with pytest.raises(PlanError, match="as hooks of FSDP hold them"):
             wrong.check(plan(model))
+
+
+def test_hooks_of_flat_parameters_alone_hold_them() -> None:
+    """Composer trains by the first FSDP too."""
+    model = adapted(2, held=frozenset({0, 1}))
+    sharded = plan(model).model_copy(
+        update={"parallel": ParallelMode.SHARDED, "num_ranks": 2, "n_shard": 2, "max_gradient_norm": 1.0}
+    )
+    passed = set()
+    for runtime in Runtime:
+        asked = RuntimeProfile(runtime, recomputes_whole=True, holds_inputs=True)
+        try:
+            asked.check(sharded)
+        except PlanError as error:
+            if "as hooks of FSDP hold them" not in str(error):
+                raise
+        else:
+            passed.add(runtime)
+    assert passed == {Runtime.FSDP, Runtime.FSDP_BACKWARD_POST, Runtime.COMPOSER}

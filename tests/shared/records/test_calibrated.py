@@ -153,3 +153,27 @@ def test_collectives_that_a_question_drops_are_no_other_figures() -> None:
         assert box.collectives
         assert not asked.collectives
         check_figures(known, asked)
+
+
+@pytest.mark.parametrize("asked", [{}, {"link": "pcie3-x16"}], ids=["as it is", "asked about"])
+@pytest.mark.parametrize("part", ["disk", "node", "network", "collectives"])
+def test_of_a_part_that_was_not_there_nothing_was_measured(part: str, asked: dict[str, str]) -> None:
+    """So that it may come, whatever else is asked about; one that was there may neither go nor change."""
+    disk = Disk(name="disk", capacity_bytes=10**12, read_bytes_per_s=1e9, write_bytes_per_s=1e9)
+    box = load_hardware("a100-80gb-x8").model_copy(
+        update={"disk": disk, "collectives": full_hardware().collectives}
+    )
+    assert getattr(box, part)
+    without = box.model_copy(update={part: () if part == "collectives" else None})
+
+    def now(hardware: Hardware) -> Hardware:
+        # A question drops measured collectives; here they are measured once more.
+        changed = override_hardware(hardware, asked) if asked else hardware
+        return changed.model_copy(update={"collectives": hardware.collectives})
+
+    check_figures(KNOWN.model_copy(update={"hardware": without}), now(box))
+    if part == "collectives" and asked:
+        check_figures(KNOWN.model_copy(update={"hardware": box}), now(without))
+    else:
+        with pytest.raises(CalibrationError, match=rf": {part}\."):
+            check_figures(KNOWN.model_copy(update={"hardware": box}), now(without))

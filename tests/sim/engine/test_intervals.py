@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from protwin.shared.basics.interval import Interval
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.calibration import Calibration, Factor
 from protwin.shared.schema.hardware import Hardware
-from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.plan import Plan, TrainingMethod
 from protwin.shared.schema.schedule import Memory, TaskKind
-from protwin.shared.schema.workload import Workload
+from protwin.shared.schema.workload import Phase, Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.costs.task_costs import CostModel
@@ -40,6 +41,7 @@ from protwin.sim.engine.intervals import (
 )
 from protwin.sim.engine.simulator import MIN_ITERATIONS, simulate, simulate_plan, simulate_timing
 from tests.proof_size import examples
+from tests.shared.bypass_models import bypass_plan, pairs
 from tests.sim.hand_made import MACHINE, machine, plan, workload
 from tests.strategies.machines import calibrations, hardware
 from tests.strategies.plans import PlannedWorkload, planned_workloads
@@ -159,6 +161,42 @@ def test_a_kind_without_runs_is_less_certain_than_its_like_and_one_without_a_lik
         return math.hypot(*(source.log_std for source in errors.sources_of(kind)))
 
     assert std(TaskKind.GATHER) < std(TaskKind.ACTIVATION_FETCH) < std(TaskKind.ALL_GATHER)
+
+
+def twice_as_long(content: Any) -> Any:
+    """A workload, or a part of one, whose phases take twice their seconds."""
+    if isinstance(content, tuple):
+        return tuple(twice_as_long(one) for one in content)
+    if not isinstance(content, BaseModel):
+        return content
+    changes = {name: twice_as_long(getattr(content, name)) for name in type(content).model_fields}
+    if isinstance(content, Phase) and content.measured_s is not None:
+        changes["measured_s"] = 2 * content.measured_s
+    return content.model_copy(update=changes)
+
+
+@pytest.mark.parametrize("method", [TrainingMethod.FULL, TrainingMethod.BYPASS])
+def test_seconds_of_another_kind_are_unsure_where_phases_take_them(method: TrainingMethod) -> None:
+    """Which kinds take the seconds of phases, tasks of phases that are twice as long say."""
+    if method is TrainingMethod.BYPASS:
+        model = pairs(3)
+        chosen = bypass_plan(model)
+    else:
+        model = MODEL
+        chosen = PLANS[2]
+    schedule = compile_schedule(chosen, model)
+    costs = CostModel(BOX, use_measured=True)
+    known = calibration({task.kind: Factor(value=1.0, relative_std=0.1) for task in schedule.tasks})
+    errors = replace(ErrorModel.of(MODEL, BOX, known), phases=(0.5, 2.0))
+    longer = compile_schedule(chosen, twice_as_long(model))
+    timed = {}
+    for task, other in zip(schedule.tasks, longer.tasks, strict=True):
+        assert task.kind is other.kind
+        timed[task.kind] = timed.get(task.kind, False) or costs.task_s(other) > costs.task_s(task)
+    assert {kind for kind, is_timed in timed.items() if is_timed} > {TaskKind.FORWARD, TaskKind.BACKWARD}
+    for kind, is_timed in timed.items():
+        highs = [source.high for source in errors.sources_of(kind)]
+        assert (2.0 in highs) == is_timed, kind
 
 
 def test_what_just_came_has_an_error_of_its_own() -> None:

@@ -29,6 +29,7 @@ from protwin.sim.questions.largest import (
 from protwin.sim.searching.least_memory import some_plan_fits
 from protwin.sim.searching.request import Effort, SearchRequest
 from protwin.sim.searching.search import search
+from protwin.sim.space.space import SearchSpace
 
 GIB = 2**30
 REQUEST = LargestRequest(sequence_length=1024, margin_frac=0.0)
@@ -158,6 +159,61 @@ def test_models_that_only_a_trace_knows_are_left_out_by_name(monkeypatch: pytest
     assert "only a trace knows them in this training: opt-1.3b" in as_text(tuple(largest_tables(found)), width=200)
     with pytest.raises(WorkloadError, match="ask protwin search about one model"):
         largest_models(replace(asked, options=TrainingOptions(frozen=("*",))), [box(4 * GIB)], [16 * GIB])
+
+
+def test_an_answer_without_any_such_sequences_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of models that have none nobody could trace such a step; where only some have none, a trace would know more."""
+    options = TrainingOptions(lora=LoraOptions(rank=8, targets=("q_proj", "v_proj")))
+    asked = LargestRequest(sequence_length=1025, options=options)
+    monkeypatch.setattr(largest, "model_names", lambda: ("gpt2", "vit-huge"))
+    found = largest_models(asked, [box(4 * GIB)], [16 * GIB])
+    assert [one.found for one in found.machines] == [None]
+    assert (found.left_out, found.untraced) == (("gpt2", "vit-huge"), ())
+    monkeypatch.setattr(largest, "model_names", lambda: ("gpt2", "opt-1.3b"))
+    with pytest.raises(WorkloadError, match="ask protwin search about one model"):
+        largest_models(replace(asked), [box(4 * GIB)], [16 * GIB])
+
+
+@pytest.mark.parametrize("tiles", [(1,), (1, 8), (8,)])
+def test_tiles_of_the_loss_and_inputs_on_the_host_count(tiles: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of 151,936 tokens fill a device that holds everything else; what a search tries in turn is tried here."""
+    model, hardware = "qwen2.5-0.5b", box(2 * GIB)
+    monkeypatch.setattr(largest, "model_names", lambda: (model,))
+    workload = load_workload(
+        model, batch_size=1, sequence_length=1024, dtype="bfloat16", hardware=hardware, loss_tiles=tiles
+    )
+    request = SearchRequest(
+        workload=workload,
+        hardware=with_host_memory(hardware, 64 * GIB),
+        margin_frac=None,
+        effort=Effort(max_replays=1),
+        space=SearchSpace(loss_tiles=tiles),
+    )
+    try:
+        plan = search(request).plan
+    except InfeasibleError:
+        plan = None
+    assert (plan is None) == (tiles == (1,)), "the question is no question"
+    assert plan is None or (plan.loss_tiles, plan.n_offload_input) == (8, workload.num_blocks)
+    (answer,) = largest_models(replace(REQUEST, loss_tiles=tiles), [hardware], [64 * GIB]).machines
+    assert (answer.found is None) == (plan is None)
+
+
+def test_the_best_plan_runs_the_loss_in_tiles_that_are_asked_for() -> None:
+    """Where everything fits whole too, which is faster."""
+    hardware = load_hardware("rtx-3090")
+    for tiles, expected in (((8,), 8), ((1, 8), 1)):
+        request = replace(REQUEST, sequence_length=128, loss_tiles=tiles)
+        workload = request.workload("gpt2", hardware.device)
+        assert workload is not None
+        asked = replace(request.search_request(workload, hardware), effort=Effort(max_replays=1))
+        assert search(asked).plan.loss_tiles == expected
+
+
+def test_a_model_whose_tiles_only_a_trace_knows_has_such_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(largest, "model_names", lambda: ("t5-base", "gpt2"))
+    found = largest_models(replace(REQUEST, loss_tiles=(1, 8)), [box(2 * GIB)], [2 * GIB])
+    assert (found.untraced, found.left_out) == (("t5-base",), ())
 
 
 def test_the_nearest_model_is_nearest() -> None:

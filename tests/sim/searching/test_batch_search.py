@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from protwin.shared.answers.search_result import BatchSearchResult, SearchResult
 from protwin.shared.basics.errors import InfeasibleError, PlanError
-from protwin.shared.schema.workload import BlockProfile, Phase, Workload
+from protwin.shared.schema.workload import BlockProfile, Phase, Tiling, Workload
 from protwin.sim.questions.what_if import largest_batch, what_if
 from protwin.sim.searching.request import Effort, GlobalBatch, Step, divisors
 from protwin.sim.searching.search import search, search_batches
@@ -179,6 +179,67 @@ def test_the_largest_batch_fits_and_the_next_larger_one_does_not() -> None:
             ]
             assert largest_batch(of_size, asked_at) == max(fitting, default=None)
             assert fitting or asked == [1] * (num_samples > 1)
+
+
+def in_two_tiles(model: Workload, size: int, less_bytes: int) -> Workload:
+    """At ``size`` samples, with MLPs that may run in two tiles: then a block makes so much less of each, and saves it
+    neither.
+    """
+    of_size = at_size(model, size, 0.0)
+    (whole,) = of_size.profiles
+
+    def leaner(phase: Phase, saves: int) -> Phase:
+        """Levels are lower by ``less_bytes``; ``saves``: 1 where they are saved, -1 where they are released."""
+        levels = tuple((end, max(level - less_bytes * size, 0)) for end, level in phase.curve)
+        return phase.model_copy(update={"net_bytes": phase.net_bytes - saves * less_bytes * size, "curve": levels})
+
+    tiled = whole.model_copy(
+        update={
+            "forward": leaner(whole.forward, 1),
+            "backward": leaner(whole.backward, -1),
+            "recompute": leaner(whole.recompute, 1),
+            "checkpoint_forward": leaner(whole.checkpoint_forward, 0),
+            "checkpoint_backward": leaner(whole.checkpoint_backward, -1),
+            "swappable_bytes": whole.swappable_bytes - less_bytes * size,
+        }
+    )
+    tiling = Tiling(mlp_tiles=2, modules=("mlp",), profiles=(tiled,), profile_of=(0,) * of_size.num_blocks)
+    fields = {name: getattr(of_size, name) for name in Workload.model_fields}
+    return Workload(**fields | {"tilings": (tiling,)})
+
+
+@pytest.mark.parametrize(("less_bytes", "offload"), [(400, (0,)), (400, None), (0, None)])
+def test_the_largest_batch_is_that_of_any_tiles_and_of_inputs_that_go_to_the_host(
+    less_bytes: int, offload: tuple[int, ...] | None
+) -> None:
+    """A search of every batch is the oracle; whole, with inputs on the device, fewer samples fit."""
+    space = SPACE.model_copy(update={"n_offload_input": (0,)}) if offload else SPACE
+    whole = SearchSpace(**space.model_dump(exclude_unset=True) | {"mlp_tiles": (1,), "n_offload_input": (0,)})
+
+    def workload_at(size: int) -> Workload:
+        return in_two_tiles(workload(6), size, less_bytes)
+
+    request = fastest_request(
+        workload=workload_at(9),
+        hardware=machine(),
+        device_budget_bytes=9_000,
+        host_budget_bytes=12_000,
+        space=space,
+        effort=Effort(max_replays=1),
+    )
+
+    def largest(space: SearchSpace) -> int:
+        fitting = 0
+        for size in range(1, 9):
+            try:
+                search(replace(request, workload=workload_at(size), space=space))
+            except InfeasibleError:
+                break
+            fitting = size
+        return fitting
+
+    assert largest(whole) < largest(space) < 8, "the question is no question"
+    assert largest_batch(request, workload_at) == largest(space)
 
 
 def test_what_if_answers_are_those_of_searches() -> None:
