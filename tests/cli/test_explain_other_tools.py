@@ -154,6 +154,12 @@ def test_files_of_torchtitan_and_axolotl_name_their_model(work: Path, protwin_he
     (work / "a.toml").write_text(TITAN)
     told = json.loads(protwin_here("explain-config", "a.toml", "--hardware=a100-80gb-x8", "--json").stdout)
     assert (told["configured"]["model_name"], told["num_ranks"]) == ("qwen3-0.6b", 8)
+    plan = told["configured"]["plan"]
+    assert (plan["n_checkpoint"], plan["n_selective"], plan["product_stride"]) == (28, 28, 2), "every second product"
+    assert told["other_readings"] == []
+    by_compilation = TITAN.replace('"selective"\nselective_ac_option = "op"', '"memory_budget"')
+    (work / "b.toml").write_text(by_compilation)
+    told = json.loads(protwin_here("explain-config", "b.toml", "--hardware=a100-80gb-x8", "--json").stdout)
     assert [one["name"] for one in told["other_readings"]] == ["nothing recomputed", "every block recomputed"]
     pytest.importorskip("yaml")
     (work / "a.yml").write_text(QLORA)

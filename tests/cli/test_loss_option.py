@@ -110,7 +110,7 @@ def test_a_plan_is_searched_and_carried_out_with_it(protwin_here: Protwin, work:
         peaks[loss] = record.peak_device_bytes
     assert peaks[LossHead.FUSED] < peaks[LossHead.EAGER]
     other = ("run", "--plan=fused.json", *model, "--steps=6")
-    assert "or the loss (--loss) that the plan was made for." in refusal(protwin_here, work, other)
+    assert "They differ: loss fused there, loss eager here (--loss)." in refusal(protwin_here, work, other)
     other = ("simulate", "--plan=fused.json", *model, *machine, "--loss=chunked")
     assert "the plan has loss_tiles 1" in refusal(protwin_here, work, other)
     made = protwin_here("trace", *model, "--loss=fused", "--output=workload.json")

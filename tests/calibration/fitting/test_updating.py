@@ -316,7 +316,7 @@ def test_figures_of_a_machine_that_was_probed_again_are_refused(pairs: list[Pair
         updated(found, pairs[2:3], again)
     # A record that would be refused by itself is not judged first: another one would be refused all the same.
     with pytest.raises(CalibrationError, match="other figures of a machine"):
-        updated(found, [told(pairs[2], origin=Origin.PREDICTED)], again)
+        updated(found, [told(pairs[2], origin=Origin.SIMULATED)], again)
     assert updated(found, pairs[2:3], MACHINE.model_copy(update={"price_usd_per_hour": 2.0})).num_runs == 3
 
 

@@ -133,7 +133,7 @@ def test_every_phase_begins_with_its_first_draw() -> None:
     drawn = []
     with choices:
         for kind in (TaskKind.FORWARD, TaskKind.RECOMPUTE):
-            choices.place = lambda kind=kind: (kind, BLOCK)  # type: ignore[misc]
+            choices.place = lambda kind=kind: (kind, BLOCK)
             drawn.append([torch.rand(()).item() > 0.5 for _ in range(3)])
     assert drawn == [[False, True, False]] * 2
 

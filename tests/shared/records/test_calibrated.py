@@ -160,9 +160,7 @@ def test_collectives_that_a_question_drops_are_no_other_figures() -> None:
 def test_of_a_part_that_was_not_there_nothing_was_measured(part: str, asked: dict[str, str]) -> None:
     """So that it may come, whatever else is asked about; one that was there may neither go nor change."""
     disk = Disk(name="disk", capacity_bytes=10**12, read_bytes_per_s=1e9, write_bytes_per_s=1e9)
-    box = load_hardware("a100-80gb-x8").model_copy(
-        update={"disk": disk, "collectives": full_hardware().collectives}
-    )
+    box = load_hardware("a100-80gb-x8").model_copy(update={"disk": disk, "collectives": full_hardware().collectives})
     assert getattr(box, part)
     without = box.model_copy(update={part: () if part == "collectives" else None})
 

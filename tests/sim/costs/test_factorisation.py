@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from itertools import product
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from protwin.shared.catalogue.machines import machine
 from protwin.shared.tables.record import factorisation_sentence
+from protwin.sim.costs import factorisation
 from protwin.sim.costs.factorisation import (
     HOST_FRAC,
     _share,
@@ -35,6 +37,16 @@ def test_flops_are_those_of_the_book() -> None:
     found = factorisation_of(factorised(), MACHINE)
     assert found is not None
     assert (found.num_weights, found.flops) == (2, 2 * decomposition_flops(8, 6))
+
+
+def test_the_largest_weight_says_what_is_needed_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 x 6: two copies, U (8 x 6) and V (6 x 6) twice, and 4 * 36 + 7 * 6 scalars of work, of 4 bytes each."""
+    of_one = 4 * (2 * 48 + 2 * (48 + 36) + 144 + 42)
+    for sizes in ([(8, 6)], [(6, 8), (8, 5)], [(2, 9), (8, 6), (1, 1)]):
+        monkeypatch.setattr(factorisation, "factorised_sizes", lambda workload, sizes=sizes: sizes)
+        found = factorisation_of(factorised(), MACHINE)
+        assert found is not None
+        assert found.working_bytes == of_one
 
 
 @given(st.integers(1, 9000), st.integers(1, 9000))

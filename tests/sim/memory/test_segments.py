@@ -15,7 +15,8 @@ from protwin.shared.schema.record import Record
 from protwin.shared.schema.workload import Workload
 from protwin.shared.workloads.source import load_workload
 from protwin.sim.engine.simulator import simulate
-from protwin.sim.memory.reserved import AS_USUAL, Segments
+from protwin.sim.memory.libraries import outside_allocator_bytes
+from protwin.sim.memory.reserved import AS_USUAL, Segments, segment_limit_bytes
 from protwin.sim.memory.segments import segments_of
 
 EXPANDABLE = RuntimeProfile(expandable_segments=True)
@@ -126,6 +127,16 @@ def test_they_are_part_of_what_is_reserved_and_of_nothing_else() -> None:
     assert own > 50 << 20
     assert [a - b for a, b in zip(reserved(with_stream), reserved(plain), strict=True)] == [own] * 3
     assert with_stream.guaranteed_peak_device_bytes == plain.guaranteed_peak_device_bytes
+
+
+def test_what_lies_beside_the_allocator_is_left_to_no_segment() -> None:
+    """Collectives' buffers, the margin and what is never the allocator's; together they are the device."""
+    device = machine("h100-80gb-x8").device
+    outside = outside_allocator_bytes(device)
+    for beside_bytes, margin_frac in ((0, 0.0), (3 << 30, 0.0), (3 << 30, 0.25)):
+        left = segment_limit_bytes(device, beside_bytes=beside_bytes, margin_frac=margin_frac)
+        assert left is not None
+        assert left + beside_bytes + outside + margin_frac * device.memory_bytes == device.memory_bytes
 
 
 def test_expandable_segments_hold_what_is_said_to_fit_with_them() -> None:

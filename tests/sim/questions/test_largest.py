@@ -175,7 +175,9 @@ def test_an_answer_without_any_such_sequences_is_one(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("tiles", [(1,), (1, 8), (8,)])
-def test_tiles_of_the_loss_and_inputs_on_the_host_count(tiles: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_of_the_loss_and_inputs_on_the_host_count(
+    tiles: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Logits of 151,936 tokens fill a device that holds everything else; what a search tries in turn is tried here."""
     model, hardware = "qwen2.5-0.5b", box(2 * GIB)
     monkeypatch.setattr(largest, "model_names", lambda: (model,))

@@ -26,9 +26,10 @@ from protwin.sim.costs.fabrics import CALL_OVERHEAD_S
 from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.engine.simulator import MIN_ITERATIONS, simulate, simulate_timing
 from protwin.sim.searching.request import SearchRequest, Step
-from protwin.sim.searching.search import search, search_batches
+from protwin.sim.searching.search import Spaces, search, search_batches
 from protwin.sim.space.plan_family import PlanFamily
 from protwin.sim.space.space import SearchSpace
+from protwin.sim.space.step_spec import StepSpec
 from tests.cli.saved import decoder
 from tests.proof_size import examples
 from tests.sim.bound_cases import Case, case
@@ -305,6 +306,25 @@ def test_ranks_that_nobody_traced_or_that_make_no_groups_are_refused() -> None:
     # Numbers that the ranks do not allow are left out where none is named.
     of_two = _request(model, step=Step(num_ranks=2, modes=(ParallelMode.SHARDED,)))
     assert search(of_two).plan.sequence_ranks == 1
+
+
+def test_a_mode_has_plans_where_one_of_its_spaces_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever number of ranks that share sequences has none."""
+    laid_out = Spaces.problem
+    refused: list[int] = []
+
+    def problem(spaces: Spaces, request: SearchRequest, workload: Workload, step: StepSpec, *rest: Any) -> Any:
+        if step.sequence_ranks in refused:
+            raise PlanError(f"none of {step.sequence_ranks}")
+        return laid_out(spaces, request, workload, step, *rest)
+
+    monkeypatch.setattr(Spaces, "problem", problem)
+    request = _request(shared_decoder(8))
+    for refused, left in (([8], 1), ([1], 8)):
+        assert search(request).plan.sequence_ranks == left
+    refused = [1, 8]
+    with pytest.raises(PlanError, match="none of 1|none of 8"):
+        search(request)
 
 
 def test_other_systems_share_sequences_too() -> None:
