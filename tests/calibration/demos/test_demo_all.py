@@ -15,7 +15,8 @@ from protwin.shared.schema.plan import ParallelMode, Plan
 
 SMALL = replace(
     STANDARD,
-    long=LongSize(sequence_length=128, num_tiles=2, lora_rank=4, steps=10, probe_seconds=0.2),
+    # All parameters fit within 0.5 of what so short a sequence needs, and nothing would be gathered.
+    long=LongSize(sequence_length=128, num_tiles=2, lora_rank=4, steps=10, probe_seconds=0.2, budget_fracs=(0.3, 0.4)),
     bypass=replace(
         STANDARD.bypass,
         configuration={**STANDARD.bypass.configuration, "hidden_size": 64, "intermediate_size": 256},

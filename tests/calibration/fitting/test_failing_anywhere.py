@@ -40,6 +40,8 @@ _ENDS = frozenset(
 )
 """``with`` undoes nothing where what it has been given fails to be entered.  The last two are what the ledger hears of
 a storage that goes: nobody above could catch an error."""
+_GOING = "MemoryLedger._register.<locals>.<lambda>"
+"""Who tells it so, called by the interpreter."""
 
 
 class _Stop(Exception):
@@ -75,7 +77,7 @@ def may_fail(frame: FrameType | None) -> bool:
     """Whether nobody above is giving something back, or going away with a lane or an object."""
     while frame is not None:
         code = frame.f_code
-        if code.co_name in _ENDS:
+        if code.co_name in _ENDS or code.co_qualname == _GOING:
             return False
         if code.co_filename.removeprefix(f"{_ROOT}/") in GIVING_BACK:
             return False

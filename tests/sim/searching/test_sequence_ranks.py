@@ -311,7 +311,7 @@ def test_ranks_that_nobody_traced_or_that_make_no_groups_are_refused() -> None:
 def test_a_mode_has_plans_where_one_of_its_spaces_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever number of ranks that share sequences has none."""
     laid_out = Spaces.problem
-    refused: list[int] = []
+    refused: set[int] = set()
 
     def problem(spaces: Spaces, request: SearchRequest, workload: Workload, step: StepSpec, *rest: Any) -> Any:
         if step.sequence_ranks in refused:
@@ -320,10 +320,12 @@ def test_a_mode_has_plans_where_one_of_its_spaces_has(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Spaces, "problem", problem)
     request = _request(shared_decoder(8))
-    for refused, left in (([8], 1), ([1], 8)):
+    for none, left in ((8, 1), (1, 8)):
+        refused.add(none)
         assert search(request).plan.sequence_ranks == left
-    refused = [1, 8]
-    with pytest.raises(PlanError, match="none of 1|none of 8"):
+        refused.clear()
+    refused.update((1, 8))
+    with pytest.raises(PlanError, match="none of"):
         search(request)
 
 
