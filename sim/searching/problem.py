@@ -341,11 +341,9 @@ def search_problem(
     """Lay out one space of ``request`` and tabulate its costs.  Errors as of ``search``.
 
     ``workload`` and ``step``: of this space; those of the request's smallest micro-batch in its last mode if None.
-    ``is_offloading``: as of ``enumerate_space``.  ``tiles``: the numbers of tiles that plans may have; if None all that
-    the workload knows and the request's space allows.
+    ``is_offloading``: as of ``enumerate_space``.  ``tiles``: those that plans may have; None: ``tile_counts``.
     """
     workload = request.smallest_workload() if workload is None else workload
-    tiles = tile_counts(request.space, workload) if tiles is None else tiles
     step = request.step.spec(request.step.allowed_modes[-1]) if step is None else step
     check_possible(request, workload, step)
     together, calibration, num_stages = request.hardware, request.calibration, workload.num_stages
@@ -365,7 +363,7 @@ def search_problem(
     )
     method = request.method_of(workload)
     grids = _grids(request, workload, step, costs, is_offloading=is_offloading)
-    tilings = {one: _planned(run_in(workload, one), grids[0]) for one in tiles}
+    tilings = {one: _planned(run_in(workload, one), grids[0]) for one in tiles or tile_counts(request.space, workload)}
     modes = mode_rows_in_tiles(tilings, _space_of(request, method))
     grids = tuple(replace(grid, modes=modes) for grid in grids)
     planned = [tilings[one] for one in modes.tiles]
