@@ -108,7 +108,7 @@ def _likely_stack(module: nn.Module) -> list[tuple[str, nn.Module]]:
     members = list(module.named_children())
     by_class: dict[type[nn.Module], list[tuple[str, nn.Module]]] = {}
     for key, child in members:
-        is_own = not type(child).__module__.startswith("torch.nn.")
+        is_own = not str(type(child).__module__).startswith("torch.nn.")
         if _size(child) > 0 and (_has_parts(child) or is_own) and not isinstance(child, nn.ModuleList | nn.ModuleDict):
             by_class.setdefault(type(child), []).append((key, child))
     alike = [row for row in by_class.values() if len(row) > 1]

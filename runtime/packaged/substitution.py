@@ -98,7 +98,9 @@ def kernels_of_packages(model: nn.Module, packages: Sequence[KernelPackage], *, 
     ``is_run``: whether it has weights; then kernels that are installed run, and are not left out.
     """
     found = Kernels(set(), set())
-    modules = {name: sys.modules[name] for name in {type(part).__module__ for part in model.modules()}}
+    # The module of a class need not be imported by its name: a file may be run, or loaded from a path.
+    names = {type(part).__module__ for part in model.modules()} & sys.modules.keys()
+    modules = {name: sys.modules[name] for name in names}
     replaced = []
     for module in modules.values():
         for name, function in list(vars(module).items()):

@@ -192,7 +192,7 @@ def _eager_of(module: nn.Module) -> Callable[..., Any]:
     """What a model's own file has for attention without a kernel."""
     found = getattr(type(module).forward, "__globals__", {}).get("eager_attention_forward")
     if found is None:
-        found = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        found = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
     if found is None:
         raise PlanError(
             f"sequence_ranks: {type(module).__name__} names no eager attention of its own. Choose another "

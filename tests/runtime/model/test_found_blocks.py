@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -135,3 +137,26 @@ def test_blocks_that_run_unseen_are_told_how_to_be_seen(run: Callable[..., torch
     model(torch.ones(2, 5)).sum().backward()
     with pytest.raises(ScheduleError, match=r"ended before block (rows\.\d).*\1\.forward\(x\).*reentrant"):
         trace(model, torch.ones(2, 5), loss=lambda output, _: output.sum(), repeats=0)
+
+
+def test_classes_of_a_file_that_nobody_imported_train(tmp_path: Path) -> None:
+    """As notebooks and loaders of files give them: their module is in no table of Python."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Layer(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.up, self.down = nn.Linear(24, 40), nn.Linear(40, 24)\n"
+        "    def forward(self, hidden):\n"
+        "        return hidden + self.down(torch.tanh(self.up(hidden)))\n"
+        "def model():\n"
+        "    torch.manual_seed(0)\n"
+        "    return nn.Sequential(nn.Linear(5, 24), Layer(), Layer(), nn.Linear(24, 3))\n"
+    )
+    build = runpy.run_path(str(path), run_name="of_no_table")["model"]
+    case = Case(build, point_batches(), has_loss=False)
+    (plan,) = random_plans(case.workload, 1, seed=1, has_disk=False)
+    outcome = trained(case, plan)
+    assert outcome.losses == case.plain_with(plan.micro_batches, plan.max_gradient_norm).losses
+    assert not outcome.different
