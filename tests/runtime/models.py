@@ -252,10 +252,11 @@ class Masters:
         master_of = {id(parameter): master for parameter, master in self._pairs}
         return [group | {"params": [master_of.get(id(p), p) for p in group["params"]]} for group in groups]
 
-    def take_gradients(self) -> None:
-        """Widen the gradients."""
+    def take_gradients(self, wide: Mapping[nn.Parameter, torch.Tensor] | None = None) -> None:
+        """Widen the gradients; ``wide``: those of parameters that are added up in float32."""
         for parameter, master in self._pairs:
-            master.grad = parameter.grad.float() if parameter.grad is not None else None
+            own = (wide or {}).get(parameter, parameter.grad)
+            master.grad = own.float() if own is not None else None
             parameter.grad = None
 
     def project(self, model: nn.Module) -> None:

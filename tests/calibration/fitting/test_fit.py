@@ -162,7 +162,7 @@ def test_what_arrived_bytes_cost_comes_back() -> None:
     blind = fit(pairs, box, contention=SLOW, machine="here", software={}, priors=nothing)  # type: ignore[arg-type]
     errors = {
         name: [
-            abs(simulate(plan, workload, MACHINE, one.calibration).iteration_s / truth_s - 1)
+            abs(simulate(plan, workload, box, one.calibration).iteration_s / truth_s - 1)
             for plan in spanning_plans(workload).values()
             for truth_s in [simulate(plan, workload, MACHINE, truth).iteration_s]
         ]

@@ -19,7 +19,7 @@ from protwin.runtime.ranks.launch import launch_of
 from protwin.runtime.ranks.world import _make_default
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import layout_of
-from protwin.shared.layout.residencies import ChunkResidency, residencies
+from protwin.shared.layout.residencies import STEPPED_BY_HOST, ChunkResidency, residencies
 from protwin.shared.schema.plan import ParallelMode, Plan, ProjectionPlace
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
@@ -190,12 +190,14 @@ class Reference:
 class ByHand(nn.Module):
     """What ranks do with gradients, without DDP: those that leave are averaged in every micro-batch."""
 
-    def __init__(self, model: nn.Module, leaving: frozenset[str]) -> None:
+    def __init__(self, model: nn.Module, leaving: frozenset[str], widened: frozenset[str] = frozenset()) -> None:
         super().__init__()
         named = dict(model.named_parameters())
         self._sums: dict[str, torch.Tensor] = {}
         self._named = {name: p for name, p in named.items() if p.requires_grad}
-        self._leaving = leaving
+        self._leaving, self._widened = leaving, widened
+        self.wide: dict[nn.Parameter, torch.Tensor] = {}
+        """Sums in float32 of the latest step, which no narrow parameter has for its gradient."""
 
     def end_micro_batch(self, *, is_last: bool) -> None:
         for name, parameter in self._named.items():
@@ -203,11 +205,14 @@ class ByHand(nn.Module):
                 parameter.grad = averaged(parameter)
             if name in self._leaving and parameter.grad is not None:
                 before = self._sums.get(name)
-                self._sums[name] = parameter.grad if before is None else before + parameter.grad
+                own = parameter.grad.float() if name in self._widened else parameter.grad
+                self._sums[name] = own if before is None else before + own
                 parameter.grad = None
         if is_last:
+            self.wide = {self._named[name]: total for name, total in self._sums.items() if name in self._widened}
             for name, total in self._sums.items():
-                self._named[name].grad = total
+                if name not in self._widened:
+                    self._named[name].grad = total
             self._sums = {}
 
 
@@ -243,7 +248,16 @@ def reference(name: str, rank: int, plan: Plan, num_batches: int, steps: int = S
     case = all_cases(num_batches)[name]
     leaving = leaving_names(case, plan) if plan.micro_batches > 1 else frozenset()
     is_wide = plan.parallel is ParallelMode.SHARDED and has_parts(case, plan)
-    key = (name, num_batches, steps, plan.micro_batches, plan.max_gradient_norm, leaving, is_wide)
+    key = (
+        name,
+        num_batches,
+        steps,
+        plan.micro_batches,
+        plan.max_gradient_norm,
+        leaving,
+        widened_names(case, plan),
+        is_wide,
+    )
     if key not in _references:
         _references[key] = _trained(case, rank, plan, leaving, steps, is_wide=is_wide)
     return _references[key]
@@ -262,7 +276,7 @@ def _trained(case: Case, rank: int, plan: Plan, leaving: frozenset[str], steps: 
             warnings.simplefilter("ignore", FutureWarning)
             called = DistributedDataParallel(model, find_unused_parameters=True)
     else:
-        by_hand = ByHand(model, leaving)
+        by_hand = ByHand(model, leaving, widened_names(case, plan))
     losses, norms = [], []
     torch.manual_seed(SEED + rank)
     for batches in batches_of(case, rank, dist.get_world_size(), micro_batches, steps):
@@ -275,7 +289,7 @@ def _trained(case: Case, rank: int, plan: Plan, leaving: frozenset[str], steps: 
         project_gradients(model)
         if max_norm is not None:
             norms.append(limited(model, max_norm, is_wide=is_wide))
-        masters.take_gradients()
+        masters.take_gradients(by_hand.wide if by_hand is not None else None)
         optimizer.step()
         optimizer.zero_grad()
         model.zero_grad()
@@ -307,6 +321,23 @@ def leaving_names(case: Case, plan: Plan) -> frozenset[str]:
         for chunk in layout.chunks
         if found[chunk.id] is not ChunkResidency.PERSISTENT and not (stay and chunk.subspaces)
         for placed in chunk.parameters
+    )
+
+
+def widened_names(case: Case, plan: Plan) -> frozenset[str]:
+    """Narrow parameters whose gradients hosts add up in float32."""
+    if not plan.widens_on_host:
+        return frozenset()
+    assert plan.max_gradient_norm is None, "the norm of what no parameter has is not taken here"
+    workload = case.workload
+    layout = layout_of(workload, plan.chunk_bytes)
+    found = residencies(plan, layout)
+    return frozenset(
+        workload.parameters[placed.index].name
+        for chunk in layout.chunks
+        if found[chunk.id] in STEPPED_BY_HOST
+        for placed in chunk.parameters
+        if workload.parameters[placed.index].dtype.item_bytes < 4
     )
 
 

@@ -11,6 +11,7 @@ from itertools import product
 from random import Random
 
 from protwin.shared.layout.layout import layout_of
+from protwin.shared.schema.optimizer import HostGradients
 from protwin.shared.schema.plan import ParallelMode, Plan, ProjectionPlace
 from protwin.shared.schema.workload import Workload
 from tests.proof_size import share, some_quick
@@ -68,6 +69,22 @@ def test_two_ranks_give_the_bits_of_ddp(name: str, parallel: ParallelMode, two_r
     for found in two_ranks.run(train, name, plan, NUM_BATCHES):
         assert found.losses == found.expected_losses, plan
         assert not found.different, plan
+
+
+@some_quick(("parallel", "seed"), product(MODES[1:], (1, 3, 5)), quick=[(ParallelMode.SHARDED, 3)])
+def test_hosts_of_two_ranks_add_up_in_float32_and_devices_do_not(
+    parallel: ParallelMode, seed: int, two_ranks: Ranks
+) -> None:
+    """Of a bfloat16 model some chunks are stepped by hosts, and others, in parts, by devices."""
+    name = "llama in bfloat16"
+    workload = all_cases(NUM_BATCHES)[name].workload
+    knobs = {"micro_batches": 3, "max_gradient_norm": None, "n_swap": 0, "host_gradients": HostGradients.FLOAT32}
+    plan = plan_for(workload, parallel, seed).model_copy(update=knobs)
+    assert (plan.n_shard > 0) is (parallel is ParallelMode.SHARDED)
+    for found in two_ranks.run(train, name, plan, NUM_BATCHES):
+        assert found.losses == found.expected_losses, plan
+        assert not found.different, plan
+        assert found.num_cpu_adam_steps > 0
 
 
 @some_quick("parallel", MODES, quick=1)

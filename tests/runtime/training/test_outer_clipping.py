@@ -59,6 +59,28 @@ def test_the_norm_and_the_step_are_the_plain_loops(plan: Plan, micro_batches: in
     assert differences(model, plain.weights[-1]) == []
 
 
+def test_a_loop_that_multiplies_itself_does_what_clip_grad_norm_does() -> None:
+    """As ``p.grad *= scale`` and with the result of ``mul_``; both put what they give where a gradient was."""
+
+    def by_hand(model: nn.Module) -> float:
+        learning = [one for one in model.parameters() if one.grad is not None]
+        norm = torch.nn.utils.get_total_norm([one.grad for one in learning if one.grad is not None])
+        scale = torch.clamp(LIMIT / (norm + 1e-6), max=1.0)
+        for number, one in enumerate(learning):
+            assert one.grad is not None
+            if number % 2:
+                one.grad *= scale
+            else:
+                one.grad = one.grad.mul_(scale)
+        return norm.item()
+
+    plan = plan_for(CASE.workload).model_copy(update={"max_gradient_norm": LIMIT})
+    norms, model = clipped(CASE, plan, by_hand)
+    plain = CASE.plain_with(1, LIMIT)
+    assert norms == plain.norms
+    assert differences(model, plain.weights[-1]) == []
+
+
 def test_a_second_clipping_would_have_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wrong variant: gradients that stay on the device are clipped by the loop and by the step."""
     monkeypatch.setattr(GradientStandIns, "show", lambda *_: None)
