@@ -18,7 +18,7 @@ from scipy.optimize import nnls
 from ...shared.schema.calibration import Calibration, Evidence
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.schedule import TaskKind
-from .linear import LEAST_ERROR_FRAC, TIMES, Estimate, FloatArray, Prior
+from .linear import LEAST_ERROR_FRAC, TIMES, Estimate, FloatArray, Prior, Sums
 from .tasks import LOWEST, Coefficient, cold_read_prior, scatter, starting_prior
 
 _NAMES: Final = tuple(Coefficient)
@@ -33,10 +33,12 @@ def evidence_of(modelled_s: FloatArray, arrived_bytes: FloatArray, measured_s: F
     x, y = modelled_s[present], measured_s[present]
     rows = np.stack([x, np.ones_like(x), arrived_bytes[present]], axis=1) / scatter(x)[:, None]
     wanted = y / scatter(x)
+    products = rows.T @ wanted
     return Evidence(
         num_tasks=len(x),
         squares=tuple(float(value) for value in (rows.T @ rows).ravel()),
-        products=tuple(float(value) for value in rows.T @ wanted),
+        products=tuple(float(value) for value in products),
+        run_products=tuple(float(value) for value in np.outer(products, products).ravel()),
         measured_square=float(wanted @ wanted),
         measured_s=float(y.sum()),
         num_without_work=len(rest),
@@ -77,8 +79,11 @@ def together(one: Evidence, other: Evidence, *, forgetting: float = 1.0) -> Evid
     return Evidence(**sums)
 
 
-def estimate_evidence(evidence: Evidence, hardware: Hardware) -> Estimate:
-    """The most probable coefficients, as ``estimate_tasks`` has them of tasks one by one ([Note: Evidence])."""
+def estimate_evidence(evidence: Evidence, hardware: Hardware, run_std_frac: float = 0.0) -> Estimate:
+    """The most probable coefficients, as ``estimate_tasks`` has them of tasks one by one ([Note: Evidence]).
+
+    ``run_std_frac``: what runs as a whole differ by.
+    """
     precision, values = np.array(evidence.known_precision), np.array(evidence.known_values)
     if evidence.num_tasks == 0 and precision[0] == 0:
         return _without_work(evidence, precision[1], values[1])
@@ -90,10 +95,11 @@ def estimate_evidence(evidence: Evidence, hardware: Hardware) -> Estimate:
     count: int = 3 if square[2, 2] > 0 or evidence.known_precision[2] > 0 else 2
     square, product, precision, values = square[:count, :count], product[:count], precision[:count], values[:count]
     scale = np.sqrt(np.diag(square) + precision)
+    of_runs = _run_products(evidence)[:count, :count] / np.outer(scale, scale)
     square, product = square / np.outer(scale, scale), product / scale
     precision, values = precision / scale**2, values / scale
     alone = product[0] / square[0, 0] if square[0, 0] > 0 else values[0] / precision[0]
-    found, whole = np.array([alone, *[0.0] * (count - 1)]), np.diag(precision)
+    found, variance = np.array([alone, *[0.0] * (count - 1)]), 1.0
     for _ in range(TIMES if evidence.num_tasks else 1):
         variance = _variance(evidence, square, product, found)
         whole = square / variance + np.diag(precision)
@@ -102,15 +108,32 @@ def estimate_evidence(evidence: Evidence, hardware: Hardware) -> Estimate:
     if found[0] / scale[0] < LOWEST:
         # What the tasks cost does not grow with their work: a slope must be something all the same.
         found = np.array([alone, *[0.0] * (count - 1)])
-    covariance = np.linalg.inv(whole) / np.outer(scale, scale)
+    if evidence.num_tasks:
+        sums = Sums(square, evidence.measured_square, evidence.num_tasks, of_runs)
+        left = max(0.0, _left(evidence, square, product, found))
+        covariance = sums.covariance(np.diag(precision), left, variance, run_std_frac)
+    else:
+        covariance = np.diag(1 / precision)
+    covariance = covariance / np.outer(scale, scale)
     return Estimate(tuple(map(str, _NAMES[:count])), found / scale, covariance, round(evidence.num_tasks))
+
+
+def _run_products(evidence: Evidence) -> FloatArray:
+    """(3, 3) as of ``Sums``; where it is not known, as of one run of all tasks."""
+    found = np.array(evidence.run_products).reshape(3, 3)
+    return found if found.any() else np.outer(evidence.products, evidence.products)
+
+
+def _left(evidence: Evidence, square: FloatArray, product: FloatArray, found: FloatArray) -> float:
+    """Squares of what ``found`` leaves."""
+    return float(evidence.measured_square - 2 * found @ product + found @ square @ found)
 
 
 def _variance(evidence: Evidence, square: FloatArray, product: FloatArray, found: FloatArray) -> float:
     """Of a row's error: what ``found`` leaves."""
     if not evidence.num_tasks:
         return 1.0
-    left = float(evidence.measured_square - 2 * found @ product + found @ square @ found)
+    left = _left(evidence, square, product, found)
     least = LEAST_ERROR_FRAC**2 * evidence.measured_square
     return max(left, least) / evidence.num_tasks
 

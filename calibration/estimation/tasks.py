@@ -28,7 +28,7 @@ import numpy as np
 from ...shared.basics.errors import CalibrationError
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.schedule import TaskKind
-from .linear import Estimate, FloatArray, Prior, estimate
+from .linear import Estimate, FloatArray, IntArray, Prior, estimate
 
 _STARTING_S: Final = 3e-4
 """Hooks, launches and a thread's wake-up, as far as one knows before measuring ([Note: Slope or intercept])."""
@@ -71,11 +71,14 @@ def estimate_tasks(
     measured_s: FloatArray,
     hardware: Hardware,
     priors: Priors = NOTHING_KNOWN,
+    runs: IntArray | None = None,
+    run_std_frac: float = 0.0,
 ) -> Estimate:
     """The coefficients of tasks of one kind; (n,) each of what they should take, read first, and took.
 
     ``priors`` stand in the place of [Note: Slope or intercept] and [Note: Cold reads], for instance those of an earlier
-    calibration.  Where no task has modelled seconds, all that they take is overhead, by the median.
+    calibration.  ``runs``: (n,) which run each task is of; ``run_std_frac``: what runs as a whole differ by.
+    Where no task has modelled seconds, all that they take is overhead, by the median.
     Raises CalibrationError if the slope is far below what the hardware's description allows.
     """
     present = modelled_s > 0
@@ -94,7 +97,8 @@ def estimate_tasks(
     if arrived.any() or Coefficient.ARRIVAL_S_PER_BYTE in priors:
         columns[Coefficient.ARRIVAL_S_PER_BYTE] = arrived
         known[Coefficient.ARRIVAL_S_PER_BYTE] = cold_read_prior(hardware)
-    found = estimate(columns, y, 1 / scatter(x), known | dict(priors))
+    of_run = None if runs is None else runs[present]
+    found = estimate(columns, y, 1 / scatter(x), known | dict(priors), of_run, run_std_frac)
     if found[Coefficient.SLOPE] < LOWEST:
         # What the tasks cost does not grow with their work: a slope must be something all the same.
         values = np.zeros_like(found.values)

@@ -27,6 +27,7 @@ from ...shared.schema.schedule import Lane, Schedule, TaskKind
 from ...shared.schema.workload import Workload
 from ...sim.costs.contention import ContentionModel
 from ...sim.costs.task_costs import CostModel, swapping_sections
+from ...sim.engine.error_sources import RUN_NOISE
 from ...sim.engine.simulator import simulate_timing
 from ..estimation.linear import Estimate, FloatArray, expected
 from ..estimation.tasks import NOTHING_KNOWN, Coefficient, Priors, estimate_tasks
@@ -148,11 +149,14 @@ def fit(
         **optimizers,
     )
     bare = calibration.model_copy(update={"contention": ()})
+    run_std_frac = RUN_NOISE * calibration.iteration_noise_frac
     estimates: dict[TaskKind, Estimate] = {}
     for _ in range(_ROUNDS):
         seen = _seen(calibration, bare, pairs, schedules, hardware)
         estimates = {
-            kind: estimate_tasks(kind, *of_kind.columns, hardware, priors.get(kind, NOTHING_KNOWN))
+            kind: estimate_tasks(
+                kind, *of_kind.columns, hardware, priors.get(kind, NOTHING_KNOWN), np.array(of_kind.runs), run_std_frac
+            )
             for kind, of_kind in seen.items()
         } | {kind: expected(of_kind) for kind, of_kind in priors.items() if kind not in seen}
         calibration = with_estimates(calibration, estimates).model_copy(update={"swapping": _swapping(seen, estimates)})
@@ -176,6 +180,8 @@ class _Seen:
     modelled_s: list[float] = field(default_factory=list)
     arrived_bytes: list[float] = field(default_factory=list)
     measured_s: list[float] = field(default_factory=list)
+    runs: list[int] = field(default_factory=list)
+    """Which plan was run: ranks of one run are of one."""
     swapping: list[tuple[float, float, float]] = field(default_factory=list)
     """The same three of those whose blocks swap, with what swapping took."""
 
@@ -195,8 +201,10 @@ def _seen(
 ) -> dict[TaskKind, _Seen]:
     """All tasks by kind; what was measured of them, less the slowdowns under the present factors."""
     found: dict[TaskKind, _Seen] = {}
+    plans: dict[tuple[str, str], int] = {}
     for pair, schedule in zip(pairs, schedules, strict=True):
         plan = pair.measured.plan
+        run = plans.setdefault((pair.workload.identity, pair.measured.plan_id), len(plans))
         bare, current = (
             CostModel.of(pair.workload, hardware, known, num_ranks=plan.num_ranks).durations_s(schedule)
             for known in (without_factors, calibration)
@@ -208,6 +216,7 @@ def _seen(
         for task in schedule.tasks:
             slowdown = float(taken[task.id]) / current[task.id] if current[task.id] > 0 else 1.0
             of_kind = found.setdefault(task.kind, _Seen())
+            of_kind.runs.append(run)
             of_kind.modelled_s.append(bare[task.id])
             of_kind.arrived_bytes.append(float(task.arrived_bytes))
             alone_s = seconds[task.id] / max(1.0, slowdown)

@@ -33,6 +33,7 @@ from ...shared.schema.hardware import Hardware
 from ...shared.schema.record import Origin, Record
 from ...shared.schema.schedule import TaskKind
 from ...shared.schema.workload import Workload
+from ...sim.engine.error_sources import RUN_NOISE
 from ..estimation.evidence import estimate_evidence, evidence_before, evidence_of, together
 from .fit import Pair, check_record, columns_of, fit, gap_of, pairs_of, with_estimates
 from .left_out import iteration_error_frac, left_out_error_frac, model_error_frac
@@ -86,17 +87,20 @@ def updated(
     for kind, of_kind in new.items():
         before = evidence_before(known, kind)
         evidence[kind] = of_kind if before is None else together(before, of_kind, forgetting=forgetting)
-    estimates = {kind: estimate_evidence(evidence[kind], hardware) for kind in new}
+    num_before = 0 if calibration is None else known.num_runs
+    noise_frac = _noise_frac(known, forgetting * num_before, pairs)
+    # Of all kinds: how noisy runs are counts for those too that the new ones lack.
+    run_std_frac = RUN_NOISE * noise_frac
+    estimates = {kind: estimate_evidence(of_kind, hardware, run_std_frac) for kind, of_kind in evidence.items()}
     found = with_estimates(known, estimates)
     names = dict.fromkeys((*known.fitted_to, *(pair.workload.model_name for pair in pairs)))
-    num_before = 0 if calibration is None else known.num_runs
     return found.model_copy(
         update={
             **{name: getattr(known, name) | getattr(found, name) for name in _BY_KIND},
             "evidence": evidence,
             **_bases(known, pairs, hardware),
             "swapping": _swapping(known, pairs, hardware, forgetting),
-            "iteration_noise_frac": _noise_frac(known, forgetting * num_before, pairs),
+            "iteration_noise_frac": noise_frac,
             **_transfer(known, of_models, pairs, hardware),
             "iteration_error_frac": _left_out_error_frac(told, known, hardware)
             if calibration is None
@@ -262,8 +266,17 @@ def _added(of_models: Iterable[Mapping[TaskKind, Evidence]]) -> dict[TaskKind, E
 
 def evidence_by_kind(pairs: Sequence[Pair], hardware: Hardware, calibration: Calibration) -> dict[TaskKind, Evidence]:
     """What the tasks of ``pairs`` tell, each pair by itself, with the contention that ``calibration`` has."""
-    ranks = [one for given in pairs for one in pairs_of(given.workload, given.measured)]
-    return _added(_evidence_of_one(pair, hardware, calibration) for pair in ranks)
+    return _added(
+        {kind: _of_one_run(one, len(ranks)) for kind, one in _evidence_of_one(rank, hardware, calibration).items()}
+        for given in pairs
+        for ranks in [pairs_of(given.workload, given.measured)]
+        for rank in ranks
+    )
+
+
+def _of_one_run(of_rank: Evidence, num_ranks: int) -> Evidence:
+    """What one of several ranks tells, whose sums together are those of one run: of n ranks n * n times one's."""
+    return of_rank.model_copy(update={"run_products": tuple(num_ranks * one for one in of_rank.run_products)})
 
 
 _OF_OPTIMIZERS: Final = (

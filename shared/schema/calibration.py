@@ -39,7 +39,8 @@ class Factor(FrozenModel):
 
     value: Times = 1.0
     relative_std: Annotated[float, Field(ge=0)] = 0.0
-    """Standard deviation of the value over itself, from the spread of the pairs that it was fitted to."""
+    """Standard deviation of the value over itself, from the spread of the tasks that it was fitted to and of the runs
+    that they are of: what slows a run down is in all of its tasks."""
     num_pairs: NonNegativeInt = 0
 
 
@@ -80,6 +81,9 @@ class Evidence(FrozenModel):
     """Products of every two columns, row by row of their matrix."""
     products: Annotated[tuple[AnySum, ...], Field(min_length=3, max_length=3)] = (0.0,) * 3
     """Of every column with the measured seconds, over the same root."""
+    run_products: Annotated[tuple[AnySum, ...], Field(min_length=9, max_length=9)] = (0.0,) * 9
+    """Sum over records of the products of every two of their own ``products``; all 0: unknown, as of files that were
+    written before."""
     measured_square: Sum = 0.0
     """Squares of the measured seconds over the same root."""
     measured_s: Sum = 0.0

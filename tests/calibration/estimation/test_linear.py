@@ -29,7 +29,12 @@ def test_the_estimate_solves_the_normal_equations(seed: int) -> None:
     normal = inverse @ table + precision
     expected_values = np.linalg.solve(normal, inverse @ target + precision @ np.array([0, 3e-8, 0.4]))
     assert found.values == pytest.approx(expected_values, rel=1e-3)
-    assert found.covariance == pytest.approx(np.linalg.inv(normal), rel=1e-2)
+    # Of its covariance: the rows that no coefficient took, and two beside them that are 5 % off.
+    hat = table * weights[:, None] @ np.linalg.inv(normal) @ inverse / weights
+    wanted = np.mean((target * weights) ** 2)
+    variance = (np.sum(left**2) + 2 * 0.05**2 * wanted) / (30 - np.trace(hat) + 2)
+    wider = (table * weights[:, None] ** 2).T @ table / variance + precision
+    assert found.covariance == pytest.approx(np.linalg.inv(wider), rel=1e-2)
     assert found.values == pytest.approx(truth, rel=0.2)
 
 
@@ -64,3 +69,27 @@ def test_what_no_row_tells_is_what_was_known() -> None:
     assert found["seconds"] == pytest.approx(3, rel=1e-3)
     unseen = expected(priors)
     assert (unseen["seconds"], unseen.std("seconds"), unseen.num_rows) == (1.0, 0.5, 0)
+
+
+@given(SEEDS, st.integers(1, 4))
+def test_two_rows_say_nothing_of_their_own_errors(seed: int, num_rows: int) -> None:
+    """A line passes through two points whatever they are: the wrong variant took that for the truth."""
+    draw = np.random.default_rng(seed)
+    columns = {"seconds": draw.uniform(0.5, 1, num_rows), "one": np.ones(num_rows)}
+    found = estimate(columns, columns["seconds"] * 2 + 0.1, np.ones(num_rows), {"one": Prior(0.0, 0.3)})
+    assert found.std("seconds") > 0.02 * found["seconds"]
+
+
+@pytest.mark.parametrize(("num_runs", "run_std"), [(1, 0.1), (4, 0.1), (9, 0.05)])
+def test_rows_of_one_run_are_wrong_together(num_runs: int, run_std: float) -> None:
+    """Of many rows of few runs, each slow or fast as a whole: the slope scatters as it is said to."""
+    draw, found = np.random.default_rng(0), []
+    runs = np.repeat(np.arange(num_runs), 40)
+    seconds = draw.uniform(0.5, 1, len(runs))
+    for _ in range(300):
+        target = 2 * seconds * (1 + draw.normal(0, run_std, num_runs))[runs] * (1 + draw.normal(0, 0.02, len(runs)))
+        found.append(estimate({"seconds": seconds}, target, np.ones(len(runs)), {}, runs, run_std))
+    scattered = np.std([one["seconds"] for one in found])
+    assert np.mean([one.std("seconds") for one in found]) == pytest.approx(scattered, rel=0.15)
+    alone = [estimate({"seconds": seconds}, target, np.ones(len(runs)), {}).std("seconds")]
+    assert alone[0] < 0.5 * scattered, "the wrong variant: rows that scatter by themselves"
