@@ -27,6 +27,7 @@ from ...shared.catalogue.models import hidden_size, load_model_configuration
 from ...shared.foreign.asked_run import Checkpointing, Place, Split, Tool
 from ...shared.layout.layout import Layout, largest_block_bytes, largest_block_elements, layout_of
 from ...shared.methods.runtime_profile import OF_FLAT_PARAMETERS, Runtime, RuntimeProfile
+from ...shared.optimizers.state import master_bytes
 from ...shared.schema.optimizer import HostGradients
 from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.workload import DType, Workload
@@ -53,6 +54,8 @@ class ConfiguredPlan:
     differences: tuple[str, ...]
     runtime: RuntimeProfile
     """Whose copies around collectives the prediction has."""
+    masters_bytes: int = 0
+    """Of float32 masters on every device, which the plan has and the run has not."""
     other_plans: tuple[tuple[str, Plan], ...] = ()
     """Ends of what the run may be, with words, where a plan has no choice as fine."""
     notes: tuple[str, ...] = ()
@@ -90,7 +93,25 @@ def configured_plan(settled: Settled, workload: Workload, tool: Tool) -> Configu
         fields["host_gradients"] = HostGradients.FLOAT32
     plan = Plan.model_validate(fields)
     other_plans = tuple((words, plan.model_copy(update={"n_checkpoint": number})) for words, number in others)
-    return ConfiguredPlan(plan, tuple(differences), _runtime(settled), other_plans, tuple(notes))
+    masters_bytes = _masters_bytes(settled, workload)
+    if settled.steps_own:
+        more = f", {format_bytes(masters_bytes)} of each device" if masters_bytes else ""
+        differences.append(
+            f"{settled.optimizer.words} steps float32 masters here{more}, and bfloat16 weights themselves there."
+        )
+    return ConfiguredPlan(
+        plan, tuple(differences), _runtime(settled), masters_bytes, other_plans=other_plans, notes=tuple(notes)
+    )
+
+
+def _masters_bytes(settled: Settled, workload: Workload) -> int:
+    """Bytes of masters on each device that the run has not; 0 where the hosts have them."""
+    run = settled.run
+    if not settled.steps_own or run.optimizer_on is not Place.DEVICE:
+        return 0
+    trained = (one for one in workload.parameters if one.trainable)
+    whole = sum(one.num_elements * master_bytes(one.dtype, settled.optimizer) for one in trained)
+    return whole // settled.num_ranks if run.split not in (None, Split.NOTHING) else whole
 
 
 def _filled_in(settled: Settled, notes: list[str], differences: list[str]) -> Settled:

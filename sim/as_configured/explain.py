@@ -83,10 +83,11 @@ def explain(
         for words, plan in configured.other_plans
         for other in [_predicted(plan, workload, machine, asked, configured.runtime)]
     ]
-    lacking = _lacking(record, settled.machine, asked)
+    masters_bytes = configured.masters_bytes
+    lacking = _lacking(record, settled.machine, asked, masters_bytes)
     found, why = None, None
     if asked.searches:
-        found, why = _searched(settled, record, asked, warn, on_progress)
+        found, why = _searched(settled, record, masters_bytes, asked, warn, on_progress)
     return Explanation(
         file=asked.file,
         reading=reading,
@@ -98,8 +99,9 @@ def explain(
             *((left_out,) if (left_out := left_out_words(workload.kernels_left_out, workload.model_name)) else ()),
         ),
         configured=record,
+        masters_bytes=masters_bytes,
         lacking=lacking,
-        segments=None if lacking else allocator_warning(record),
+        segments=None if lacking or _has_room(record, masters_bytes) else allocator_warning(record),
         other_readings=tuple(others),
         found=found,
         infeasible=why,
@@ -152,8 +154,21 @@ def _predicted(plan: Plan, workload: Workload, machine: Hardware, asked: Asked, 
     return record.asking(device_budget_bytes=asked.device_budget_bytes)
 
 
+def _has_room(record: Record, masters_bytes: int) -> bool:
+    """Whether segments fit because of masters that the run has not."""
+    reserved = record.device_reserved
+    return (
+        bool(masters_bytes) and reserved is not None and reserved.expected_bytes - masters_bytes < reserved.limit_bytes
+    )
+
+
 def _searched(
-    settled: Settled, configured: Record, asked: Asked, warn: Callable[[str], None], on_progress: OnProgress
+    settled: Settled,
+    configured: Record,
+    masters_bytes: int,
+    asked: Asked,
+    warn: Callable[[str], None],
+    on_progress: OnProgress,
 ) -> tuple[SearchResult | None, str | None]:
     """The recommended plan within the same budgets, or why none fits: the answer to ``command_line``."""
     settled = as_here(settled)
@@ -189,7 +204,7 @@ def _searched(
             found = search_batches(tiled, on_progress=on_progress).result
         except InfeasibleError as still:
             return None, str(still)
-    return _with_own_row(found, configured, _room(found, request)), None
+    return _with_own_row(found, configured, masters_bytes, _room(found, request)), None
 
 
 def _room(found: SearchResult, request: SearchRequest) -> SegmentRoom | None:
@@ -200,22 +215,25 @@ def _room(found: SearchResult, request: SearchRequest) -> SegmentRoom | None:
     return whole
 
 
-def _with_own_row(found: SearchResult, configured: Record, room: SegmentRoom | None) -> SearchResult:
+def _with_own_row(
+    found: SearchResult, configured: Record, masters_bytes: int, room: SegmentRoom | None
+) -> SearchResult:
     """The run's row as its own prediction has it: a search knows plans alone, and not who carries them out or how.
 
     It fits as other rows do: within the search's budgets, and with segments that leave its margin free.
     """
     host, reserved = configured.host_memory, configured.device_reserved
-    short = [("device memory", configured.guaranteed_peak_device_bytes - found.device_budget_bytes)]
+    peak_bytes = configured.guaranteed_peak_device_bytes - masters_bytes
+    short = [("device memory", peak_bytes - found.device_budget_bytes)]
     if host is not None:
         short.append(("host memory", host.planned_bytes - found.host_budget_bytes))
     lacking = tuple(Lack(memory=memory, size_bytes=size) for memory, size in short if size > 0)
-    segments_bytes = None if lacking or reserved is None else reserved.expected_bytes
+    segments_bytes = None if lacking or reserved is None else max(0, reserved.expected_bytes - masters_bytes)
     if segments_bytes is not None and room is not None and segments_bytes > room.limit_bytes:
         lacking = (Lack(memory=SEGMENTS, size_bytes=segments_bytes - room.limit_bytes),)
     own = {
         "iteration_s": configured.iteration_s,
-        "guaranteed_peak_device_bytes": configured.guaranteed_peak_device_bytes,
+        "guaranteed_peak_device_bytes": peak_bytes,
         "expected_segments_bytes": segments_bytes,
         "lacking": lacking,
     }
@@ -232,13 +250,13 @@ def _tiles(settled: Settled) -> AskedTiles:
     return AskedTiles.named([settled.mlp_tiles] if settled.mlp_tiles > 1 else None, loss)
 
 
-def _lacking(record: Record, machine: Hardware, asked: Asked) -> tuple[Lack, ...]:
-    """By how much the run does not fit."""
+def _lacking(record: Record, machine: Hardware, asked: Asked, masters_bytes: int) -> tuple[Lack, ...]:
+    """By how much the run does not fit, which has no such masters."""
     plan = record.plan
     room_bytes = rank_device_bytes(machine, plan.num_ranks, plan.shard_ranks)
     budget_bytes = asked.device_budget_bytes or room_bytes
     own = machine if plan.num_ranks == 1 else machine_of_rank(machine, plan.num_ranks)
-    short = [("device memory", record.guaranteed_peak_device_bytes - budget_bytes)]
+    short = [("device memory", record.guaranteed_peak_device_bytes - masters_bytes - budget_bytes)]
     host = record.host_memory
     if host is not None:
         short.append(("host memory", host.planned_bytes - default_host_budget_bytes(own, budget_bytes)))

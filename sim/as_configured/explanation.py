@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Final
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from ...shared.answers.search_result import Lack, SearchResult
 from ...shared.basics.documents import Document, FrozenModel
@@ -37,8 +37,11 @@ class Explanation(Document):
     """In what the plan of the prediction differs from the run, one sentence each."""
     configured: Record
     """The run as a plan here, predicted."""
+    masters_bytes: NonNegativeInt = 0
+    """Of float32 masters on every device that the prediction has and the run has not: its weights are 16 bits wide and
+    stepped themselves."""
     lacking: tuple[Lack, ...] = ()
-    """By how much it does not fit."""
+    """By how much the run does not fit, without these masters."""
     segments: str | None = None
     """Where the allocator's segments may not fit although what is allocated does: what happens, and what to do."""
     other_readings: tuple[OtherReading, ...] = ()
@@ -50,6 +53,11 @@ class Explanation(Document):
     command: str
     """The command line that asks for the search."""
     num_ranks: PositiveInt
+
+    @property
+    def peak_bytes(self) -> int:
+        """The run's device memory at the peak: that of the prediction, less masters that the run has not."""
+        return self.configured.guaranteed_peak_device_bytes - self.masters_bytes
 
     @property
     def fits_as_plans_do(self) -> bool:

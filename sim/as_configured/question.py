@@ -87,6 +87,8 @@ class Settled:
     options: TrainingOptions
     loss_tiles: int = 1
     mlp_tiles: int = 1
+    steps_own: bool = False
+    """Whether 16-bit weights are stepped themselves, by an optimizer that steps float32 masters of them here."""
 
 
 def settle(reading: Reading, said: Said, machine: Hardware | None, *, file: str) -> Settled:
@@ -121,8 +123,7 @@ def settle(reading: Reading, said: Said, machine: Hardware | None, *, file: str)
             "inputs that maps of 8 bits keep until backward are left out, since tracing them needs torch, which is not "
             "installed."
         )
-    is_packed = run.is_packed and said.packed_lengths is None
-    if is_packed:
+    if run.is_packed and said.packed_lengths is None:
         differences.append(
             "rows are several samples end to end, but attention is counted over whole rows: it takes less time. Say "
             "how they lie: --packed-lengths uniform:64:1024."
@@ -146,6 +147,7 @@ def settle(reading: Reading, said: Said, machine: Hardware | None, *, file: str)
         notes=tuple(notes),
         differences=tuple(differences),
         options=options,
+        steps_own=precision is Precision.PURE_BFLOAT16 and run.lora is None and optimizer is not Optimizer.ADAMW_BF16,
         loss_tiles=run.loss_tiles if run.loss_head is LossHead.CHUNKED else 1,
         mlp_tiles=run.mlp_tiles,
     )
@@ -425,11 +427,8 @@ def _optimizer(run: AskedRun, precision: Precision, notes: list[str]) -> tuple[O
     if optimizer is None:
         optimizer = Optimizer.ADAMW
         notes.append("stepped by AdamW (--optimizer for others).")
-    if precision is Precision.PURE_BFLOAT16:
-        if optimizer in (Optimizer.ADAMW, Optimizer.ADAM):
-            optimizer = Optimizer.ADAMW_BF16
-        elif run.lora is None:
-            differences.append(f"{optimizer.words} steps float32 masters here, and bfloat16 weights themselves there.")
+    if precision is Precision.PURE_BFLOAT16 and optimizer in (Optimizer.ADAMW, Optimizer.ADAM):
+        optimizer = Optimizer.ADAMW_BF16
     if precision in _AUTOCAST and run.lora is None:
         half = "bfloat16" if precision is Precision.AUTOCAST_BFLOAT16 else "float16"
         differences.append(

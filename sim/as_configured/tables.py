@@ -80,6 +80,13 @@ def _notes(told: Explanation) -> Iterator[str]:
 
 def fit_sentence(told: Explanation) -> str:
     """Whether the run fits, or by how much it does not."""
+    if not told.masters_bytes:
+        return _fits(told)
+    own = f"Its peak is {format_bytes(told.peak_bytes)}, without the float32 masters of the prediction."
+    return f"{_fits(told)} {own}"
+
+
+def _fits(told: Explanation) -> str:
     if told.segments is not None:
         return f"The run fits by what it allocates, but {told.segments}"
     if not told.lacking and told.found is not None and not told.fits_as_plans_do:
@@ -132,8 +139,7 @@ def _ratio(told: Explanation) -> str:
     rate = f"{format_number(speed)} {'tokens' if has_tokens else 'samples'} per second"
     if told.lacking:
         return f"The plan fits, where the run does not: {rate}, {format_seconds(plan.iteration_s)} per step."
-    own = told.configured
-    less = own.guaranteed_peak_device_bytes - plan.guaranteed_peak_device_bytes
+    less = told.peak_bytes - plan.guaranteed_peak_device_bytes
     memory = f"{format_bytes(abs(less))} {'less' if less > 0 else 'more'} device memory at the peak"
     if not less:
         memory = "as much device memory"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from protwin.shared.catalogue.machines import machine
-from protwin.shared.foreign.asked_run import AskedRun, Checkpointing, Reading, Split, Tool
+from protwin.shared.foreign.asked_run import AskedRun, Checkpointing, Precision, Reading, Split, Tool
 from protwin.shared.methods.runtime_profile import Runtime
 from protwin.shared.phases.quantization import LATEST_RELEASE, PackedProducts, Quantization, QuantizedType
 from protwin.shared.schema.training_options import LoraOptions, QuantizationOptions
@@ -184,3 +184,42 @@ def test_inputs_that_eight_bits_keep_are_in_the_run_and_not_in_the_plan_beside_i
     plan = found.found.prediction
     assert found.configured.guaranteed_peak_device_bytes > plan.guaranteed_peak_device_bytes
     assert (bool(found.configured.emulated), bool(plan.emulated)) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "split", "ranks"),
+    [("adamw-8bit", None, 1), ("lion", None, 1), ("adamw-8bit", Split.NOTHING, 4), ("sgd", Split.GRADIENTS, 4)],
+)
+def test_masters_that_a_run_has_not_are_no_reason_why_it_does_not_fit(
+    optimizer: str, split: Split | None, ranks: int
+) -> None:
+    """Float32 of 494 million parameters; the wrong variant takes them for the run's."""
+    on = "a100-80gb-x8"
+    changes = {"precision": Precision.PURE_BFLOAT16, "optimizer": optimizer, "split": split, "num_ranks": ranks}
+    run = AskedRun.model_validate({name: value for name, value in (GOOD | changes).items() if value is not None})
+    reading, masters = (
+        Reading(tool=Tool.AXOLOTL, run=run),
+        4 * 494_032_768 // (1 if split is not Split.GRADIENTS else 4),
+    )
+
+    def told(budget_bytes: int | None) -> Any:
+        asked = Asked(
+            file="a.yml", hardware_name=on, machine=machine(on), device_budget_bytes=budget_bytes, searches=False
+        )
+        return explain(reading, Said(), asked, never)
+
+    usual = told(None)
+    peak = usual.configured.guaranteed_peak_device_bytes
+    assert (usual.masters_bytes, usual.peak_bytes) == (masters, peak - masters)
+    assert any("float32 masters here, " in one for one in usual.differences)
+    assert told(peak - masters).lacking == ()
+    assert "without the float32 masters of the prediction" in fit_sentence(told(peak - masters))
+    (lack,) = told(peak - masters - 1).lacking
+    assert lack.size_bytes == 1
+    mixed = explain(
+        Reading(tool=Tool.AXOLOTL, run=run.model_copy(update={"precision": Precision.MIXED_BFLOAT16})),
+        Said(),
+        Asked(file="a.yml", hardware_name=on, machine=machine(on), searches=False),
+        never,
+    )
+    assert mixed.masters_bytes == 0
