@@ -112,11 +112,26 @@ class Evidence(FrozenModel):
                     raise ValueError("squares are not the products of the same columns")
             if self.products[i] ** 2 > most * own[i] * self.measured_square:
                 raise ValueError("products do not belong to these squares and this measured_square")
+        told = [self.run_products[4 * place] for place in size]
+        for i in size:
+            for j in size:
+                one, other = self.run_products[3 * i + j], self.run_products[3 * j + i]
+                is_even = abs(one - other) <= _ROUNDING * max(abs(one), abs(other))
+                if not is_even or told[i] < 0 or one * other > most * told[i] * told[j]:
+                    raise ValueError("run_products are not those of the products of runs")
+        if _determinant(self.run_products) < -_ROUNDING * told[0] * told[1] * told[2]:
+            raise ValueError("run_products are not those of the products of runs")
         if self.num_tasks > 0 and own[0] == 0:
             raise ValueError("tasks that should take something have no squares")
         if self.without_work_s**2 > most * self.num_without_work * self.without_work_square:
             raise ValueError("without_work_s does not belong to this without_work_square")
         return self
+
+
+def _determinant(matrix: tuple[float, ...]) -> float:
+    """Of 3 by 3 figures, row by row."""
+    a, b, c, d, e, f, g, h, i = matrix
+    return a * (e * i - f * h) - b * (d * i - f * g) + c * (d * h - e * g)
 
 
 class Calibration(Document):

@@ -34,7 +34,7 @@ def calibration_tables(calibration: Calibration) -> Parts:
             kind_name(kind),
             f"{factor.value:.3f}",
             f"{factor.relative_std * factor.value:.3f}",
-            format_seconds(calibration.overhead_s.get(kind, 0.0)),
+            format_seconds(_from_a_nanosecond(calibration.overhead_s.get(kind, 0.0))),
             _per_mib(calibration, kind),
             str(factor.num_pairs),
         )
@@ -64,6 +64,11 @@ def calibration_tables(calibration: Calibration) -> Parts:
         _error(calibration),
         *_transfer(calibration),
     )
+
+
+def _from_a_nanosecond(seconds: float) -> float:
+    """Less is rounding of an estimate that is nothing."""
+    return seconds if seconds >= 1e-9 else 0.0
 
 
 def _unknown(calibration: Calibration) -> list[str]:

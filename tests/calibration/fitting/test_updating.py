@@ -288,6 +288,9 @@ def test_what_no_run_measures_is_refused(
         (("evidence", "forward", "products", 0), 1e9),
         (("evidence", "forward", "measured_square"), 0.0),
         (("evidence", "gather", "without_work_s"), 5.0),
+        (("evidence", "forward", "run_products", 0), 0.0),
+        (("evidence", "forward", "run_products", 0), -1e9),
+        (("evidence", "forward", "run_products", 1), 1e9),
     ],
 )
 def test_sums_and_figures_that_no_runs_give_are_refused(
