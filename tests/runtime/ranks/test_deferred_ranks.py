@@ -6,7 +6,10 @@ from itertools import product
 
 import pytest
 
-from protwin.shared.schema.plan import ParallelMode
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.layout.layout import layout_of
+from protwin.shared.order.memory_events import memory_events
+from protwin.shared.schema.plan import ParallelMode, Plan
 from tests.proof_size import some_quick
 from tests.runtime.ranks.beside_ddp import STEADY, all_cases
 from tests.runtime.ranks.deferred_ranks import LANES, VARIANTS, train_deferred
@@ -26,6 +29,31 @@ def test_whichever_stream_lags_two_ranks_give_the_bits_of_ddp(
     for found in two_ranks.run(train_deferred, STEADY, plan, NUM_BATCHES, starved, seed):
         assert found.different == [], plan
         assert found.num_collectives > 0
+        assert found.peak_bytes <= found.guaranteed_bytes
+
+
+@some_quick(("parallel", "micro_batches"), product(MODES[1:], (1, 2)), quick=[(ParallelMode.SHARDED, 1)])
+def test_what_only_the_next_iteration_waits_for_goes_then(
+    parallel: ParallelMode, micro_batches: int, two_ranks: Ranks
+) -> None:
+    """Nothing is stepped on the device, so that no compute task of the iteration waits for the last gradients."""
+    workload = all_cases(NUM_BATCHES)[STEADY].workload
+    chunk_bytes = 9_000
+    plan = Plan(
+        workload_id=workload.identity,
+        chunk_bytes=chunk_bytes,
+        n_persist=0,
+        n_buffer=layout_of(workload, chunk_bytes).min_buffers(0),
+        micro_batches=micro_batches,
+        parallel=parallel,
+        num_ranks=2,
+    )
+    gone = [
+        copy for copies in memory_events(compile_schedule(plan, workload)).gone_at_begin.values() for copy in copies
+    ]
+    assert any(copy.iterations_later for copy in gone), "the question is no question"
+    for found in two_ranks.run(train_deferred, STEADY, plan, NUM_BATCHES, "collective", micro_batches):
+        assert found.different == [], plan
         assert found.peak_bytes <= found.guaranteed_bytes
 
 
