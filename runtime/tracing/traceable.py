@@ -35,9 +35,17 @@ def check_traceable(model: nn.Module, batch: object, loss: object) -> None:
             "the model checkpoints activations itself. Call model.gradient_checkpointing_disable(): the plan decides "
             "which blocks are checkpointed (n_checkpoint)."
         )
-    unknown = {str(p.dtype) for p in model.parameters()} - {f"torch.{dtype}" for dtype in DType}
-    if unknown:
-        raise WorkloadError(f"parameters of dtype {', '.join(sorted(unknown))} are not supported.")
+    known = {f"torch.{dtype}" for dtype in DType}
+    unknown = next(((name, p) for name, p in model.named_parameters() if str(p.dtype) not in known), None)
+    if unknown is not None:
+        name, parameter = unknown
+        remedy = ""
+        if parameter.is_complex():
+            remedy = (
+                " Make it a real one with a last dim of 2 (torch.view_as_real), and read it by torch.view_as_complex "
+                "in forward: the optimizer steps both parts alike."
+            )
+        raise WorkloadError(f"parameter {name} is of {parameter.dtype}; parameters of it are not supported.{remedy}")
     wrong = compiled_part(model) or refused_adapter(model) or overlap_of(model) or unkept_strides(model)
     wrong = wrong or dropped_layers(model)
     if wrong is not None:

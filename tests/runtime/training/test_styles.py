@@ -9,11 +9,14 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, prune
 
+from protwin.runtime import trace
+from protwin.shared.basics.errors import WorkloadError
 from tests.proof_size import some_quick
 from tests.runtime.equality import random_plans, trained
 from tests.runtime.models import Case, point_batches
@@ -240,3 +243,39 @@ def test_a_style_trains_to_the_bits_of_the_plain_loop(style: str, seed: int) -> 
         assert outcome.losses == expected.losses, plan
         assert not outcome.different, plan
         assert outcome.peak_bytes <= outcome.guaranteed_bytes, plan
+
+
+class Turned(nn.Module):
+    """A filter over frequencies, as a complex parameter or as the real one that a trace says to make of it."""
+
+    def __init__(self, *, is_real: bool) -> None:
+        super().__init__()
+        self.inner, weight = nn.Linear(WIDTH, WIDTH), torch.randn(WIDTH // 2 + 1, dtype=torch.complex64)
+        self.filter = nn.Parameter(torch.view_as_real(weight).clone() if is_real else weight)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight = self.filter if self.filter.is_complex() else torch.view_as_complex(self.filter)
+        return hidden + self.inner(torch.fft.irfft(torch.fft.rfft(hidden) * weight, n=WIDTH))
+
+
+def filters(*, is_real: bool) -> nn.Module:
+    torch.manual_seed(0)
+    return Net(partial(Turned, is_real=is_real))
+
+
+def test_a_complex_parameter_is_refused_by_name_and_with_what_does_the_same() -> None:
+    complex_one, case = filters(is_real=False), Case(partial(filters, is_real=True), point_batches(), has_loss=False)
+    points = case.batches[0]["points"]
+    with pytest.raises(WorkloadError, match=r"^parameter blocks\.0\.filter is of torch\.complex64; .*view_as_real"):
+        trace(complex_one, points, loss=lambda output, _: output.sum())
+    assert torch.equal(complex_one(points), case.build()(points))
+    (plan,) = random_plans(case.workload, 1, seed=3)
+    assert not trained(case, plan).different
+    # Stepped as the complex one is: torch steps the real view of it.
+    stepped = []
+    for model in (complex_one, case.build()):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model(points).square().mean().backward()
+        optimizer.step()
+        stepped.append(model(points))
+    torch.testing.assert_close(*stepped)
