@@ -105,8 +105,9 @@ def host_share(host: Host, num_ranks: int, *, shares_cores: bool = False) -> Hos
     Raises HardwareError if it has fewer cores, unless ``shares_cores``: parts then have one each, be it the same.
     """
     if num_ranks > host.num_cores and not shares_cores:
+        cores = "1 core" if host.num_cores == 1 else f"{host.num_cores} cores"
         raise HardwareError(
-            f"{num_ranks} ranks share a socket of {host.name} but it has {host.num_cores} cores (host.num_cores). "
+            f"{num_ranks} ranks share a socket of {host.name} but it has {cores} (host.num_cores). "
             f"Each rank needs one at least: use a larger host, or fewer ranks."
         )
     if num_ranks == 1:
