@@ -177,6 +177,8 @@ class MeasuredRun(FrozenModel):
     """Whether gradients were zeroed behind a step, not dropped."""
     holds_inputs: bool = False
     """Whether checkpointing was around FSDP's units with frozen parameters (``RuntimeProfile.holds_inputs``)."""
+    caches_keys: bool = False
+    """Whether the model cached keys and values (``RuntimeProfile.caches_keys``)."""
     keeps_gathered: bool = False
     """Whether what forward gathered was kept for backward (FSDP's SHARD_GRAD_OP)."""
     attention_kernel: AttentionKernel | None = None

@@ -17,7 +17,7 @@ from ...shared.basics.interval import Interval
 from ...shared.catalogue.machines import machine, override_hardware
 from ...shared.catalogue.parts import network_part
 from ...shared.layout.layout import Layout, largest_block_elements, layout_of
-from ...shared.methods.runtime_profile import Runtime, RuntimeProfile
+from ...shared.methods.runtime_profile import OF_FLAT_PARAMETERS, Runtime, RuntimeProfile
 from ...shared.phases.tiling import LossHead
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.optimizer import HostGradients
@@ -118,6 +118,7 @@ def profile_of(run: MeasuredRun) -> RuntimeProfile:
         has_two_buckets=run.has_two_buckets,
         keeps_gradients=run.keeps_gradients,
         holds_inputs=run.holds_inputs,
+        caches_keys=run.caches_keys,
         expandable_segments=source is not None and source.expandable_segments,
     )
 
@@ -156,6 +157,7 @@ def workload_of(run: MeasuredRun) -> Workload:
             lora=lora,
             quantized=packed,
             autocast=run.autocast,
+            autocast_cache=run.autocast is None or run.runtime not in OF_FLAT_PARAMETERS,
             loss_head=None if run.loss in (LossHead.EAGER, LossHead.CHUNKED) else run.loss,
             compiled=run.compiled,
             float8=run.float8,

@@ -163,7 +163,7 @@ def autocast_of(options: TrainingOptions) -> AbstractContextManager[Any]:
         return nullcontext()
     if options.autocast not in _AUTOCAST:
         raise WorkloadError(f"autocast to {options.autocast} is not known; use {' or '.join(_AUTOCAST)}.")
-    return torch.autocast("cpu", dtype=getattr(torch, options.autocast))
+    return torch.autocast("cpu", dtype=getattr(torch, options.autocast), cache_enabled=options.autocast_cache)
 
 
 def variables_of(model: Any) -> tuple[str, ...]:

@@ -302,6 +302,7 @@ class KnownTraining:
     subspaces: SubspaceChoice = SubspaceChoice()
     frozen: list[str] | None = None
     autocast: str | None = None
+    no_autocast_cache: bool = False
     loss: LossName = None
     kernels: list[KernelPackage] | None = None
     keeps_outputs: bool = False
@@ -328,7 +329,14 @@ class KnownTraining:
             loss=self.loss,
             autocast=self.autocast,
             kernels=self.kernels,
-        ).model_copy(update={"keeps_outputs": self.keeps_outputs})
+        ).model_copy(update={"keeps_outputs": self.keeps_outputs, "autocast_cache": self._has_autocast_cache})
+
+    @property
+    def _has_autocast_cache(self) -> bool:
+        """Whether casts of weights are kept.  Raises ProtwinError if there are to be none, and nothing is cast."""
+        if self.no_autocast_cache and self.autocast is None:
+            raise ProtwinError("--no-autocast-cache is given, but --autocast is not: nothing is cast. Leave it out.")
+        return not self.no_autocast_cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,6 +351,14 @@ class TrainingChoice(KnownTraining):
             "--autocast", metavar="NAME", help="Compute in this element type, by autocast (bfloat16, float16)."
         ),
     ] = None
+    no_autocast_cache: Annotated[
+        bool,
+        typer.Option(
+            "--no-autocast-cache",
+            help="Casts of weights are made anew wherever they are used: torch.autocast(cache_enabled=False), and "
+            "weights within FullyShardedDataParallel, which are views (--as fsdp says so by itself).",
+        ),
+    ] = False
     kernels: KernelPackages = None
     pictures: ImageChoice = ImageChoice()
 

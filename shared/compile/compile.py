@@ -102,8 +102,10 @@ as the first one's output where no block is checkpointed; where one is, the acco
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
+
+import numpy as np
 
 from ..drafts.program import Draft
 from ..layout.keeping import AS_PLANNED, Keeping
@@ -116,7 +118,7 @@ from ..schema.plan_check import check_plan
 from ..schema.schedule import Schedule
 from ..schema.workload import Workload
 from .family import Family, family_of
-from .homes import add_buckets, add_held_inputs, add_homes
+from .homes import add_buckets, add_cached_keys, add_held_inputs, add_homes
 from .pairs import Pairs
 from .projections import ProjectedResidency, ProjectedSections, ProjectedStaging, ProjectedUpdates
 from .residency import Residency
@@ -218,8 +220,10 @@ def drafted(family: Family, policies: Policies = FULL_TRAINING, *, with_operands
     draft.at_end_bytes = updates.widened_bytes
     if with_operands:
         homes = add_homes(family, draft, policies.keeping)
+        homes = replace(homes, gradients=np.maximum(homes.gradients, updates.parts))
         add_buckets(family, draft, sections.forwards[:, -1], sections.backwards[:, -1])
         add_held_inputs(family, draft, sections.backwards)
+        add_cached_keys(family, draft, sections.forwards)
         sections.wire(updates.device_adam)
         residency.wire(homes, staging.passing)
         updates.wire(staging.wire(homes))

@@ -222,18 +222,28 @@ class Gradients:
         self.gradients[0] = np.maximum(self.gradients[0], kept)
         self.gradients[:, family.leaves_once[chunks]] = self.gradients[0, family.leaves_once[chunks]]
         self.gradient_places = places
-        self.reduced = self._add_reduced()
+        self.reduced = self._add_reduced(device_adam)
         """(M, U) each rank's part of gradients that leave; none unless ranks share chunks."""
 
-    def _add_reduced(self) -> IntArray:
-        """Add what scatterings make: gradients laid flat, and parts that leave or are added to others."""
+    def _add_reduced(self, device_adam: IntArray) -> IntArray:
+        """Add what scatterings make: gradients laid flat, and parts that leave, stay or are added to others."""
+        self.parts: IntArray = np.full(len(self.family.facts.size_bytes), NOT_THERE)
+        """(C,) buffers of parts that stay until ``device_adam`` has stepped them."""
         facts, none = self.family.facts, np.zeros((len(self.sections.micro_batch), 0), dtype=np.int64)
         if not self.family.step.is_sharded:
             return none
 
-        def add(content: Content, sizes: IntArray, chunks: IntArray, made_by: IntArray, freed_by: IntArray) -> IntArray:
-            first = len(self.sections.micro_batch) - len(made_by)
-            micro_batch = self.sections.micro_batch[first:]
+        def add(
+            content: Content,
+            sizes: IntArray,
+            chunks: IntArray,
+            made_by: IntArray,
+            freed_by: IntArray,
+            *,
+            stays: bool = False,
+        ) -> IntArray:
+            first = 0 if stays else len(self.sections.micro_batch) - len(made_by)
+            micro_batch = self.sections.micro_batch[first : first + len(made_by)]
             number = 0 if content is Content.FLAT_GRADIENTS else 1
             group = BufferGroup(
                 content,
@@ -244,15 +254,18 @@ class Gradients:
                 made_by=made_by.ravel(),
                 made_at=number,
                 freed_by=freed_by.ravel(),
-                freed_at=Operand.RELEASED.at(number),
+                freed_at=Operand.RELEASED.at(spread(2 + chunks, made_by.shape) if stays else number),
             )
             return self.draft.buffers(group).reshape(made_by.shape)
 
         for chunks, tasks in ((self.parted, self.parting), (self.leaving, self.reducing)):
             add(Content.FLAT_GRADIENTS, facts.part("reduced_bytes"), chunks, tasks, tasks)
         parts = facts.part("gradient_bytes")
-        # Parts that lie for good take the first micro-batch's gradients as they come; later ones are added to them.
-        later = self.parting[1:]
+        # Parts that stay take the first micro-batch's gradients as they come; later ones are added to them.
+        first, later = self.parting[:1], self.parting[1:]
+        if self.draft.keeping.parts_go:
+            stepped = spread(device_adam[0], first.shape).reshape(first.shape)
+            (self.parts[self.parted],) = add(Content.REDUCED_GRADIENTS, parts, self.parted, first, stepped, stays=True)
         add(Content.REDUCED_GRADIENTS, parts, self.parted, later, later)
         return add(Content.REDUCED_GRADIENTS, parts, self.leaving, self.reducing, self.offloads)
 
@@ -273,7 +286,7 @@ class Gradients:
         number, gradients, places = self.gradients_of(self.parted)
         draft.read(self.parting[:, number], gradients, places)
         draft.read(self.parting[1:], homes.gradients[self.parted], Operand.RELEASED.at())
-        draft.update(self.parting, homes.gradients[self.parted], 0)
+        draft.update(self.parting[1 if draft.keeping.parts_go else 0 :], homes.gradients[self.parted], 0)
         number, gradients, places = self.gradients_of(self.staying)
         if len(self.summing):
             for use in (draft.read, draft.update):

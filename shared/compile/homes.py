@@ -16,6 +16,7 @@ from ..layout.keeping import AS_PLANNED, BucketStay, Keeping, list_bytes, moment
 from ..layout.shards import stepped_parts
 from ..layout.uses import parameters_of_blocks
 from ..optimizers.state import Stepped, master_bytes
+from ..phases.cached_keys import cached_bytes
 from ..schema.optimizer import Optimizer
 from ..schema.schedule import Content, Memory
 from .chunk_facts import integers
@@ -40,7 +41,7 @@ class Homes:
     """Of chunks that are stepped on the device, moments in unified memory."""
     gradients: IntArray
     """Of trainable chunks that are gathered: where those of an offloaded one arrive on the host and are added up, or
-    the rank's part of a sharded one's on the device."""
+    the rank's part of a sharded one's on the device, unless it goes with the step (``Keeping.parts_go``)."""
     arrivals: IntArray
     """Where gradients arrive beside those that they are added to: of later micro-batches, or of all where the host adds
     them up in float32."""
@@ -95,7 +96,8 @@ def add_homes(family: Family, draft: Draft, keeping: Keeping = AS_PLANNED) -> Ho
         (Memory.DISK, family.is_stepped_from_disk),
     )
     kept_bytes = facts.part("reduced_bytes" if keeping.gradients_are_whole else "gradient_bytes")
-    reduced = add(Content.REDUCED_GRADIENTS, 2, kept_bytes, (Memory.DEVICE, trained & gathered & on_device))
+    lies_for_good = trained & gathered & on_device & (not keeping.parts_go)
+    reduced = add(Content.REDUCED_GRADIENTS, 2, kept_bytes, (Memory.DEVICE, lies_for_good))
     stays = leaving & ~family.stages_gradients
     staging = add(Content.GRADIENTS, 2, facts.part("staging_bytes"), (Memory.PINNED_HOST, stays))
     arrivals = np.full(len(leaving), NOT_THERE)
@@ -262,6 +264,48 @@ def add_held_inputs(family: Family, draft: Draft, backwards: IntArray) -> None:
         )
     )
     draft.read(last, held, at)
+
+
+def add_cached_keys(family: Family, draft: Draft, forwards: IntArray) -> None:
+    """Add what a key-value cache keeps beside the blocks; (M, n + 2) the forwards, from the prologue on.
+
+    [Note: Cached keys]
+    A model that caches (``use_cache``) gives the keys and values of all blocks with its output.  Those of a block that
+    keeps its activations are what attention saved, and are counted there.  Those of a block that is recomputed, or
+    whose activations travel, are alive beside it: from its forward on, until the output goes.  That is when the
+    epilogue's forward has ended, if the loop takes the loss alone.  A loop that holds the output
+    (``Workload.keeps_outputs``) has those of the micro-batch before until then, and the new ones from then on: as many
+    bytes for good.  Of blocks that keep their activations they are counted twice while backward has not come to them.
+    """
+    if not draft.keeping.caches_keys:
+        return
+    workload = family.workload
+    sizes = integers(
+        cached_bytes(workload.profiles[block.profile].forward, workload.compute_dtype) for block in workload.blocks
+    )
+    if workload.keeps_outputs and sizes.any():
+        held = np.array([sizes.sum()])
+        draft.buffers(BufferGroup(Content.CACHED_KEYS, Memory.DEVICE, held, made_at=_BEHIND_ALL + _MOST_BUCKETS))
+    blocks = np.flatnonzero(np.where(family.is_checkpoint[0] | family.is_swap, sizes, 0))
+    if not len(blocks):
+        return
+    shape = (len(forwards), len(blocks))
+    at = Operand.RELEASED.at(_MOST_BUCKETS + spread(blocks, shape))
+    last = np.repeat(forwards[:, -1:], len(blocks), axis=1).ravel()
+    cached = draft.buffers(
+        BufferGroup(
+            Content.CACHED_KEYS,
+            Memory.DEVICE,
+            spread(sizes[blocks], shape),
+            section=spread(1 + blocks, shape),
+            micro_batch=spread(np.arange(len(forwards))[:, None], shape),
+            made_by=forwards[:, 1 + blocks].ravel(),
+            made_at=at,
+            freed_by=last,
+            freed_at=at,
+        )
+    )
+    draft.read(last, cached, at)
 
 
 def staged_sizes(family: Family) -> list[tuple[Content, Memory, IntArray, BoolArray]]:

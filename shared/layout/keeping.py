@@ -41,6 +41,9 @@ class Keeping:
     """Whether a sharded chunk's part is a view of the whole chunk, which never leaves the device."""
     gradients_are_whole: bool = False
     """Whether gradients of a sharded chunk stay whole on every device until the step."""
+    parts_go: bool = False
+    """Whether a rank's parts of gradients of sharded chunks come with the first micro-batch's reduce-scatters and go
+    with the step, as a parameter's ``grad`` does under ``zero_grad(set_to_none=True)``."""
     moments_visit: bool = False
     """Whether the moments of what devices step lie on the host, and come to the device for the step alone."""
     num_widened: int = 0
@@ -57,6 +60,8 @@ class Keeping:
     holds_inputs: bool = False
     """Whether inputs of recomputed blocks with frozen parameters, and the gradients of these inputs, stay until the
     micro-batch's backward has ended ([Note: Held inputs] in ``shared/compile/homes.py``)."""
+    caches_keys: bool = False
+    """Whether the model's output has the keys and values of all blocks ([Note: Cached keys] there)."""
 
     @property
     def drops_gradients(self) -> bool:

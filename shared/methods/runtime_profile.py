@@ -101,6 +101,10 @@ class RuntimeProfile:
     reentrant checkpointing around units whose flat parameter is frozen, as transformers checkpoints under adapters
     (``use_orig_params=False``; [Note: Held inputs] in ``shared/compile/homes.py``)."""
 
+    caches_keys: bool = False
+    """Whether the model gives the keys and values of all blocks with its output (``use_cache``), and checkpointing that
+    is around its blocks does not turn that off, as of models whose cache is a tuple ([Note: Cached keys] there)."""
+
     @property
     def is_ours(self) -> bool:
         """Whether nothing is copied, waits or is computed otherwise than here, and AdamW is fused."""
@@ -122,6 +126,7 @@ class RuntimeProfile:
             words.append("no bucket of gradients" if self.bucket_scalars == 0 else f"{number} of gradients{self._size}")
         words += ["gradients that stay"] if self.keeps_gradients else []
         words += ["inputs of blocks that hooks hold"] if self.holds_inputs else []
+        words += ["cached keys and values"] if self.caches_keys else []
         words += ["AdamW over lists of tensors"] if self.temporary_lists else []
         return ", ".join(words) or None
 
@@ -210,6 +215,11 @@ class RuntimeProfile:
                 f"so under reentrant checkpointing by {' or '.join(OF_FLAT_PARAMETERS)} alone. Add --reentrant and "
                 f"--as {Runtime.FSDP}, or leave it out."
             )
+        if self.caches_keys and plan.method is not TrainingMethod.FULL:
+            raise PlanError(
+                f"cached keys and values are those of full training, but the plan is of method {plan.method}. Leave "
+                f"caches_keys out."
+            )
         modes = _MODES.get(self.runtime)
         if modes is not None and plan.parallel not in modes:
             reason = "one rank, which has no collectives" if plan.num_ranks == 1 else f"parallel {plan.parallel}"
@@ -283,7 +293,9 @@ class RuntimeProfile:
         policies, rules = method.policies, method.rules
         keeping = replace(_KEEPING.get(self.runtime, AS_PLANNED), parts_stay=self.parts_stay, buckets=self.buckets)
         keeping = replace(keeping, keeps_gradients=self.keeps_gradients or keeping.keeps_gradients)
+        keeping = replace(keeping, parts_go=keeping.parts_go and not self.keeps_gradients)
         keeping = replace(keeping, temporary_lists=self.temporary_lists, holds_inputs=self.holds_inputs)
+        keeping = replace(keeping, caches_keys=self.caches_keys)
         residency = _RESIDENCY.get(self.runtime)
         if residency is not None:
             policies = replace(policies, residency=residency)
@@ -372,6 +384,9 @@ _BUCKETS: Final = {
 }
 """See docs/decisions/0039."""
 _KEEPING: Final = {
+    # Of each parameter ``grad`` is the part that a reduce-scatter leaves, or that later ones are added to
+    # (torch/distributed/fsdp/_runtime_utils.py and _fully_shard/_fsdp_collectives.py).
+    **dict.fromkeys((*OF_FLAT_PARAMETERS, Runtime.FSDP2), Keeping(parts_go=True)),
     Runtime.DEEPSPEED_ZERO1: Keeping(parts_are_within=True, gradients_are_whole=True),
     Runtime.DEEPSPEED_ZERO2: Keeping(parts_are_within=True),
     # Of one rank too, where the plan has no parts: ``grad_partitions_flat_buffer`` in DeepSpeed's stage3.py.

@@ -42,6 +42,7 @@ CONTENT_COLOURS: Final[dict[Content | None, str]] = {
     Content.BUCKET: "steel",
     Content.SECOND_BUCKET: "sand",
     Content.HELD_INPUT: "rose",
+    Content.CACHED_KEYS: "indigo",
     None: "gold",
 }
 CURVE_COLOURS: Final = ("blue", "orange")

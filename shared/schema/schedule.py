@@ -270,6 +270,8 @@ class Content(StrEnum):
     """Another one, which is filled while the first is reduced."""
     HELD_INPUT = "held_input"
     """The input of a recomputed block, and the gradient of the next one's, which another system's hooks hold."""
+    CACHED_KEYS = "cached_keys"
+    """Keys and values of a block's attention that another system's loop caches."""
     OWNED_FROZEN = "owned_frozen"
     """Whole frozen matrices of the subspaces that this rank projects for all that have them in parts."""
     OWNED_TRAINED = "owned_trained"

@@ -112,6 +112,9 @@ class TrainingOptions(FrozenModel):
     autocast: DType | None = None
     """Element type that forward computes in, by ``torch.autocast``, while parameters, which are then their own masters,
     and gradients keep theirs; None: that of the parameters."""
+    autocast_cache: bool = True
+    """Whether autocast keeps its casts of trained weights until it ends (``torch.autocast(cache_enabled=...)``).  Of
+    views it keeps none, which is what weights are within FullyShardedDataParallel."""
     images: ImageOptions | None = None
     """Of the batches that are made up; None: one of the model's own size in every sample, where it reads any."""
     loss_head: LossHead | None = None
@@ -145,6 +148,8 @@ class TrainingOptions(FrozenModel):
         for name in ("kernels", "keeps_outputs"):
             if not getattr(self, name):
                 fields.pop(name, None)
+        if self.autocast_cache:
+            fields.pop("autocast_cache", None)
         return fields
 
     @property

@@ -76,6 +76,7 @@ CONTENT_NAMES: Final[dict[Content | None, str]] = {
     Content.BUCKET: "bucket of gradients",
     Content.SECOND_BUCKET: "second bucket",
     Content.HELD_INPUT: "held inputs of blocks",
+    Content.CACHED_KEYS: "cached keys and values",
     Content.OWNED_FROZEN: "frozen matrices of owners",
     Content.OWNED_TRAINED: "trained matrices of owners",
     Content.PASSING_PARTS: "parts of matrices on their way",

@@ -36,6 +36,7 @@ _LEAVES: Final[dict[Content | None, str]] = {
     Content.BUCKET: "of buckets of gradients",
     Content.SECOND_BUCKET: "of buckets of gradients",
     Content.HELD_INPUT: "of inputs of recomputed blocks, and their gradients, that hooks hold",
+    Content.CACHED_KEYS: "of keys and values that the loop caches",
     Content.OWNED_FROZEN: "of frozen matrices that owners project against",
     Content.OWNED_TRAINED: "of matrices that owners project",
     Content.PASSING_PARTS: "of matrices on their way to owners and back",

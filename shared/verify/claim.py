@@ -279,6 +279,12 @@ class Claim:
         return {(b.content, b.chunk): b for b in static if b.memory is not Memory.DEVICE or not self._is_kept(b)}
 
     @cached_property
+    def parts(self) -> dict[ChunkId | None, Allocation]:
+        """The rank's part of the gradients of each chunk that is sharded over the devices: of the whole step."""
+        found = (b for b in self.schedule.buffers if b.content is Content.REDUCED_GRADIENTS and not b.micro_batch)
+        return {b.chunk: b for b in found if b.chunk in self.sharded and b.is_static is not self.keeping.parts_go}
+
+    @cached_property
     def places(self) -> dict[ChunkId | None, Allocation]:
         """Where each chunk that the host steps stays on the device."""
         static = [buffer for buffer in self.schedule.buffers if buffer.is_static]

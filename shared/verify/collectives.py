@@ -57,17 +57,18 @@ def _check_reduce_scatter(claim: Claim, task: Task) -> None:
     gradients = claim.gradients.get((chunk.id, task.micro_batch), [])
     made = [claim.buffer(b) for b in task.allocates]
     sizes = {Content.FLAT_GRADIENTS: part.num_parts * part.gradient_bytes}
-    kept = [claim.homes[Content.REDUCED_GRADIENTS, chunk.id]] if chunk.id in claim.sharded else []
+    kept = [claim.parts[chunk.id]] if chunk.id in claim.sharded else []
     added = kept if task.micro_batch else []
-    if added or not kept:
+    comes = claim.keeping.parts_go and not task.micro_batch
+    if added or comes or not kept:
         sizes[Content.REDUCED_GRADIENTS] = part.gradient_bytes
     if sorted(b.content for b in made) != sorted(sizes) or any(
         (b.chunk, b.section, b.size_bytes) != (chunk.id, None, sizes[b.content]) for b in made
     ):
         reject(f"{task.name} does not make {', '.join(sizes)} of chunk {chunk.id}, and nothing else")
     compare_buffers(task, task.reads, [*gradients, *added], "reads")
-    compare_buffers(task, task.writes, [*made, *kept], "writes")
-    passing = [b for b in made if kept or b.content is Content.FLAT_GRADIENTS]
+    compare_buffers(task, task.writes, made if comes else [*made, *kept], "writes")
+    passing = [b for b in made if (kept and not comes) or b.content is Content.FLAT_GRADIENTS]
     compare_buffers(task, task.frees, [*gradients, *passing], "frees")
     check_amounts(task, moved_bytes=sizes[Content.FLAT_GRADIENTS])
 
@@ -101,7 +102,7 @@ def _check_all_reduce(claim: Claim, task: Task) -> None:
 def left_of(claim: Claim, task: Task, chunk: ChunkId) -> list[Allocation]:
     """The part of the gradients of ``chunk`` that reduce-scatters leave the rank in the task's micro-batch."""
     if chunk in claim.sharded:
-        return [claim.homes[Content.REDUCED_GRADIENTS, chunk]]
+        return [claim.parts[chunk]]
     named = (Content.REDUCED_GRADIENTS, chunk, task.micro_batch)
     return [b for b in claim.schedule.buffers if (b.content, b.chunk, b.micro_batch) == named]
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ..layout.keeping import BucketStay
+from ..phases.cached_keys import cached_bytes
+from ..schema.plan import ActivationMode
 from ..schema.schedule import (
     Allocation,
     AllocationId,
@@ -211,6 +213,33 @@ def with_held_inputs(claim: Claim, entry: Expected) -> Expected:
         return replace(entry, reads=entry.reads | sizes.keys(), drops=entry.drops | sizes.keys())
     made = {name: size for name, size in sizes.items() if name[2] == entry.section}
     return replace(entry, makes=entry.makes | made)
+
+
+def with_cached_keys(claim: Claim, entry: Expected) -> Expected:
+    """``entry``, a forward, with what a key-value cache keeps: made by the blocks, and dropped by the epilogue."""
+    if not claim.keeping.caches_keys or entry.section is OuterSection.PROLOGUE:
+        return entry
+    sizes: dict[Name, int] = {}
+    for block, mode in enumerate(claim.modes):
+        size_bytes = _cached_by(claim, BlockId(block))
+        if mode is not ActivationMode.KEEP and size_bytes:
+            sizes[(Content.CACHED_KEYS, None, BlockId(block), entry.micro_batch)] = size_bytes
+    if entry.section is OuterSection.EPILOGUE:
+        return replace(entry, reads=entry.reads | sizes.keys(), drops=entry.drops | sizes.keys())
+    made = {name: size for name, size in sizes.items() if name[2] == entry.section}
+    return replace(entry, makes=entry.makes | made)
+
+
+def held_cache_bytes(claim: Claim) -> int:
+    """Bytes of keys and values that a loop has for good which caches them and holds the model's output."""
+    if not (claim.keeping.caches_keys and claim.workload.keeps_outputs):
+        return 0
+    blocks = (BlockId(number) for number in range(claim.workload.num_blocks))
+    return sum(_cached_by(claim, block) for block in blocks)
+
+
+def _cached_by(claim: Claim, block: BlockId) -> int:
+    return cached_bytes(claim.workload.profile_of(block).forward, claim.workload.compute_dtype)
 
 
 def _has_frozen(claim: Claim, block: BlockId) -> bool:

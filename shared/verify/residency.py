@@ -14,7 +14,7 @@ from ..layout.layout import Chunk
 from ..schema.plan import ParallelMode
 from ..schema.schedule import Allocation, ChunkId, Content, Memory, Section, Task, TaskKind
 from .claim import Claim, check_amounts, check_earlier, check_in_place, chunk_of, compare_buffers, reject
-from .compute_tasks import bucket_sizes, homes_of_rows
+from .compute_tasks import bucket_sizes, held_cache_bytes, homes_of_rows
 from .disk import is_on_its_way, shared_place_bytes
 from .rules import Meeting
 from .steps import Stepped, moments_bytes, paged_bytes, state_bytes, stepped_of
@@ -40,6 +40,8 @@ def check_homes(claim: Claim) -> None:
             expected[content, memory, None, None, slot, size_bytes] += 1
     if claim.keeping.buckets is not None and claim.keeping.buckets.stay is BucketStay.GOOD:
         expected.update((c, Memory.DEVICE, None, None, None, size) for c, size in bucket_sizes(claim).items())
+    if cached := held_cache_bytes(claim):
+        expected[Content.CACHED_KEYS, Memory.DEVICE, None, None, None, cached] += 1
     if claim.keeping.keeps_gradients:
         for section, sizes in claim.completed.items():
             kept = ((chunk, size) for chunk, size in sizes.items() if chunk in claim.persistent)
@@ -47,6 +49,8 @@ def check_homes(claim: Claim) -> None:
     for chunk in claim.layout.chunks:
         expected.update(_homes_of(claim, chunk))
     expected.update(homes_of_rows(claim))
+    if lacking := [chunk for chunk in claim.scattered if chunk not in claim.parts]:
+        reject(f"it has no part of the gradients of chunk {lacking[0]}")
     static = [buffer for buffer in claim.schedule.buffers if buffer.is_static]
     found: Counter[_Home] = Counter((b.content, b.memory, b.chunk, b.section, b.slot, b.size_bytes) for b in static)
     if found != expected:
@@ -80,10 +84,10 @@ def _homes_of(claim: Claim, chunk: Chunk) -> list[_Home]:
         homes.append((Content.OPTIMIZER_STATE, place, chunk.id, None, None, kept_bytes - elsewhere_bytes))
         if elsewhere_bytes:
             homes.append((Content.PAGED_STATE, Memory.HOST, chunk.id, None, None, elsewhere_bytes))
-        if is_sharded and part is not None:
+        if is_sharded and part is not None and not keeping.parts_go:
             times = part.num_parts if keeping.gradients_are_whole else 1
             homes.append((Content.REDUCED_GRADIENTS, place, chunk.id, None, None, times * part.gradient_bytes))
-        elif part is not None and not (claim.gradients_pass and chunk.id in claim.stepped_from_disk):
+        elif not is_sharded and part is not None and not (claim.gradients_pass and chunk.id in claim.stepped_from_disk):
             homes.append((Content.GRADIENTS, Memory.PINNED_HOST, chunk.id, None, None, part.staging_bytes))
             arrives = chunk.id not in claim.looked_up or any(chunk.id in made for made in claim.completed.values())
             arrives = arrives and chunk.id not in claim.leave_once

@@ -19,6 +19,7 @@ from .compute_tasks import (
     looking_up,
     phases_of_prologue,
     with_buckets,
+    with_cached_keys,
     with_held_inputs,
 )
 
@@ -196,7 +197,8 @@ class _Walk:
     def entries(self) -> Iterator[Expected]:
         for micro_batch in range(self.claim.plan.micro_batches):
             self.micro_batch = micro_batch
-            yield from (with_buckets(self.claim, self._forward(section)) for section in self.sections)
+            for section in self.sections:
+                yield with_buckets(self.claim, with_cached_keys(self.claim, self._forward(section)))
             for section in reversed(self.sections):
                 if self._mode(section).is_recomputed:
                     yield self._recompute(section)

@@ -184,7 +184,7 @@ def check_one_norm(claim: Claim, task: Task, chunks: Collection[ChunkId]) -> Non
     left = [b for b in claim.left_to_step if b.chunk in chunks]
     updated = [chunk for chunk in claim.updated if chunk in chunks]
     staged = [claim.homes[Content.GRADIENTS, chunk] for chunk in updated]
-    parts = [claim.homes[Content.REDUCED_GRADIENTS, chunk] for chunk in claim.scattered if chunk in chunks]
+    parts = [claim.parts[chunk] for chunk in claim.scattered if chunk in chunks]
     compare_buffers(task, task.reads, [*staged, *parts, *left], "reads")
     compare_buffers(task, task.writes, [], "writes")
     compare_buffers(task, task.allocates, [], "allocates")
@@ -251,6 +251,9 @@ def _device_adam(claim: Claim, left: set[Name]) -> Expected:
         if content is Content.PAGED_STATE and chunk is not None
     }
     parts: set[Name] = {name_of_part(Content.REDUCED_GRADIENTS, chunk) for chunk in claim.scattered}
+    if claim.keeping.parts_go:
+        parts = {(Content.REDUCED_GRADIENTS, chunk, None, 0) for chunk in claim.scattered}
+        drops |= parts
     for content in (Content.PARAMETERS, Content.OPTIMIZER_STATE):
         updates |= {name_of_part(content, chunk) for chunk in claim.scattered}
     phase = _widening(claim, trainable)

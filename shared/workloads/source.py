@@ -162,7 +162,7 @@ def _check_goes_together(asked: WorkloadRequest) -> None:
     if is_learnt and (
         options.other_loss is not None
         or options.keeps_outputs
-        or not options.model_copy(update={"autocast": None}).is_full
+        or not options.model_copy(update={"autocast": None, "autocast_cache": True}).is_full
     ):
         raise WorkloadError(
             "a student's file says what of it is learnt, block by block. Leave out --lora-rank, --lora-targets, "

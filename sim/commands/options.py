@@ -238,6 +238,15 @@ class RuntimeChoice:
             "use_orig_params=False.",
         ),
     ] = False
+    caches_keys: Annotated[
+        bool,
+        typer.Option(
+            "--caches-keys",
+            help="The model gives the keys and values of all blocks with its output (use_cache), which stay until the "
+            "output goes: beside checkpointing by wrappers, which do not turn the cache off, and, with "
+            "--keeps-outputs, from step to step.",
+        ),
+    ] = False
     foreach: Annotated[
         bool,
         typer.Option(
@@ -272,6 +281,7 @@ class RuntimeChoice:
             has_two_buckets=self.two_buckets,
             keeps_gradients=self.keeps_gradients,
             holds_inputs=self.holds_inputs,
+            caches_keys=self.caches_keys,
             temporary_lists=1 if self.foreach else 0,
             expandable_segments=self.expandable_segments,
         )

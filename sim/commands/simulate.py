@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,6 +31,7 @@ from ...shared.cli.output import save
 from ...shared.cli.report_options import AnswerChoice
 from ...shared.compile.compile import compile_schedule
 from ...shared.methods.known import method_named
+from ...shared.methods.runtime_profile import OF_FLAT_PARAMETERS
 from ...shared.pipelines.pipeline import Pipeline, load_plan_or_pipeline
 from ...shared.schema.hardware import DeviceKind, Hardware
 from ...shared.schema.plan import Plan
@@ -50,6 +52,7 @@ from .options import RuntimeChoice
 from .pipelines import Asked, refuse, simulate_stages
 from .warnings import (
     warn_of_attention,
+    warn_of_cached_keys,
     warn_of_dtype,
     warn_of_held_inputs,
     warn_of_kernels,
@@ -104,8 +107,9 @@ def simulate_command(
     loaded = load_plan_or_pipeline(plan)
     check_budget(on.device_budget_bytes, machine)
     factors = on.factors()
+    casts_views = training.autocast is not None and profile.runtime in OF_FLAT_PARAMETERS
     choice = named.choice(
-        training,
+        replace(training, no_autocast_cache=True) if casts_views else training,
         machine,
         batch_size=batch_size,
         sequence_length=sequence_length,
@@ -151,6 +155,7 @@ def simulate_command(
     for warn_of in (warn_of_attention, warn_of_kernels, warn_of_options):
         warn_of(workload)
     warn_of_held_inputs(profile, schedule)
+    warn_of_cached_keys(profile, schedule)
     if carried_out.foreach and machine.device.kind is DeviceKind.CPU:
         warn(
             "--foreach is asked about on a CPU, where PyTorch takes lists of tensors if it is told foreach=True alone, "

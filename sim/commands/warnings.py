@@ -57,6 +57,15 @@ def warn_of_held_inputs(profile: RuntimeProfile, schedule: Schedule) -> None:
         warn("--holds-inputs changes nothing: no block behind the first is recomputed and has frozen parameters.")
 
 
+def warn_of_cached_keys(profile: RuntimeProfile, schedule: Schedule) -> None:
+    """Warn where keys and values are to be cached, and nothing is alive for it beside what blocks keep."""
+    if profile.caches_keys and not any(buffer.content is Content.CACHED_KEYS for buffer in schedule.buffers):
+        warn(
+            "--caches-keys changes nothing: no kernel of attention is known, or all blocks keep what attention saves "
+            "and the loop holds no outputs."
+        )
+
+
 def warn_of_memory(record: Record, host_bytes: int) -> None:
     """Warn of segments or host memory that do not fit although all that the plan allocates does."""
     from ...shared.tables.memory import allocator_warning, host_warning

@@ -71,7 +71,7 @@ def static_tensors(
     """
     kept = {b.chunk for b in schedule.buffers if b.is_static and (b.memory, b.content) == _PLACE}
     state = _State(schedule.optimizer)
-    sharded = {b.chunk for b in schedule.buffers if b.is_static and b.content is Content.REDUCED_GRADIENTS}
+    sharded = {b.chunk for b in schedule.buffers if b.content is Content.REDUCED_GRADIENTS}
     visiting = set() if schedule.optimizer is Optimizer.PAGED_ADAMW_8BIT else _chunks_with_paged_state(schedule)
     set_up: list[SetUp] = []
     gradients: list[SetUp] = []

@@ -59,8 +59,8 @@ EXCEPTIONS: Final[list[tuple[str, str, str]]] = [
     ("--longest --state", A, "a ranking by sequences, and answers kept over hours"),
     ("--processes", f"{A} {W}", "the others ask one question"),
     (
-        "--as --bucket-scalars --expandable-segments --foreach --holds-inputs --keeps-gradients --loss-metrics "
-        "--reduce-dtype --reentrant --two-buckets",
+        "--as --bucket-scalars --caches-keys --expandable-segments --foreach --holds-inputs --keeps-gradients "
+        "--loss-metrics --reduce-dtype --reentrant --two-buckets",
         M,
         "how another system carries out the one plan; searches are of plans of our own",
     ),
@@ -90,6 +90,7 @@ EXCEPTED: Final = {name: set(having.split()) for names, having, _ in EXCEPTIONS 
 
 WITH_A_TRACE: Final = (
     "--autocast",
+    "--no-autocast-cache",
     "--freeze",
     "--image-size",
     "--images",
@@ -139,13 +140,14 @@ def test_every_part_of_training_has_an_option() -> None:
         "frozen": "--freeze",
         "pictures": "--image-size --images",
         "autocast": "--autocast",
+        "no_autocast_cache": "--no-autocast-cache",
         "loss": "--loss",
         "kernels": "--kernels",
         "keeps_outputs": "--keeps-outputs",
     }
     assert {field.name for field in fields(TrainingChoice)} == set(written)
     of = {"lora", "quantized", "osft", "frozen", "images", "autocast", "loss_head", "kernels", "keeps_outputs"}
-    of |= {"compiled", "float8", "float8_gather"}
+    of |= {"autocast_cache", "compiled", "float8", "float8_gather"}
     assert set(TrainingOptions.model_fields) == of
     for option in " ".join([*written.values(), "--compile --float8 --float8-gather"]).split():
         assert all(option in HAS[command] for command in ASKING), option

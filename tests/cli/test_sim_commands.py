@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from protwin.shared import load_workload
 from protwin.shared.answers.search_result import SearchResult
 from protwin.shared.catalogue.machines import machine, machine_names
 from protwin.shared.cli.root import COMMANDS
@@ -312,3 +313,41 @@ def test_held_inputs_of_none_are_warned_of(protwin_here: Protwin, tmp_path: Path
             is_held = part is not whole and n_checkpoint > 1
             assert peaks[1] >= peaks[0] if is_held else peaks[1] == peaks[0]
             assert ("--holds-inputs changes nothing" in found[1].stderr) != is_held
+
+
+def test_cached_keys_of_none_are_warned_of(protwin_here: Protwin, tmp_path: Path) -> None:
+    """Keys and values are alive beside recomputed blocks with a kernel of attention, and beside no others."""
+    model = load_workload("qwen2.5-0.5b", batch_size=1, sequence_length=64)
+    none = decoder()
+    for workload, n_checkpoint, is_cached in ((model, 2, True), (model, 0, False), (none, 2, False)):
+        workload.save(tmp_path / "workload.json")
+        plan = Plan(
+            workload_id=workload.identity, chunk_bytes=2**30, n_persist=1, n_buffer=2, n_checkpoint=n_checkpoint
+        )
+        plan.save(tmp_path / "plan.json")
+        asked = ("--plan", tmp_path / "plan.json", "--model", tmp_path / "workload.json", "--hardware", "rtx-3090")
+        found = protwin_here("simulate", *asked, "--caches-keys", "--json")
+        assert found.returncode == 0, found.stderr
+        assert ("--caches-keys changes nothing" in found.stderr) is not is_cached
+
+
+def test_fsdp_casts_weights_wherever_they_are_used(protwin_here: Protwin, small_model: Path, tmp_path: Path) -> None:
+    """Its weights are views, of which autocast keeps no casts: ``--as fsdp`` says so by itself."""
+    size = ("--model", small_model, "--batch-size", "2", "--sequence-length", "32")
+    casts = ("--autocast", "bfloat16", "--dtype", "float32")
+    traced = protwin_here("trace", *size, *casts, "--output", tmp_path / "workload.json")
+    assert traced.returncode == 0, traced.stderr
+    identity = load_workload(tmp_path / "workload.json").identity
+    plan = Plan(workload_id=identity, chunk_bytes=2**20, n_persist=0, n_buffer=4, n_checkpoint=2)
+    plan.save(tmp_path / "plan.json")
+    asked = ("simulate", "--plan", tmp_path / "plan.json", *size, *casts, "--hardware", "a100-80gb-x8", "--json")
+    ranks = ("--parallel", "sharded", "--ranks", "2", "--as", "fsdp")
+    of_file = ("simulate", "--plan", tmp_path / "plan.json", "--model", tmp_path / "workload.json", *asked[-3:])
+    says_so, by_itself, kept = (
+        protwin_here(*command, *ranks) for command in ((*asked, "--no-autocast-cache"), asked, of_file)
+    )
+    assert (by_itself.returncode, kept.returncode) == (0, 0), by_itself.stderr
+    assert says_so.stdout == by_itself.stdout != kept.stdout
+    refused = protwin_here("trace", *size, "--no-autocast-cache")
+    assert refused.returncode == 2
+    assert "--autocast is not: nothing is cast" in refused.stderr
