@@ -176,6 +176,11 @@ class RuntimeProfile:
         return self.keeps_parts or self.runtime is Runtime.DEEPSPEED_OFFLOAD
 
     @property
+    def parts_go(self) -> bool:
+        """Whether parts of gradients that devices keep go with the step (``Keeping.parts_go``)."""
+        return _KEEPING.get(self.runtime, AS_PLANNED).parts_go and not self.keeps_gradients
+
+    @property
     def steps_alone(self) -> bool:
         """Whether nothing overlaps with a step of the host, and the way back of what it stepped."""
         return issubclass(_UPDATES.get(self.runtime, Updates), SteppedAlone)
@@ -293,7 +298,7 @@ class RuntimeProfile:
         policies, rules = method.policies, method.rules
         keeping = replace(_KEEPING.get(self.runtime, AS_PLANNED), parts_stay=self.parts_stay, buckets=self.buckets)
         keeping = replace(keeping, keeps_gradients=self.keeps_gradients or keeping.keeps_gradients)
-        keeping = replace(keeping, parts_go=keeping.parts_go and not self.keeps_gradients)
+        keeping = replace(keeping, parts_go=self.parts_go)
         keeping = replace(keeping, temporary_lists=self.temporary_lists, holds_inputs=self.holds_inputs)
         keeping = replace(keeping, caches_keys=self.caches_keys)
         residency = _RESIDENCY.get(self.runtime)

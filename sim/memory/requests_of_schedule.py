@@ -61,15 +61,21 @@ class AllocationProgram:
 
 
 def allocation_program(
-    schedule: Schedule, order: HappensBefore | None = None, *, by_curve: bool = False
+    schedule: Schedule, order: HappensBefore | None = None, *, by_curve: bool = False, parts_apart: bool = False
 ) -> AllocationProgram:
     """The steps of one iteration of ``schedule``.
 
-    ``by_curve``: levels are those of phases' curves, tensors or not.
+    ``by_curve``: levels are those of phases' curves, tensors or not.  ``parts_apart``: as of ``Segments``.
     ``order`` spares computing the happens-before relation again; it must be over at least three iterations.
     """
     events = memory_events(schedule, order)
-    counted = [b.memory is Memory.DEVICE and not b.is_static and b.size_bytes > 0 for b in schedule.buffers]
+    counted = [
+        b.memory is Memory.DEVICE
+        and not b.is_static
+        and b.size_bytes > 0
+        and not (parts_apart and b.content is Content.REDUCED_GRADIENTS)
+        for b in schedule.buffers
+    ]
 
     def made(copies: Iterable[Copying]) -> Iterable[Step]:
         for copy in copies:

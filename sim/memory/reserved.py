@@ -9,7 +9,7 @@ from ...shared.layout.layout import Layout
 from ...shared.order.happens_before import HappensBefore
 from ...shared.schema.hardware import Device, DeviceKind
 from ...shared.schema.memory_accounts import DeviceReserved
-from ...shared.schema.schedule import Schedule
+from ...shared.schema.schedule import Content, Memory, Schedule, TaskKind
 from ...shared.schema.workload import Workload
 from .allocator import AllocatorFullError
 from .libraries import matrix_workspaces, outside_allocator_bytes
@@ -33,6 +33,8 @@ class Segments:
     """Of the stream that gathers parameters, whose segments no other stream can have."""
     reducing_bytes: int = 0
     """Likewise of the stream that reduces gradients, beyond those that the schedule has."""
+    parts_apart: bool = False
+    """Whether what reduce-scatters give lies in segments of the stream that reduces, where it stays until the step."""
     num_together: int = 0
     """Scalars, at most, whose masters and moments are one tensor each, made in the set-up; 0: the first step makes
     moments, parameter by parameter."""
@@ -78,14 +80,14 @@ def device_reserved(
     workspaces = matrix_workspaces(device)
     log, coarse_log = (
         RequestLog(
-            allocation_program(schedule, order, by_curve=inside is Inside.AT_ONCE),
+            allocation_program(schedule, order, by_curve=inside is Inside.AT_ONCE, parts_apart=segments.parts_apart),
             static,
             workspaces=workspaces,
             inside=inside,
         )
         for inside in (Inside.BY_SIZE, Inside.AT_ONCE)
     )
-    limit_bytes, own_bytes = _limit_bytes(device, beside_bytes), segments.own_bytes
+    limit_bytes, own_bytes = _limit_bytes(device, beside_bytes), _own_bytes(segments, schedule)
     left_bytes, are_expandable = limit_bytes - own_bytes, segments.are_expandable
     expected = reserved_by(log, expandable_segments=are_expandable)
     coarse = reserved_by(coarse_log, expandable_segments=are_expandable, max_iterations=_COARSE_ITERATIONS)
@@ -140,13 +142,27 @@ def expected_segments_bytes(
     ``stop_above_bytes``: what comes to more is not replayed to its end.
     """
     log = RequestLog(
-        allocation_program(schedule, order),
+        allocation_program(schedule, order, parts_apart=segments.parts_apart),
         static_tensors(schedule, workload.parameters, layout, num_together=segments.num_together),
         workspaces=matrix_workspaces(device),
         inside=Inside.BY_SIZE,
     )
     found = reserved_by(log, expandable_segments=segments.are_expandable, stop_above_bytes=stop_above_bytes)
-    return found.peak_reserved_bytes + segments.own_bytes
+    return found.peak_reserved_bytes + _own_bytes(segments, schedule)
+
+
+def _own_bytes(segments: Segments, schedule: Schedule) -> int:
+    """Of streams beside that of compute: parts of gradients that stay until the step, and one on its way besides."""
+    if not segments.parts_apart:
+        return segments.own_bytes
+    stepped = {buffer for task in schedule.tasks if task.kind is TaskKind.DEVICE_ADAM for buffer in task.frees}
+    parts = [
+        buffer
+        for buffer in schedule.buffers
+        if buffer.content is Content.REDUCED_GRADIENTS and buffer.memory is Memory.DEVICE and not buffer.is_static
+    ]
+    passing_bytes = max((buffer.size_bytes for buffer in parts if buffer.id not in stepped), default=0)
+    return segments.own_bytes + passing_bytes + sum(b.size_bytes for b in parts if b.id in stepped)
 
 
 def _limit_bytes(device: Device, beside_bytes: int) -> int:

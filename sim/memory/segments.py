@@ -9,6 +9,10 @@ there they are copied to parameters on the stream of compute.  The place is let 
 (``_fsdp_param_group.py``: all_gather_state), so that there are two groups' at a time.  What lies outside blocks is one
 group, the first that is gathered.
 
+What a reduce-scatter gives lies in the stream that reduces: under fully_shard (foreach_reduce) as under
+FullyShardedDataParallel (``torch/distributed/fsdp/_runtime_utils.py``: _reduce_grad, in _post_backward_stream).  So its
+segments are there when the parts are not.
+
 ZeRO-2 copies what it has reduced into one buffer for a rank's part of all gradients (``grads_in_partition`` in
 DeepSpeed's zero/stage_1_and_2.py), which the first micro-batch leaves for the step.  Every further one makes another,
 which is added to the first.  With ``overlap_comm`` all that lies in the stream that reduces.  The schedule has the
@@ -34,6 +38,7 @@ def segments_of(runtime: RuntimeProfile, plan: Plan, workload: Workload) -> Segm
         are_expandable=runtime.expandable_segments,
         gathering_bytes=_gathering_bytes(plan, workload) if gathers else 0,
         reducing_bytes=_part_bytes(plan, workload) if adds else 0,
+        parts_apart=runtime.parts_go and plan.num_ranks > 1,
         num_together=runtime.num_widened,
     )
 
