@@ -280,9 +280,7 @@ def add_cached_keys(family: Family, draft: Draft, forwards: IntArray) -> None:
     if not draft.keeping.caches_keys:
         return
     workload = family.workload
-    sizes = integers(
-        cached_bytes(workload.profiles[block.profile].forward, workload.compute_dtype) for block in workload.blocks
-    )
+    sizes = integers(cached_bytes(workload.profiles[block.profile].forward) for block in workload.blocks)
     if workload.keeps_outputs and sizes.any():
         held = np.array([sizes.sum()])
         draft.buffers(BufferGroup(Content.CACHED_KEYS, Memory.DEVICE, held, made_at=_BEHIND_ALL + _MOST_BUCKETS))

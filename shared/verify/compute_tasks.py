@@ -239,7 +239,7 @@ def held_cache_bytes(claim: Claim) -> int:
 
 
 def _cached_by(claim: Claim, block: BlockId) -> int:
-    return cached_bytes(claim.workload.profile_of(block).forward, claim.workload.compute_dtype)
+    return cached_bytes(claim.workload.profile_of(block).forward)
 
 
 def _has_frozen(claim: Claim, block: BlockId) -> bool:

@@ -41,7 +41,7 @@ KEYS_BYTES = 2 * 4 * SAMPLES * TOKENS * HEADS * WIDTH
 def cached_by_blocks(workload: Workload) -> list[int]:
     """Bytes of each block's keys and values."""
     profiles = (workload.profiles[block.profile] for block in workload.blocks)
-    return [cached_bytes(profile.forward, workload.compute_dtype) for profile in profiles]
+    return [cached_bytes(profile.forward) for profile in profiles]
 
 
 def cached_by_time(schedule: Schedule) -> list[int]:
@@ -156,6 +156,13 @@ def test_plain_loops_take_what_the_account_says(*, recomputes: bool, holds: bool
     assert (more > 0) is (recomputes or holds)
 
 
+def test_under_autocast_they_are_of_what_attention_computes_in() -> None:
+    model, x = _Model(caches=False, recomputes=False), torch.zeros(SAMPLES, TOKENS, HEADS * WIDTH)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        workload = trace(model, x, loss=_loss)
+    assert cached_by_blocks(workload) == [KEYS_BYTES // 2] * BLOCKS
+
+
 def _loss(output: dict[str, Any], _: Any = None) -> torch.Tensor:
     return output["loss"]
 
@@ -164,7 +171,7 @@ def test_a_set_stays_from_step_to_step_where_outputs_do() -> None:
     model = load_workload("llama-2-7b", batch_size=1, sequence_length=256)
     asked = plan(model, chunk_bytes=2**30, n_buffer=4, n_checkpoint=32, micro_batches=2)
     schedule = compiled(asked, model, CACHING)
-    one = cached_bytes(model.profiles[0].forward, model.compute_dtype)
+    one = cached_bytes(model.profiles[0].forward)
     held = model.model_copy(update={"keeps_outputs": True})
     of_held = compiled(asked.model_copy(update={"workload_id": held.identity}), held, CACHING)
     of_forward = [0, *(one * count for count in range(1, 33)), 0]
