@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..drafts.program import NOT_THERE, BoolArray, BufferGroup, Draft, IntArray, Operand, spread
+from ..layout.cached_keys import cached_bytes
 from ..layout.keeping import AS_PLANNED, BucketStay, Keeping, list_bytes, moment_bytes, num_with_masters
 from ..layout.shards import stepped_parts
 from ..layout.uses import parameters_of_blocks
 from ..optimizers.state import Stepped, master_bytes
-from ..phases.cached_keys import cached_bytes
 from ..schema.optimizer import Optimizer
 from ..schema.schedule import Content, Memory
 from .chunk_facts import integers

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from ..layout.cached_keys import cached_bytes
 from ..layout.keeping import BucketStay
-from ..phases.cached_keys import cached_bytes
 from ..schema.plan import ActivationMode
 from ..schema.schedule import (
     Allocation,

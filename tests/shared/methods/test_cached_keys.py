@@ -17,10 +17,10 @@ from protwin.shared import load_workload
 from protwin.shared.basics.errors import PlanError, ScheduleError
 from protwin.shared.catalogue.models import model_configuration
 from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.layout.cached_keys import cached_bytes
 from protwin.shared.layout.keeping import Keeping
 from protwin.shared.methods.full_training import FULL_TRAINING
 from protwin.shared.methods.runtime_profile import RuntimeProfile
-from protwin.shared.phases.cached_keys import cached_bytes
 from protwin.shared.schema.plan import TrainingMethod
 from protwin.shared.schema.schedule import Content, Lane, Schedule
 from protwin.shared.schema.workload import Workload
@@ -58,7 +58,7 @@ def cached_by_time(schedule: Schedule) -> list[int]:
 @pytest.mark.parametrize("name", ["llama-3-8b", "llama-2-7b", "qwen2.5-7b", "mistral-7b", "gpt2-xl", "qwen3-8b"])
 def test_they_are_as_large_as_the_configuration_says(name: str) -> None:
     """Two numbers for each token, head that has keys, and dim of it: heads that share keys count once."""
-    given_by = model_configuration(name).config
+    given_by: Any = model_configuration(name).config
     heads = given_by.get("num_attention_heads", given_by.get("n_head"))
     width = given_by.get("head_dim") or given_by.get("hidden_size", given_by.get("n_embd")) // heads
     model = load_workload(name, batch_size=2, sequence_length=512)

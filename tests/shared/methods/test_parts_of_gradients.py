@@ -97,7 +97,7 @@ def test_it_lets_go_of_them(by: str, tmp_path: Path) -> None:
             model = FSDP(model, auto_wrap_policy=partial(_is_map), device_id=torch.device("cpu"))
         else:
             mesh = init_device_mesh("cpu", (1,))
-            for layer in model:
+            for layer in list(model.children()):
                 fully_shard(layer, mesh=mesh)
             fully_shard(model, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters())

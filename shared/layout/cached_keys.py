@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .operations import Operation, OperationClass
-from .phase import Phase
+from ..schema.workload import Operation, OperationClass, Phase
 
 _SUM_BYTES = 4
 """Of the logarithm of a row's sum of exponentials, which kernels of attention write in float32."""
