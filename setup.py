@@ -7,8 +7,8 @@ import os
 
 from setuptools import Extension, setup
 
-SOURCES = ("allocator.c", "order.c", "periods.c", "replay.c", "side_by_side.c", "spans.c")
-HEADERS = ("allocator.h", "lanes.h", "periods.h")
+SOURCES = ("allocator.c", "blocks.c", "expandable.c", "order.c", "periods.c", "replay.c", "side_by_side.c", "spans.c")
+HEADERS = ("allocator.h", "blocks.h", "lanes.h", "periods.h")
 
 setup(
     ext_modules=[

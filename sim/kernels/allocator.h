@@ -1,4 +1,4 @@
-/* PyTorch's caching allocator, as sim/memory/compiled_allocator.py plays requests to it. */
+/* PyTorch's caching allocator, as sim/kernels/allocator.py plays requests to it. */
 
 #ifndef PROTWIN_ALLOCATOR_H
 #define PROTWIN_ALLOCATOR_H
@@ -15,8 +15,9 @@ struct allocated {
 
 struct allocator;
 
-/* limit_bytes: the most that the driver hands out; -1 for a device without end.  NULL if there is no memory. */
-PUBLIC struct allocator *protwin_allocator_new(i64 limit_bytes);
+/* limit_bytes: the most that the driver hands out; -1 for a device without end.  is_expandable: whether it has expandable
+ * segments, and no others.  NULL if there is no memory. */
+PUBLIC struct allocator *protwin_allocator_new(i64 limit_bytes, int is_expandable);
 
 /* Make a tensor of each number of bytes; a negative number frees the tensor that was made so many ago. */
 PUBLIC int protwin_allocator_play(struct allocator *a, i64 num_requests, const i64 *requests, struct allocated *level);

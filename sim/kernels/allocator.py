@@ -20,15 +20,16 @@ class DeviceFullError(Exception):
 
 
 class CompiledAllocator:
-    """One device's allocator, without expandable segments."""
+    """One device's allocator."""
 
-    def __init__(self, limit_bytes: int | None = None) -> None:
+    def __init__(self, limit_bytes: int | None = None, *, expandable_segments: bool = False) -> None:
         """``limit_bytes``: the most that the driver hands out; None for a device without end."""
         loaded = library()
         assert loaded is not None, "callers ask is_available first"
         assert limit_bytes is None or limit_bytes >= 0, "a device has no less than nothing"
         self._loaded = loaded
-        self._allocator: int | None = loaded.protwin_allocator_new(_NO_LIMIT if limit_bytes is None else limit_bytes)
+        limit = _NO_LIMIT if limit_bytes is None else limit_bytes
+        self._allocator: int | None = loaded.protwin_allocator_new(limit, expandable_segments)
         if not self._allocator:
             raise MemoryError("the compiled allocator found no memory")
         weakref.finalize(self, loaded.protwin_allocator_free, self._allocator)

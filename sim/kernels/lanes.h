@@ -13,7 +13,7 @@
 #include <stdint.h>
 
 /* Counts up whenever a structure or a function of this header changes: sim/kernels/library.py refuses any other. */
-#define PROTWIN_KERNELS_VERSION 3
+#define PROTWIN_KERNELS_VERSION 4
 
 #define NOTHING (-((int64_t)1 << 40))
 #define UNKNOWN (NOTHING / 2)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 SWITCH: Final = "PROTWIN_KERNELS"
-_VERSION: Final = 3
+_VERSION: Final = 4
 """``PROTWIN_KERNELS_VERSION`` in ``lanes.h``."""
 
 
@@ -122,7 +122,7 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
     loaded.protwin_ends.argtypes = (POINTER(ReplayedLanes), c_void_p, c_void_p)
     loaded.protwin_known_before.argtypes = (POINTER(OrderedLanes),)
     loaded.protwin_least_periods.argtypes = (POINTER(BoundedPlans),)
-    loaded.protwin_allocator_new.argtypes = (c_int64,)
+    loaded.protwin_allocator_new.argtypes = (c_int64, c_int)
     loaded.protwin_allocator_play.argtypes = (c_void_p, c_int64, c_void_p, POINTER(Allocated))
     loaded.protwin_allocator_free.argtypes = (c_void_p,)
     for function in (

@@ -144,10 +144,10 @@ def reserved_by(
     ``limit_bytes``: the most that the driver hands out; None for a device without end.  ``stop_above_bytes``: as of
     ``replay``.  Raises AllocatorFullError.
     """
-    if expandable_segments or not is_available():
+    if not is_available():
         allocator = CachingAllocator(expandable_segments=expandable_segments, limit_bytes=limit_bytes)
         return replay(log, allocator, max_iterations=max_iterations, stop_above_bytes=stop_above_bytes)
-    compiled = CompiledAllocator(limit_bytes)
+    compiled = CompiledAllocator(limit_bytes, expandable_segments=expandable_segments)
     reserved: list[int] = []
     try:
         compiled.play(log.set_up)

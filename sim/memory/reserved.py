@@ -135,20 +135,29 @@ def expected_segments_bytes(
     *,
     order: HappensBefore | None = None,
     segments: Segments = AS_USUAL,
-    stop_above_bytes: int | None = None,
 ) -> int:
-    """``DeviceReserved.expected_bytes`` alone, or ``expandable_bytes``: one replay, without a limit.
+    """``DeviceReserved.expected_bytes`` alone, or ``expandable_bytes``: one replay, without a limit."""
+    log = expected_requests(schedule, workload, layout, device, order=order, segments=segments)
+    found = reserved_by(log, expandable_segments=segments.are_expandable)
+    return found.peak_reserved_bytes + _own_bytes(segments, schedule)
 
-    ``stop_above_bytes``: what comes to more is not replayed to its end.
-    """
-    log = RequestLog(
+
+def expected_requests(
+    schedule: Schedule,
+    workload: Workload,
+    layout: Layout,
+    device: Device,
+    *,
+    order: HappensBefore | None = None,
+    segments: Segments = AS_USUAL,
+) -> RequestLog:
+    """What ``expected_segments_bytes`` replays, with expandable segments or without."""
+    return RequestLog(
         allocation_program(schedule, order, parts_apart=segments.parts_apart),
         static_tensors(schedule, workload.parameters, layout, num_together=segments.num_together),
         workspaces=matrix_workspaces(device),
         inside=Inside.BY_SIZE,
     )
-    found = reserved_by(log, expandable_segments=segments.are_expandable, stop_above_bytes=stop_above_bytes)
-    return found.peak_reserved_bytes + _own_bytes(segments, schedule)
 
 
 def _own_bytes(segments: Segments, schedule: Schedule) -> int:

@@ -17,7 +17,7 @@ plans might be faster than the recommended one.  What is recommended was replaye
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from ...shared.schema.hardware import Device
@@ -25,7 +25,8 @@ from ...shared.schema.plan import Plan
 from ...shared.schema.schedule import Schedule
 from ..engine.kept_schedule import memory_schedule
 from ..memory.libraries import more_collective_bytes
-from ..memory.reserved import Segments, expected_segments_bytes
+from ..memory.request_replay import RequestLog, reserved_by
+from ..memory.reserved import expected_requests, expected_segments_bytes
 from ..memory.rules import round_size
 from .branch_and_bound import BranchAndBound, Simulated
 from .problem import SearchProblem
@@ -33,6 +34,8 @@ from .request import SearchRequest
 
 _SMALLEST_STEP_FRAC: Final = 0.01
 """Limits are not looked for more closely."""
+_MOST_LOGS: Final = 4
+"""Plans whose requests are kept: the fastest are asked about once more, with expandable segments."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class SegmentRoom:
 
     device: Device
     limit_bytes: int
+    _logs: dict[Simulated, RequestLog] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, request: SearchRequest) -> SegmentRoom | None:
@@ -66,17 +70,24 @@ class SegmentRoom:
         return self._wanted_bytes(found, problem, expandable_segments=True) <= self.limit_bytes
 
     def _wanted_bytes(self, found: Simulated, problem: SearchProblem, *, expandable_segments: bool = False) -> int:
-        layout = problem.layouts[found.candidate.layout].grid.layout
         step = problem.step
         more_bytes = more_collective_bytes(problem.together, step.num_ranks, step.shard_ranks)
-        return more_bytes + expected_segments_bytes(
-            self._schedule(found, problem),
-            problem.workload,
-            layout,
-            self.device,
-            segments=Segments(are_expandable=expandable_segments),
+        replayed = reserved_by(
+            self._log(found, problem),
+            expandable_segments=expandable_segments,
             stop_above_bytes=self.limit_bytes - more_bytes if expandable_segments else None,
         )
+        return more_bytes + replayed.peak_reserved_bytes
+
+    def _log(self, found: Simulated, problem: SearchProblem) -> RequestLog:
+        """What the plan asks for."""
+        if found not in self._logs:
+            layout = problem.layouts[found.candidate.layout].grid.layout
+            self._logs[found] = expected_requests(self._schedule(found, problem), problem.workload, layout, self.device)
+        log = self._logs[found]
+        if len(self._logs) > _MOST_LOGS:
+            del self._logs[max(self._logs, key=lambda one: one.time_s)]
+        return log
 
     def holds(self, plan: Plan, problem: SearchProblem) -> bool:
         """Whether the segments of a plan that nobody has simulated are expected to leave the margin free."""

@@ -86,26 +86,30 @@ def test_programs_are_replayed_to_the_same(drawn: PlannedWorkload, inside: Insid
     assert played(one, is_expandable, None, is_whole=True) == played(other, is_expandable, None, is_whole=False)
 
 
-def reserved(log: RequestLog, limit_bytes: int | None, *, is_compiled: bool) -> Replayed | str:
+def reserved(log: RequestLog, limit_bytes: int | None, is_expandable: bool, *, is_compiled: bool) -> Replayed | str:
     """What a replay came to, or why it did not."""
     with mock.patch.dict(os.environ, {} if is_compiled else {library.SWITCH: "0"}):
         assert library.is_available() is is_compiled
         try:
-            return reserved_by(log, limit_bytes=limit_bytes)
+            return reserved_by(log, expandable_segments=is_expandable, limit_bytes=limit_bytes)
         except AllocatorFullError as error:
             return str(error)
 
 
 @pytest.mark.skipif(not library.is_available(), reason=f"the allocator runs in {library.description()}")
 @settings(max_examples=examples(1000, 48))
-@given(requests(), st.floats(0.5, 1.2))
-def test_the_compiled_allocator_does_the_same(drawn: tuple[list[int], list[int]], share: float) -> None:
-    ample, in_python = (reserved(Given(*drawn), None, is_compiled=is_compiled) for is_compiled in (True, False))
+@given(requests(), st.booleans(), st.floats(0.5, 1.2))
+def test_the_compiled_allocator_does_the_same(
+    drawn: tuple[list[int], list[int]], is_expandable: bool, share: float
+) -> None:
+    ample, in_python = (
+        reserved(Given(*drawn), None, is_expandable, is_compiled=is_compiled) for is_compiled in (True, False)
+    )
     assert isinstance(ample, Replayed)
     assert ample == in_python
     limit_bytes = int(share * ample.peak_reserved_bytes)
     limited, in_python = (
-        reserved(Given(*drawn), limit_bytes, is_compiled=is_compiled) for is_compiled in (True, False)
+        reserved(Given(*drawn), limit_bytes, is_expandable, is_compiled=is_compiled) for is_compiled in (True, False)
     )
     assert limited == in_python
 
