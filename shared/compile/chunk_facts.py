@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Final, Self
 
@@ -11,11 +11,11 @@ import numpy as np
 
 from ..drafts.program import NOT_THERE, BoolArray, IntArray, Work
 from ..layout.adam_memory import alone_peak_bytes, together_gradient_bytes, widened_bytes, widened_part_bytes
-from ..layout.layout import Chunk, Layout
+from ..layout.layout import Chunk, Layout, RowReads
 from ..layout.owners import Ownership
 from ..layout.projections import ProjectionWork, gradient_projections, parameter_projections
 from ..layout.shards import chunk_paged_bytes, chunk_state_bytes, num_tensors, rank_part, stepped_bytes
-from ..layout.slots import Stay, Uses, assign_slots
+from ..layout.slots import Uses, stay_columns
 from ..schema.optimizer import HostGradients, Optimizer
 from ..schema.plan import ParallelMode, num_replicas, num_shards, widens_on_host
 from ..schema.schedule import RankAxis
@@ -91,20 +91,20 @@ class Stays:
     """The last stay in the same slot."""
 
     @classmethod
-    def of(cls, stays: Sequence[Stay]) -> Self:
-        """``stays`` as arrays."""
-        chunk, slot = (integers(values) for values in ([s.chunk for s in stays], [s.slot for s in stays]))
-        numbers = np.arange(len(stays))
+    def of(cls, *columns: Sequence[int]) -> Self:
+        """Of ``stay_columns``."""
+        chunk, slot, first_step, last_step, previous = np.array(columns, dtype=np.int64)
+        numbers = np.arange(len(chunk))
         by_chunk = np.argsort(chunk, kind="stable")
-        earlier = np.full(len(stays), NOT_THERE)
+        earlier = np.full(len(chunk), NOT_THERE)
         follows = chunk[by_chunk[1:]] == chunk[by_chunk[:-1]]
         earlier[by_chunk[1:][follows]] = by_chunk[:-1][follows]
         return cls(
             chunk=chunk,
             slot=slot,
-            first_step=integers([stay.first_step for stay in stays]),
-            last_step=integers([stay.last_step for stay in stays]),
-            previous=integers([NOT_THERE if stay.previous is None else stay.previous for stay in stays]),
+            first_step=first_step,
+            last_step=last_step,
+            previous=previous,
             earlier=earlier,
             latest=_last_of(chunk, numbers),
             last_in_slot=_last_of(slot, numbers),
@@ -178,7 +178,7 @@ class ChunkFacts:
 
         @lru_cache(maxsize=_FEW_STAYS)
         def stays(is_gathered: bytes, n_buffer: int, step_number: bytes) -> Stays:
-            return Stays.of(assign_slots(uses(is_gathered, step_number), n_buffer))
+            return Stays.of(*stay_columns(uses(is_gathered, step_number), n_buffer))
 
         return stays
 
@@ -202,7 +202,13 @@ class ChunkFacts:
 
     def of_rows(self, name: str) -> IntArray:
         """(C,) a field of ``RowReads``; 0 where no rows are looked up."""
-        return integers(0 if chunk.rows is None else getattr(chunk.rows, name) for chunk in self.layout.chunks)
+        return self._of_rows[name]
+
+    @cached_property
+    def _of_rows(self) -> dict[str, IntArray]:
+        reads = [chunk.rows for chunk in self.layout.chunks]
+        names = (field.name for field in fields(RowReads))
+        return {name: integers(0 if one is None else getattr(one, name) for one in reads) for name in names}
 
     @cached_property
     def left_by(self) -> IntArray:

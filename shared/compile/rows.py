@@ -46,13 +46,18 @@ class Rows:
         """(R,) whether other sections leave gradients of a chunk too."""
         self.steps = sections.backward_step(np.full(len(self.chunks), _PROLOGUE))
         """(M, R) the steps of the prologue's backwards."""
+        self.sums: IntArray = np.zeros_like(self.steps)
+        """(M, R)"""
+        if not len(self.chunks):
+            # As in most plans: searches draft thousands.
+            self.offloads = self.gradients = self.sums
+            return
         self._backwards = sections.step_end[self.steps]
         offload_work = Work(moved_bytes=facts.of_rows("gradient_bytes"))
         self.offloads = self._behind_prologue(TaskKind.GRADIENT_OFFLOAD, offload_work, _OFFLOADS)
         """(M, R)"""
         first, later = self._behind_prologues_sums(facts)
-        self.sums: IntArray = np.concatenate([first, later])
-        """(M, R)"""
+        self.sums = np.concatenate([first, later])
         draft.wait(self.offloads.ravel(), self._backwards.ravel())
         draft.wait(self.sums.ravel(), self.offloads.ravel())
         # What has arrived of the micro-batch before must have been added.

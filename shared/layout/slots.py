@@ -54,7 +54,16 @@ class Uses:
 
 
 def assign_slots(needed: Sequence[Sequence[ChunkId]] | Uses, n_buffer: int) -> list[Stay]:
-    """The stays of all chunks, in gathering order.
+    """The stays of all chunks, in gathering order.  Arguments and errors as of ``stay_columns``."""
+    columns = stay_columns(needed, n_buffer)
+    return [
+        Stay(ChunkId(chunk), slot, first_step, last_step, None if previous < 0 else previous)
+        for chunk, slot, first_step, last_step, previous in zip(*columns, strict=True)
+    ]
+
+
+def stay_columns(needed: Sequence[Sequence[ChunkId]] | Uses, n_buffer: int) -> tuple[list[int], ...]:
+    """The fields of ``Stay``, one list each, of all stays in gathering order; -1 where no stay held the slot before.
 
     ``needed[step]`` are the offloaded chunks that a step uses; ``Uses`` of them spare looking them through again.
     O(uses * log n_buffer).  Raises PlanError if a step needs more than ``n_buffer``.
@@ -66,8 +75,12 @@ def assign_slots(needed: Sequence[Sequence[ChunkId]] | Uses, n_buffer: int) -> l
             f"Raise n_buffer to {uses.most_at_once}, or chunk_bytes."
         )
     num_steps, evicts = len(uses.needed), n_buffer < uses.num_chunks
-    stays: list[Stay] = []
-    current: dict[ChunkId, Stay] = {}
+    chunk_of: list[int] = []
+    slot_of: list[int] = []
+    first_step: list[int] = []
+    last_step: list[int] = []
+    previous: list[int] = []
+    current: dict[ChunkId, int] = {}
     """The stay of every chunk that is there and still needed."""
     latest: list[int] = []
     """The latest stay in every slot that was ever taken."""
@@ -80,42 +93,47 @@ def assign_slots(needed: Sequence[Sequence[ChunkId]] | Uses, n_buffer: int) -> l
         for chunk, next_use in zip(chunks, next_uses, strict=True):
             stay = current.get(chunk)
             if stay is not None:
-                stay.last_step = step
+                last_step[stay] = step
+                slot = slot_of[stay]
             else:
                 # An empty slot, else the one that fell free first, else the one whose chunk is needed last.
-                previous = None
+                current[chunk] = stay = len(chunk_of)
                 if len(latest) < n_buffer:
                     slot = len(latest)
-                    latest.append(len(stays))
+                    previous.append(-1)
+                    latest.append(stay)
                 else:
                     if free:
                         slot = heappop(free)[1]
                     else:
-                        slot = _evicted(taken, stays, latest, keep=chunks)
-                        del current[stays[latest[slot]].chunk]
-                    previous, latest[slot] = latest[slot], len(stays)
-                stay = current[chunk] = Stay(chunk, slot, step, step, previous)
-                stays.append(stay)
+                        slot = _evicted(taken, chunk_of, latest, keep=chunks)
+                        del current[ChunkId(chunk_of[latest[slot]])]
+                    previous.append(latest[slot])
+                    latest[slot] = stay
+                chunk_of.append(chunk)
+                slot_of.append(slot)
+                first_step.append(step)
+                last_step.append(step)
             if next_use is None:
                 is_last_use = True
             elif evicts:
-                heappush(taken, (num_steps - next_use) * n_buffer + stay.slot)
+                heappush(taken, (num_steps - next_use) * n_buffer + slot)
         if is_last_use:
             for chunk, next_use in zip(chunks, next_uses, strict=True):
                 if next_use is None:
-                    heappush(free, (step, current.pop(chunk).slot))
-    return stays
+                    heappush(free, (step, slot_of[current.pop(chunk)]))
+    return chunk_of, slot_of, first_step, last_step, previous
 
 
-def _evicted(taken: list[int], stays: Sequence[Stay], latest: Sequence[int], keep: Sequence[ChunkId]) -> int:
+def _evicted(taken: list[int], chunk_of: Sequence[int], latest: Sequence[int], keep: Sequence[ChunkId]) -> int:
     """The slot whose chunk is needed last, which leaves it; never one of ``keep``, the chunks of the step.
 
-    ``taken``: (steps from the chunk's next use to the end) * slots + slot.  Entries whose use has come stay behind in
-    their heap.  There is a chunk to evict while ``keep`` fits, and its use lies ahead, so that no entry behind it is
-    ever looked at: those whose use has come need not be told from others.
+    ``chunk_of``: of every stay.  ``taken``: (steps from the chunk's next use to the end) * slots + slot.  Entries whose
+    use has come stay behind in their heap.  There is a chunk to evict while ``keep`` fits, and its use lies ahead, so
+    that no entry behind it is ever looked at: those whose use has come need not be told from others.
     """
     kept = []
-    while stays[latest[(entry := heappop(taken)) % len(latest)]].chunk in keep:
+    while chunk_of[latest[(entry := heappop(taken)) % len(latest)]] in keep:
         kept.append(entry)
     for one in kept:
         heappush(taken, one)

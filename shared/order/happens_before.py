@@ -81,6 +81,7 @@ class HappensBefore:
     def _propagate(self) -> list[tuple[int, ...]]:
         """Vectors of all unrolled tasks: the highest of what their sources had reached, the sources included."""
         sources = self._sources()
+        num_tasks, lengths, lane_of, places = self.num_tasks, self._lengths, self._lane_of, self._place
         reached: list[tuple[int, ...]] = [()] * len(sources)
         ended: list[tuple[int, ...]] = [()] * len(sources)
         nothing = (0,) * len(_LANES)
@@ -90,39 +91,47 @@ class HappensBefore:
                 vector = tuple(map(max, *[ended[source] for source in waits]))
             else:
                 vector = ended[waits[0]] if waits else nothing
-            iteration, task_id = divmod(index, self.num_tasks)
-            lane = self._lane_of[task_id]
-            done = iteration * self._lengths[lane] + self._place[task_id] + 1
+            iteration, task_id = divmod(index, num_tasks)
+            lane = lane_of[task_id]
+            done = [*vector]
+            done[lane] = iteration * lengths[lane] + places[task_id] + 1
             reached[index] = vector
-            ended[index] = (*vector[:lane], done, *vector[lane + 1 :])
+            ended[index] = tuple(done)
         return reached
 
     def _sources(self) -> list[list[int]]:
         """Per unrolled task, unrolled indices of everything that it waits for, its lane's previous task included."""
         num_tasks = self.num_tasks
-        programs = [self.schedule.lanes[lane] for lane in _LANES]
-        sources: list[list[int]] = []
-        for iteration in range(self.num_iterations):
+        previous: list[int] = [0] * num_tasks
+        """The task before each in its lane, of the iteration before for the first one: negative then."""
+        for program in self.schedule.lanes.values():
+            for place, task_id in enumerate(program):
+                previous[task_id] = program[place - 1] if place else program[-1] - num_tasks
+        first: list[list[int]] = []
+        others: list[list[int]] = []
+        """Of the first iteration, and of any other one as if it were the first."""
+        for task in self.schedule.tasks:
+            of_lane = previous[task.id]
+            first.append([*task.after, of_lane] if of_lane >= 0 else [*task.after])
+            others.append([*task.after, *[source - num_tasks for source in task.after_previous], of_lane])
+        sources = first
+        for iteration in range(1, self.num_iterations):
             base = iteration * num_tasks
-            for task in self.schedule.tasks:
-                waits: list[int] = [base + source for source in task.after]
-                if iteration > 0:
-                    waits += [base - num_tasks + source for source in task.after_previous]
-                place, program = self._place[task.id], programs[self._lane_of[task.id]]
-                if place > 0:
-                    waits.append(base + program[place - 1])
-                elif iteration > 0:
-                    waits.append(base - num_tasks + program[-1])
-                sources.append(waits)
+            sources += [[base + source for source in waits] for waits in others]
         return sources
 
     def _runnable_order(self, sources: list[list[int]]) -> Sequence[int]:
         """An order in which the tasks can run."""
+        num_tasks, is_in_order = self.num_tasks, True
         for task in self.schedule.tasks:
+            for named in task.after:
+                if not 0 <= named < task.id:
+                    is_in_order = False
             for named in (*task.after, *task.after_previous):
-                if not 0 <= named < self.num_tasks:
+                if not 0 <= named < num_tasks:
                     raise OrderError(f"{task.name} waits for task {named}, which does not exist")
-        if all(max(waits, default=-1) < index for index, waits in enumerate(sources)):
+        if is_in_order:
+            # Lanes keep the order of the schedule, and what waits for an earlier iteration comes after it.
             return range(len(sources))
         waiting = [len(waits) for waits in sources]
         followers: list[list[int]] = [[] for _ in sources]
