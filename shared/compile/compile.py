@@ -140,6 +140,10 @@ __all__ = [
 ]
 
 
+_MOST_BEGUN: Final = 128
+"""Drafts of one micro-batch that are kept of a layout; of several, as many fewer."""
+
+
 @dataclass(frozen=True)
 class Policies:
     """Who answers the compiler's three questions; a training method replaces or extends one of them."""
@@ -154,6 +158,11 @@ class Policies:
     """What passes between the host's disk and the rest."""
     keeping: Keeping = AS_PLANNED
     """What lies otherwise than plans have it."""
+
+    @property
+    def begin_alike(self) -> bool:
+        """Whether what computes and the updates depend on nothing but the residencies of chunks."""
+        return (self.sections, self.residency, self.updates) == (FullTraining, Residency, Updates)
 
     @property
     def move_plainly(self) -> bool:
@@ -211,10 +220,14 @@ def drafted(family: Family, policies: Policies = FULL_TRAINING, *, with_operands
 
     Raises PlanError if a section needs more buffers than there are.
     """
-    draft = Draft(policies.keeping)
-    sections = policies.sections(family, draft)
-    residency = policies.residency(family, draft, sections)
-    updates = policies.updates(family, draft, sections)
+    if not with_operands and policies.begin_alike and not family.num_staging:
+        draft, sections, updates = _begun(family, policies)
+        residency = policies.residency(family, draft, sections)
+    else:
+        draft = Draft(policies.keeping)
+        sections = policies.sections(family, draft)
+        residency = policies.residency(family, draft, sections)
+        updates = policies.updates(family, draft, sections)
     residency.follow(updates.stepped_by)
     staging = policies.staging(family, draft, sections, residency, updates)
     draft.at_end_bytes = updates.widened_bytes
@@ -228,3 +241,24 @@ def drafted(family: Family, policies: Policies = FULL_TRAINING, *, with_operands
         residency.wire(homes, staging.passing)
         updates.wire(staging.wire(homes))
     return draft
+
+
+def _begun(family: Family, policies: Policies) -> tuple[Draft, Sections, Updates]:
+    """A draft of what computes and of the updates, which are the same for any number of buffers, and for all trips.
+
+    The latest are kept: a search drafts families that differ in these alone by the hundred.  Tasks are numbered in
+    another order than in a schedule, which nothing depends on: no task of a residency stands where one of the updates
+    does ([Note: Task groups]).
+    """
+    kept = family.layout.derived.setdefault((_begun, policies, family.step), {})
+    key = family.residency.tobytes(), family.depths.tobytes(), id(family.workload), id(family.facts)
+    found: tuple[Draft, Sections, Updates] | None = kept.pop(key, None)
+    if found is None:
+        draft = Draft(policies.keeping)
+        sections = policies.sections(family, draft)
+        found = draft, sections, policies.updates(family, draft, sections)
+        while len(kept) * family.step.micro_batches >= _MOST_BEGUN:
+            del kept[next(iter(kept))]
+    kept[key] = found
+    draft, sections, updates = found
+    return draft.fork(), sections, updates

@@ -182,6 +182,9 @@ class Residency:
         They take no room, so that no window bounds them: they may come as soon as nobody uses the values before.
         """
         chunks, sections = self.renewed, self.sections
+        if not len(chunks):
+            self.renewals = np.zeros(0, dtype=np.int64)
+            return
         self.renewals = self.draft.tasks(
             TaskGroup(
                 TaskKind.GATHER,
@@ -239,6 +242,11 @@ class Residency:
     def _send_out(self) -> None:
         """Add the ways out of what blocks save, or of their inputs, behind their forward."""
         sections = self.sections
+        if not len(self.travelling):
+            none = np.zeros(0, dtype=np.int64)
+            self._trip_facts = {"section": none, "micro_batch": none}
+            self._trip_rows = self._are_inputs = self.offloads = self.saved = none
+            return
         steps = sections.forward_step(self._travelling)  # (M, B)
         self._trip_facts = {
             "section": spread(self._travelling, steps.shape),
@@ -272,6 +280,9 @@ class Residency:
     def _fetch(self) -> None:
         """Add their ways back, ahead of their backward and its recomputation."""
         sections = self.sections
+        if not len(self.travelling):
+            self.fetches = self.fetched = np.zeros(0, dtype=np.int64)
+            return
         steps = sections.backward_step(self._travelling).ravel()
         self.fetches = self.draft.tasks(
             TaskGroup(

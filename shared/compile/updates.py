@@ -216,7 +216,7 @@ class Updates(Gradients):
         """Device Adam's levels; None if it makes nothing."""
         return Phase(curve=((1.0, self.widened_bytes),)) if self.widened_bytes else None
 
-    @property
+    @cached_property
     def widened_bytes(self) -> int:
         """The most that device Adam adds to the level at its start."""
         facts, lists_bytes = self.family.facts, bytes_of_lists(self.family, self.draft.keeping)

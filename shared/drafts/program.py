@@ -187,6 +187,16 @@ class Draft:
         self.num_tasks = 0
         self.num_buffers = 0
 
+    def fork(self) -> Draft:
+        """Another draft that begins with all of this one; neither changes the other."""
+        other = Draft(self.keeping)
+        other.groups, other.waits, other.buffer_groups = [*self.groups], [*self.waits], [*self.buffer_groups]
+        other.reads, other.updates, other.arrivals = [*self.reads], [*self.updates], [*self.arrivals]
+        other.phases, other.between_bytes = dict(self.phases), [*self.between_bytes]
+        other.at_end_bytes, other.repeats = self.at_end_bytes, self.repeats
+        other.num_tasks, other.num_buffers = self.num_tasks, self.num_buffers
+        return other
+
     def tasks(self, group: TaskGroup) -> IntArray:
         """Add a group of tasks; gives their ids, (n,)."""
         ids = np.arange(self.num_tasks, self.num_tasks + len(group.rows))

@@ -156,11 +156,15 @@ class PlanFamily:
 
     def let_go(self) -> None:
         """Keep what replays read, and no more, since searches have many families.  All else is made again if needed."""
+        if "lanes" not in vars(self):
+            # Of sequences alone: none of its plans may win, so that hardly any is replayed.
+            for name in ("draft", "_sequences", "_all_task_s"):
+                vars(self).pop(name, None)
+            return
         _ = self._task_s, self._compute_s, self._section_at, self.place_at, self._moded
         if len(self._moded):
             _ = self._moded_s, self._section_of_moded
-        vars(self).pop("_all_task_s", None)
-        for name in ("draft", "buffers", "_sequences"):
+        for name in ("draft", "buffers", "_sequences", "_all_task_s"):
             vars(self).pop(name, None)
         lanes = self.lanes
         vars(self)["known"] = _narrow(self.known)
@@ -284,19 +288,26 @@ class PlanFamily:
         sections = np.zeros(self.draft.num_tasks, dtype=np.int64)
         for ids, group in self.draft.groups:
             sections[ids[0] : ids[-1] + 1] = group.section
-        found: IntArray = sections[self.lanes.tasks[COMPUTE][0]]
+        found: IntArray = sections[self._compute_tasks]
+        return found
+
+    @cached_property
+    def _compute_tasks(self) -> IntArray:
+        """(L,) the tasks of compute in order: all depths have one program."""
+        lanes = self.lanes if "lanes" in vars(self) else self._sequences[0]
+        found: IntArray = lanes.tasks[COMPUTE][0]
         return found
 
     def compute_s(self, modes: IntArray) -> FloatArray:
         """(K, L) seconds of compute under these choices of modes, alone on the machine; all depths have one program."""
-        rows = np.zeros(len(modes), dtype=np.int64) if self.tiling is None else self.tiling[modes]
+        rows = slice(1) if self.tiling is None else self.tiling[modes]
         found: FloatArray = np.where(self._is_again(modes), self._compute_s[rows, 1], self._compute_s[rows, 0])
         return found
 
     @cached_property
     def _compute_s(self) -> FloatArray:
         """(T, 2, L) seconds of compute in every tiling, and those of tasks whose block is checkpointed."""
-        tasks = self.lanes.tasks[COMPUTE][0]
+        tasks = self._compute_tasks
         if self.section_s is None:
             return self._task_s[None, :, tasks]
         seconds = np.repeat(self._task_s[None], len(self.section_s), axis=0)

@@ -68,3 +68,17 @@ def test_facts_of_a_layout_are_derived_once(case: PlannedWorkload) -> None:
     assert one.facts is other.facts
     more = case.plan.model_copy(update={"micro_batches": case.plan.micro_batches + 1})
     assert family_of(more, case.workload, case.layout).facts is not one.facts
+
+
+@given(planned_workloads() | parallel_workloads())
+@settings(max_examples=examples(100, 12))
+def test_families_that_differ_in_their_buffers_alone_leave_each_other_as_they_are(case: PlannedWorkload) -> None:
+    # They begin with the same draft of what computes and of the updates.
+    alone = family_of(case.plan, case.workload, case.layout)
+    numbers = [case.plan.n_buffer, *range(case.plan.n_buffer, int(alone.is_gathered.sum()) + 1)]
+    families = [replace(alone, n_buffer=number) for number in numbers]
+    drafts = [drafted(family) for family in families]
+    for number, family, draft in zip(numbers, families, drafts, strict=True):
+        plan = case.plan.model_copy(update={"n_buffer": number})
+        tasks, _ = tasks_and_buffers(draft, family)
+        assert bare(tasks) == bare(compile_schedule(plan, case.workload, case.layout).tasks)
