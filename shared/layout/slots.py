@@ -40,6 +40,14 @@ class Uses:
     most_at_once: int
     num_chunks: int
 
+    def check(self, n_buffer: int) -> None:
+        """Raise PlanError if a step needs more than ``n_buffer``."""
+        if self.most_at_once > n_buffer:
+            raise PlanError(
+                f"one section needs {self.most_at_once} gathered chunks at once but n_buffer is {n_buffer}. "
+                f"Raise n_buffer to {self.most_at_once}, or chunk_bytes."
+            )
+
     @classmethod
     def of(cls, needed: Sequence[Sequence[ChunkId]]) -> Uses:
         """With ``needed``, when each use is followed by another one."""
@@ -69,11 +77,7 @@ def stay_columns(needed: Sequence[Sequence[ChunkId]] | Uses, n_buffer: int) -> t
     O(uses * log n_buffer).  Raises PlanError if a step needs more than ``n_buffer``.
     """
     uses = needed if isinstance(needed, Uses) else Uses.of(needed)
-    if uses.most_at_once > n_buffer:
-        raise PlanError(
-            f"one section needs {uses.most_at_once} gathered chunks at once but n_buffer is {n_buffer}. "
-            f"Raise n_buffer to {uses.most_at_once}, or chunk_bytes."
-        )
+    uses.check(n_buffer)
     num_steps, evicts = len(uses.needed), n_buffer < uses.num_chunks
     chunk_of: list[int] = []
     slot_of: list[int] = []

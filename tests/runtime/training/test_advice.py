@@ -218,7 +218,7 @@ def test_layers_without_parts_are_named_in_the_advice() -> None:
     with pytest.raises(WorkloadError, match=r"layers, the largest, has members of Linear.*blocks='layers'"):
         trace(model, POINTS, repeats=0)
     assert trace(model, POINTS, repeats=0, blocks="layers").num_blocks == 4
-    with pytest.raises(WorkloadError, match=r"no ModuleList or Sequential.*blocks=\['path'.*none"):
+    with pytest.raises(WorkloadError, match=r"no ModuleList, ModuleDict or Sequential.*blocks=\['path'.*none"):
         trace(nn.Linear(5, 1), POINTS, repeats=0)
 
 
