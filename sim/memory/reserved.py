@@ -87,7 +87,7 @@ def device_reserved(
         )
         for inside in (Inside.BY_SIZE, Inside.AT_ONCE)
     )
-    limit_bytes, own_bytes = _limit_bytes(device, beside_bytes), _own_bytes(segments, schedule)
+    limit_bytes, own_bytes = _limit_bytes(device, beside_bytes), bytes_of_other_streams(segments, schedule)
     left_bytes, are_expandable = limit_bytes - own_bytes, segments.are_expandable
     expected = reserved_by(log, expandable_segments=are_expandable)
     coarse = reserved_by(coarse_log, expandable_segments=are_expandable, max_iterations=_COARSE_ITERATIONS)
@@ -139,7 +139,7 @@ def expected_segments_bytes(
     """``DeviceReserved.expected_bytes`` alone, or ``expandable_bytes``: one replay, without a limit."""
     log = expected_requests(schedule, workload, layout, device, order=order, segments=segments)
     found = reserved_by(log, expandable_segments=segments.are_expandable)
-    return found.peak_reserved_bytes + _own_bytes(segments, schedule)
+    return found.peak_reserved_bytes + bytes_of_other_streams(segments, schedule)
 
 
 def expected_requests(
@@ -160,7 +160,7 @@ def expected_requests(
     )
 
 
-def _own_bytes(segments: Segments, schedule: Schedule) -> int:
+def bytes_of_other_streams(segments: Segments, schedule: Schedule) -> int:
     """Of streams beside that of compute: parts of gradients that stay until the step, and one on its way besides."""
     if not segments.parts_apart:
         return segments.own_bytes

@@ -23,13 +23,13 @@ from protwin.shared.methods.full_training import FULL_TRAINING
 from protwin.shared.methods.runtime_profile import RuntimeProfile
 from protwin.shared.schema.plan import TrainingMethod
 from protwin.shared.schema.schedule import Content, Lane, Schedule
-from protwin.shared.schema.workload import Workload
+from protwin.shared.schema.workload import DType, Operation, OperationClass, Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.verify.verify import verify_schedule
 from protwin.sim.commands.options import RuntimeChoice
 from tests.proof_size import examples
 from tests.shared.methods.test_buckets import compiled, method_of
-from tests.shared.small_models import plan
+from tests.shared.small_models import chain, plan
 from tests.strategies.plans import PlannedWorkload, parallel_workloads, planned_workloads
 
 CACHING = method_of(Keeping(caches_keys=True))
@@ -86,6 +86,28 @@ def test_every_schedule_is_proven(case: PlannedWorkload) -> None:
         for schedule, rules in ((own, CACHING.rules), (found, FULL_TRAINING.rules)):
             with pytest.raises(ScheduleError):
                 verify_schedule(schedule, asked, workload, case.layout, rules=rules)
+
+
+def test_blocks_whose_activations_travel_leave_theirs_too() -> None:
+    """Two calls of a kernel in each of four blocks, of which two are swapped and one is recomputed."""
+    kernel = Operation(
+        name="attention",
+        operation_class=OperationClass.ATTENTION,
+        dtype=DType.FLOAT32,
+        flops=1,
+        bytes_moved=4 * (4 * 2 * 8 * 16) + 4 * 2 * 8,
+        count=2,
+        shape=(2, 8, 8, 16),
+    )
+    model = chain(4)
+    profiles = (
+        one.model_copy(update={"forward": one.forward.model_copy(update={"operations": (kernel,), "measured_s": None})})
+        for one in model.profiles
+    )
+    model = model.model_copy(update={"profiles": tuple(profiles)})
+    of_block = 2 * 2 * (4 * 2 * 8 * 16)
+    asked = plan(model, n_persist=4, n_checkpoint=1).model_copy(update={"n_swap": 2})
+    assert max(cached_by_time(compiled(asked, model, CACHING))) == 3 * of_block
 
 
 class _Block(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from protwin.shared.schema.plan import ParallelMode
 from protwin.shared.schema.schedule import Content, Memory, Schedule, TaskKind
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.verify.verify import verify_schedule
+from protwin.sim.memory.reserved import Segments, bytes_of_other_streams
 from tests.proof_size import examples
 from tests.shared.methods.test_buckets import compiled, method_of
 from tests.shared.small_models import chain, plan
@@ -74,6 +76,35 @@ def test_they_come_with_the_first_backward_and_go_with_the_step(micro_batches: i
     assert [(made[b].kind, made[b].micro_batch) for b in stay] == [(TaskKind.REDUCE_SCATTER, 0)] * 4
     assert len(parts) == 4 * micro_batches, "later ones are added to them"
     assert {freed[b].kind for b in parts if b not in stay} <= {TaskKind.REDUCE_SCATTER}
+
+
+def test_a_schedule_that_has_none_is_refused() -> None:
+    model = chain(4)
+    asked = plan(model, n_buffer=2).model_copy(
+        update={"parallel": ParallelMode.SHARDED, "num_ranks": 2, "n_shard": 4, "n_persist": 0}
+    )
+    schedule = compiled(asked, model, GOING)
+    buffers = tuple(
+        replace(buffer, content=Content.FLAT_GRADIENTS) if buffer.content is Content.REDUCED_GRADIENTS else buffer
+        for buffer in schedule.buffers
+    )
+    with pytest.raises(ScheduleError, match=r"reduced_gradients chunk 3.*too little"):
+        verify_schedule(replace(schedule, buffers=buffers), asked, model, rules=GOING.rules)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_stream_that_reduces_has_all_of_them_and_one_on_its_way(micro_batches: int) -> None:
+    """Four parts of 1,000 numbers over two ranks; from the second micro-batch on, one that is added to them."""
+    model = chain(4)
+    asked = plan(model, n_buffer=2, micro_batches=micro_batches).model_copy(
+        update={"parallel": ParallelMode.SHARDED, "num_ranks": 2, "n_shard": 4, "n_persist": 0}
+    )
+    schedule = compiled(asked, model, GOING)
+    part = max(buffer.size_bytes for buffer in schedule.buffers if buffer.content is Content.REDUCED_GRADIENTS)
+    assert part >= 4 * 1_000 // 2
+    expected = (4 if micro_batches == 1 else 5) * part
+    assert bytes_of_other_streams(Segments(parts_apart=True, gathering_bytes=7), schedule) == 7 + expected
+    assert bytes_of_other_streams(Segments(gathering_bytes=7), schedule) == 7
 
 
 def test_fsdp_has_them_unless_gradients_are_zeroed_in_place() -> None:
