@@ -20,8 +20,9 @@ from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.keeping import Keeping
 from protwin.shared.methods.full_training import FULL_TRAINING
 from protwin.shared.methods.runtime_profile import Runtime, RuntimeProfile
-from protwin.shared.schema.plan import ParallelMode
+from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.schedule import Content, Memory, Schedule, TaskKind
+from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.verify.verify import verify_schedule
 from protwin.sim.memory.reserved import Segments, bytes_of_other_streams
@@ -40,6 +41,13 @@ def bytes_for_good(schedule: Schedule) -> int:
         buffer.size_bytes
         for buffer in schedule.buffers
         if buffer.is_static and buffer.memory is Memory.DEVICE and buffer.content is Content.REDUCED_GRADIENTS
+    )
+
+
+def sharded(model: Workload, micro_batches: int = 1) -> Plan:
+    """A plan of two ranks that have all four chunks in parts."""
+    return plan(model, n_buffer=2, micro_batches=micro_batches).model_copy(
+        update={"parallel": ParallelMode.SHARDED, "num_ranks": 2, "n_shard": 4, "n_persist": 0}
     )
 
 
@@ -65,9 +73,7 @@ def test_every_schedule_is_proven(case: PlannedWorkload) -> None:
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_they_come_with_the_first_backward_and_go_with_the_step(micro_batches: int) -> None:
     model = chain(4)
-    asked = plan(model, n_buffer=2, micro_batches=micro_batches).model_copy(
-        update={"parallel": ParallelMode.SHARDED, "num_ranks": 2, "n_shard": 4, "n_persist": 0}
-    )
+    asked = sharded(model, micro_batches=micro_batches)
     schedule = compiled(asked, model, GOING)
     made = {buffer: task for task in schedule.tasks for buffer in task.allocates}
     freed = {buffer: task for task in schedule.tasks for buffer in task.frees}
@@ -80,9 +86,7 @@ def test_they_come_with_the_first_backward_and_go_with_the_step(micro_batches: i
 
 def test_a_schedule_that_has_none_is_refused() -> None:
     model = chain(4)
-    asked = plan(model, n_buffer=2).model_copy(
-        update={"parallel": ParallelMode.SHARDED, "num_ranks": 2, "n_shard": 4, "n_persist": 0}
-    )
+    asked = sharded(model)
     schedule = compiled(asked, model, GOING)
     buffers = tuple(
         replace(buffer, content=Content.FLAT_GRADIENTS) if buffer.content is Content.REDUCED_GRADIENTS else buffer
@@ -96,9 +100,7 @@ def test_a_schedule_that_has_none_is_refused() -> None:
 def test_the_stream_that_reduces_has_all_of_them_and_one_on_its_way(micro_batches: int) -> None:
     """Four parts of 1,000 numbers over two ranks; from the second micro-batch on, one that is added to them."""
     model = chain(4)
-    asked = plan(model, n_buffer=2, micro_batches=micro_batches).model_copy(
-        update={"parallel": ParallelMode.SHARDED, "num_ranks": 2, "n_shard": 4, "n_persist": 0}
-    )
+    asked = sharded(model, micro_batches=micro_batches)
     schedule = compiled(asked, model, GOING)
     part = max(buffer.size_bytes for buffer in schedule.buffers if buffer.content is Content.REDUCED_GRADIENTS)
     assert part >= 4 * 1_000 // 2
