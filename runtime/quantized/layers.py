@@ -5,7 +5,8 @@ A packed weight is of no use without its quantization state: scales of blocks (a
 are quantized themselves, the table of values (code).  bitsandbytes keeps that state in Python objects beside the
 weight, where no walk over parameters finds it.  While protwin traces or trains a model, each of these tensors is a
 frozen parameter of its linear map (``weight_absmax`` beside ``weight``), and the object refers to that parameter: so it
-lies in the weight's chunk, travels with it and is counted with it.  Outside, everything is as bitsandbytes made it.
+lies in the weight's chunk or in the next of the same section, travels with it and is counted with it.  Outside,
+everything is as bitsandbytes made it.
 """
 
 from __future__ import annotations

@@ -31,6 +31,9 @@ from tests.runtime.resuming import check_resumption, kept, mixed, offloaded, on_
 NAMES = tuple(quantized_cases())
 
 
+STATES = ("weight_absmax", "weight_code", "weight_nested_absmax", "weight_nested_code", "weight_offset", "weight_scale")
+"""Ends of the names of tensors without which a packed weight is of no use."""
+
 LOSS_BYTES = 4
 """Of the last step's loss, which the loop holds when the forward of the last block takes the most."""
 
@@ -111,11 +114,15 @@ def test_what_travels_is_packed_and_brings_its_state_along(name: str) -> None:
     workload = case.workload
     assert sum(p.size_bytes for p in workload.parameters) == packed_bytes + offsets_bytes
     layout = layout_of(workload, 9_000)
-    for chunk in layout.chunks:
-        members = [workload.parameters[placed.index].name for placed in chunk.parameters]
-        for name in members:
-            if name.endswith(("weight_absmax", "weight_nested_absmax", "weight_scale")):
-                assert f"{name.rpartition('.')[0]}.weight" in members, "a state travels with its weight"
+    needed_by = {
+        workload.parameters[placed.index].name: [chunk.id in step for step in layout.needed]
+        for chunk in layout.chunks
+        for placed in chunk.parameters
+    }
+    states = [name for name in needed_by if name.endswith(STATES)]
+    assert states
+    for name in states:
+        assert needed_by[name] == needed_by[f"{name.rpartition('.')[0]}.weight"], "a state travels with its weight"
     outcome = trained(case, plan_of(case, "kept", "offloaded"))
     per_step = outcome.to_device_bytes / len(case.batches)
     padded = sum(chunk.size_bytes for chunk in layout.chunks)
