@@ -25,6 +25,10 @@ class BatchRefusedError(WorkloadError):
     """The model's forward does not take the batch."""
 
 
+class NothingLearntError(WorkloadError):
+    """The loss depends on no trainable parameter."""
+
+
 def call_model(model: nn.Module, batch: Batch) -> Any:
     """The model's output for one batch."""
     # Autocast keeps casts of weights until it ends: those of an earlier call would be no part of this one.
@@ -41,11 +45,12 @@ def loss_of(model: nn.Module, batch: Batch, loss: Loss | None, *, kept: list[Any
     """The scalar that backward starts from: ``loss(output, batch)``, ``output.loss``, or the output itself.
 
     ``kept`` holds the output from here on, in the place of the one before, as a loop's variable does.  Raises
-    WorkloadError if the model refuses the batch, or if there is no scalar that depends on a parameter.
+    WorkloadError if the model refuses the batch, or if there is no scalar, and NothingLearntError if it depends on no
+    parameter.
     """
     value = scalar_of(model, batch, loss, kept=kept)
     if not value.requires_grad:
-        raise WorkloadError(
+        raise NothingLearntError(
             f"the loss of {type(model).__name__} depends on no trainable parameter, though some require gradients: it "
             f"was computed without gradients, or detached. Leave detach(), item() and torch.no_grad() out of it."
         )

@@ -10,7 +10,9 @@ highest of what these take is the worst ([Note: Envelope] in ``shared/phases/env
 
 [Note: Random branches]
 A block may leave parts out at random (stochastic depth, layer drop): it draws a scalar and asks which side of a rate it
-is on.  So such scalars are drawn as low and as high as they can be, all of them or every other one.
+is on.  So such scalars are drawn as low and as high as they can be, all of them or every other one.  Where every other
+one is high, a block begins otherwise than the one before: where all that learns is left out there is no backward to
+see, and blocks that draw once would be left out together.
 """
 
 from __future__ import annotations
@@ -97,8 +99,9 @@ class ForcedChoices(TorchDispatchMode):
         if place is None or not isinstance(place[1], int) or place[1] not in self._watch.blocks:
             return result
         with _disable_current_modes():
-            if self._forces_draw(func, args, result) or self._forces(int(place[1]), func, args, kwargs or {}, result):
-                self.forced.add(int(place[1]))
+            block = int(place[1])
+            if self._forces_draw(block, func, args, result) or self._forces(block, func, args, kwargs or {}, result):
+                self.forced.add(block)
         return result
 
     def _forces(self, block: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
@@ -117,7 +120,7 @@ class ForcedChoices(TorchDispatchMode):
         _force(indices, self._routing, dim, scores.shape[dim])
         return True
 
-    def _forces_draw(self, func: Any, args: tuple[Any, ...], result: Any) -> bool:
+    def _forces_draw(self, block: int, func: Any, args: tuple[Any, ...], result: Any) -> bool:
         """Whether ``result`` is a scalar that is drawn at random; it is then low or high."""
         name = func.overloadpacket.__name__
         if name not in _DRAWS or not isinstance(result, torch.Tensor) or result.numel() != 1:
@@ -127,7 +130,7 @@ class ForcedChoices(TorchDispatchMode):
         if number >= _MOST_DRAWS:
             return False
         turns = _HIGH[self._routing]
-        is_high = turns[number % len(turns)]
+        is_high = turns[(number + block) % len(turns)]
         if name.startswith("bernoulli"):
             result.fill_(1 if is_high else 0)
         else:

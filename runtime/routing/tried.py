@@ -8,7 +8,7 @@ import torch
 
 from ...shared.basics.errors import ProtwinError
 from ...shared.schema.workload import Workload
-from ..model.batches import Batch, BatchRefusedError
+from ..model.batches import Batch, BatchRefusedError, NothingLearntError
 from .forced_choices import ForcedChoices, Routing
 from .other_batches import other_batches
 from .value_dependence import ValueWatch, joined
@@ -22,7 +22,8 @@ def with_other_values(found: Workload, watch: ValueWatch, batch: Batch, again: A
     """``found``, traced on ``batch``, with the worst memory of blocks in which ``watch`` noted something.
 
     Their choices are forced to the worst routings ([Note: Worst routings]).  Blocks in which sizes depend on values and
-    nothing is chosen are run on other batches.
+    nothing is chosen are run on other batches.  Raises NothingLearntError if all that learns is left out whatever is
+    chosen.
     """
     if not watch.blocks:
         return found
@@ -30,7 +31,13 @@ def with_other_values(found: Workload, watch: ValueWatch, batch: Batch, again: A
     runs: list[Workload] = []
     for routing in Routing:
         choices = ForcedChoices(routing, watch)
-        workload, seen = again(batch, choices)
+        try:
+            workload, seen = again(batch, choices)
+        except NothingLearntError:
+            # All that learns was left out: no step of the plain loop gets through that, and so it takes nothing.
+            if not choices.forced or (routing is list(Routing)[-1] and not runs):
+                raise
+            continue
         runs.append(workload)
         watch = joined((watch, seen))  # a routing may lead where the traced batch did not
         forced |= choices.forced

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from protwin.runtime import trace
+from protwin.runtime.model.batches import NothingLearntError
 from protwin.runtime.routing.forced_choices import ForcedChoices, Routing, chosen_experts
 from protwin.runtime.routing.other_batches import other_batches
 from protwin.runtime.routing.value_dependence import ValueWatch, has_size_of_values, reads_values
@@ -201,3 +202,57 @@ def test_a_loop_that_draws_until_one_passes_ends() -> None:
                 pass
             while torch.rand(()) < 0.5:
                 pass
+
+
+class LeftOut(nn.Module):
+    """A residual part, which alone learns, that is there where what is drawn is above ``rate``; else one that is
+    ``wide``, if at all.
+    """
+
+    def __init__(self, rate: float, wide: int = 0) -> None:
+        super().__init__()
+        self.base, self.up, self.down = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 32), nn.Linear(32, 8)
+        self.other = nn.Linear(8, wide).requires_grad_(False) if wide else None
+        self.rate = rate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(n, 8) in and out."""
+        x = self.base(x)
+        if torch.rand(1).item() > self.rate:
+            return x + self.down(self.up(x).tanh())
+        return x + self.other(x).tanh().mean() if self.other is not None else x
+
+
+def left_out(rate: float, num_blocks: int, wide: int = 0) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(LeftOut(rate, wide) for _ in range(num_blocks)))
+
+
+def peaks(model: nn.Module) -> list[tuple[int, ...]]:
+    """Of each block, the highest levels of its phases."""
+    workload = trace(model, torch.randn(16, 8), loss=lambda output, _: output.square().mean(), blocks="", repeats=0)
+    profiles = [workload.profiles[block.profile] for block in workload.blocks]
+    return [tuple(phase.peak_bytes for phase in profile.phases) for profile in profiles]
+
+
+@pytest.mark.parametrize("num_blocks", [3, 4])
+def test_what_learns_may_be_left_out_everywhere(num_blocks: int) -> None:
+    """A base that stays beside adapters with a dropout of whole modules, as LoHa's and LoKr's."""
+    whole = peaks(left_out(-1.0, num_blocks))
+    for rate in (0.0, 0.3):
+        assert peaks(left_out(rate, num_blocks)) == whole
+
+
+def test_what_nothing_learns_from_is_accounted_for_in_each_block() -> None:
+    """If all blocks took it there would be no backward: each takes it where others do not."""
+    points, wide = 16, 1_000
+    for of_block in peaks(left_out(1e-9, 3, wide)):
+        assert of_block[0] >= 2 * points * wide * torch.float32.itemsize, "the map's result and its tanh"
+
+
+def test_where_nothing_learns_whatever_is_drawn_there_is_no_training() -> None:
+    model: Any = left_out(0.3, 2)
+    for block in model:
+        block.register_forward_hook(lambda _, __, output: output.detach())
+    with pytest.raises(NothingLearntError, match="depends on no trainable parameter"):
+        peaks(model)
