@@ -6,6 +6,7 @@ import json
 import os
 import re
 import stat
+import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,10 +77,9 @@ class Document(FrozenModel):
     def save(self, path: str | Path) -> None:
         """Write the document to ``path`` atomically, as JSON.
 
-        Raises FileError if the folder cannot be written, or if the name promises TOML.
+        Raises FileError if the folder cannot be written, or if the name promises TOML or HTML.
         """
-        if as_path(path).suffix == ".toml":
-            raise FileError(f"{path} would hold JSON, which its name denies. Choose a name that ends in .json.")
+        check_json_name(as_path(path))
         write_atomically(path, self.to_json())
 
     @classmethod
@@ -177,6 +177,12 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models_in(argument)
 
 
+def check_json_name(path: Path) -> None:
+    """Raise FileError if the name promises something else than JSON that this package writes too."""
+    if path.suffix in (".toml", ".html", ".htm"):
+        raise FileError(f"{path} would hold JSON, which its name denies. Choose a name that ends in .json.")
+
+
 def as_path(path: object) -> Path:
     """Where a file is.  Raises FileError if a caller gives something else than a path."""
     if not isinstance(path, str | Path):
@@ -193,11 +199,20 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     try:
         content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text, object_pairs_hook=stated_once)
     except (ValueError, RecursionError) as error:
-        what = "is empty" if not text.strip() else f"is damaged: {error}"
+        what = "is empty" if not text.strip() else f"is damaged: {why_unreadable(error)}"
         raise FileError(f"{path} {what}.") from error
     if not isinstance(content, dict):
         raise FileError(f"{path} holds {_in_json(content)}, expected a table of fields.")
     return content
+
+
+def why_unreadable(error: ValueError | RecursionError) -> str:
+    """What a reader of JSON, TOML or YAML complains of, in words of files where its own are of Python."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deep"
+    if "integer string conversion" in str(error):
+        return f"a number has more than {sys.get_int_max_str_digits():,} digits"
+    return str(error)
 
 
 def _in_json(content: object) -> str:

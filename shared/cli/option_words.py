@@ -1,14 +1,16 @@
-"""Options that a command does not have, and which of its own the user may have meant.
+"""Options and values that a command does not have, and which of its own the user may have meant.
 
 A user comes from other tools, whose words for the same thing look nothing like ours: ``--gpu``, ``--lr``, ``--ctx``.
-Such words come first, then options that share words with what was typed, then those that are spelt alike.
+Such words come first, then options that share words with what was typed, then those that are spelt alike.  A number in
+another notation is answered with the same number as options have it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from decimal import Decimal, InvalidOperation
 from difflib import SequenceMatcher
-from typing import Final
+from typing import Any, Final
 
 from ..basics.suggestions import nearest_names
 
@@ -76,6 +78,17 @@ OTHER_WORDS: Final[dict[str, str]] = {
 """What people who know other tools call an option, by the option."""
 
 
+_NUMBER_MISTAKES: Final[dict[str, str]] = {
+    "int_parsing": "no whole number",
+    "int_parsing_size": "no whole number",
+    "float_parsing": "no number",
+    "greater_than_equal": "too small",
+    "less_than_equal": "too large",
+}
+"""What is wrong with a number, by pydantic's name for it."""
+_LARGEST: Final = Decimal(10) ** 18
+"""Up to which a number is written out."""
+
 OTHER_VALUES: Final[dict[str, str]] = {
     "nf4": "4bit 4-bit bnb-4bit int4 qlora",
     "int8": "8bit 8-bit bnb-8bit llm.int8",
@@ -110,6 +123,36 @@ def meant_options(typed: str, options: Collection[str]) -> tuple[str, ...]:
         key=lambda found: (-likeness[found], found),
     )
     return tuple(names[found] for found in near[:_MAX_SHOWN])
+
+
+def number_complaint(mistake: dict[str, Any], lowest: float | None, highest: float | None) -> str:
+    """What is wrong with the number of an option, and what to write instead; empty if ``mistake`` is of something else.
+
+    ``mistake`` is one of pydantic's, of an option that goes from ``lowest`` to ``highest``; None is no limit.
+    """
+    kind, typed = str(mistake["type"]), str(mistake["input"])
+    if kind not in _NUMBER_MISTAKES:
+        return ""
+    number = _as_number(typed)
+    has_limits = kind in ("greater_than_equal", "less_than_equal")
+    wrong = "no number" if has_limits and number is None else _NUMBER_MISTAKES[kind]
+    if not has_limits and number is not None and number == number.to_integral_value():
+        floor, ceiling = -_LARGEST if lowest is None else lowest, _LARGEST if highest is None else highest
+        if floor <= number <= min(ceiling, _LARGEST):
+            return f"{typed!r} is {wrong}. Write {number:.0f}."
+    least, most = (None if limit is None else f"{limit:,}".removesuffix(".0") for limit in (lowest, highest))
+    if least and most:
+        return f"{typed!r} is {wrong}. Write one from {least} to {most}."
+    return f"{typed!r} is {wrong}. Write {f'{least} or more' if least else 'one such as 16'}."
+
+
+def _as_number(typed: str) -> Decimal | None:
+    """A finite number in whatever notation people write: ``1e3``, ``1,000``, ``1_000``; None if it is none."""
+    try:
+        number = Decimal(typed.strip()[:_LONGEST].replace(",", "").replace("_", ""))
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() else None
 
 
 def _shared_words(typed: str, option: str) -> float:

@@ -10,6 +10,7 @@ from typing import Annotated, Final
 
 import typer
 
+from ..basics.documents import check_json_name
 from ..basics.errors import FileError, ProtwinError
 from ..basics.units import parse_bytes, parse_bytes_per_s, parse_count, parse_tokens
 from ..optimizers.names import host_gradients_named, optimizer_named
@@ -49,8 +50,8 @@ def writable(path: Path | None) -> Path | None:
 
 def writable_json(path: Path | None) -> Path | None:
     """``path``, once it is sure that JSON can be written to it.  Raises FileError."""
-    if path is not None and path.suffix == ".toml":
-        raise FileError(f"{path} would hold JSON, which its name denies. Choose a name that ends in .json.")
+    if path is not None:
+        check_json_name(path)
     return writable(path)
 
 

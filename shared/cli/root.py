@@ -193,7 +193,7 @@ def _shortened(error: Exception) -> Exception:
 
     typer writes UTF-8 to streams that are ASCII.
     """
-    message = shortened(getattr(error, "message", "").removeprefix("Value error, "))
+    message = shortened(_number_complaint(error) or getattr(error, "message", "").removeprefix("Value error, "))
     message += _meant_choice(message)
     message += _after_flag(message, getattr(error, "ctx", None))
     if (typed := getattr(error, "option_name", None)) and hasattr(error, "possibilities"):
@@ -215,6 +215,18 @@ def _after_flag(message: str, context: Any) -> str:
         if flag in flags and not following.startswith("-"):
             return f". {flag} takes no value: {flags[flag].help}"
     return ""
+
+
+def _number_complaint(error: Exception) -> str:
+    """What is wrong with a number; empty if ``error`` is of something else, or of no option.
+
+    typer says it in pydantic's words, without the number.
+    """
+    from .option_words import number_complaint
+
+    mistakes = getattr(error.__cause__, "errors", list)()
+    limits = [getattr(getattr(error, "param", None), limit, None) for limit in ("min", "max")]
+    return number_complaint(mistakes[0], *limits) if mistakes else ""
 
 
 def _meant_choice(message: str) -> str:

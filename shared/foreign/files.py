@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from ..basics.documents import read_text, stated_once
+from ..basics.documents import read_text, stated_once, why_unreadable
 from ..basics.errors import FileError, PlanError, ProtwinError
 from ..basics.suggestions import listed
 from ..basics.units import format_bytes
@@ -102,12 +102,12 @@ def read_content(path: Path) -> dict[str, Any]:
         try:
             found: Any = tomllib.loads(text)
         except (ValueError, RecursionError) as error:
-            raise FileError(f"{path} is no TOML: {error}.") from error
+            raise FileError(f"{path} is no TOML: {why_unreadable(error)}.") from error
     elif suffix == ".json" or (suffix not in _SUFFIXES and text.lstrip().startswith("{")):
         try:
             found = json.loads(text, object_pairs_hook=stated_once)
         except (ValueError, RecursionError) as error:
-            raise FileError(f"{path} is no JSON: {error}.") from error
+            raise FileError(f"{path} is no JSON: {why_unreadable(error)}.") from error
     else:
         found = _yaml(text, path)
     if not isinstance(found, dict):
@@ -129,7 +129,7 @@ def _yaml(text: str, path: Path) -> Any:
     except yaml.YAMLError as error:
         raise FileError(f"{path} is no YAML: {' '.join(str(error).split())}.") from error
     except (ValueError, RecursionError) as error:
-        raise FileError(f"{path} is no YAML that can be read: {error}.") from error
+        raise FileError(f"{path} is no YAML that can be read: {why_unreadable(error)}.") from error
 
 
 def _once_loader(yaml: ModuleType) -> Any:

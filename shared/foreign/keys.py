@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ..basics.documents import read_text, stated_once
+from ..basics.documents import read_text, stated_once, why_unreadable
 from ..basics.errors import FileError, PlanError
 from ..basics.suggestions import listed
 from ..schema.hardware import AttentionKernel
@@ -365,7 +365,7 @@ def section(walk: Walk, key: str, folder: Path | None) -> Mapping[str, Any]:
     try:
         found = json.loads(read_text(path), object_pairs_hook=stated_once)
     except (ValueError, RecursionError) as error:
-        raise FileError(f"{path}, which {key} names, is no JSON: {error}.") from error
+        raise FileError(f"{path}, which {key} names, is no JSON: {why_unreadable(error)}.") from error
     if not isinstance(found, Mapping):
         raise FileError(f"{path}, which {key} names, holds a {type(found).__name__}, where a section belongs.")
     walk.means(key, "read of that file")

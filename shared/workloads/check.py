@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ..basics.errors import WorkloadError
+from ..basics.suggestions import listed
 from ..basics.units import format_bytes, format_count
 from ..catalogue.models import has_flash_attention, known_model, model_configuration
 from ..phases.activation_modes import FUSED_DROPOUT
@@ -164,10 +165,22 @@ def check_saved(saved: Workload, model: str, options: TrainingOptions, student: 
     """Raise WorkloadError if the user asks for another training than the saved one, or if it is of no sensible size."""
     check_magnitude(saved)
     if not options.is_full or student is not None:
+        asked = {
+            "--lora-rank": options.lora,
+            "--quantize": options.quantized,
+            "--unfreeze-rank-ratio": options.osft,
+            "--freeze": options.frozen,
+            "--image-size": options.images and options.images.size,
+            "--images": options.images and not options.images.size,
+            "--autocast": options.autocast,
+            "--no-autocast-cache": not options.autocast_cache,
+            "--kernels": options.kernels,
+            "--student": student,
+        }
+        given = listed([name for name, value in asked.items() if value])
         raise WorkloadError(
-            f"{model} is a workload, traced as it was to be trained. Leave out --lora-rank, --lora-targets, "
-            f"--quantize, --unfreeze-rank-ratio, --osft-target, --freeze, --autocast, --kernels and --student, or name "
-            f"the model that it was traced from."
+            f"{model} is a workload, traced as it was to be trained. Leave out {given}, or name the model that it was "
+            f"traced from."
         )
     lowering = (options.compiled, options.float8, options.float8_gather)
     if lowering not in ((None, None, None), (saved.compiled, saved.float8, saved.float8_gather)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,23 @@ def test_damaged_files_are_refused(protwin_here: Protwin, folder: Path, name: st
     assert name in refusal(protwin_here, folder, KINDS[name])
 
 
+@pytest.mark.parametrize("written", ["plan.json", "machine.toml", "settings.json", "settings.toml", "settings.yml"])
+@pytest.mark.parametrize(
+    ("value", "told"), [("1" * 5_000, "a number has more than 4,300 digits"), ("[" * 100_000, "nest")]
+)
+def test_what_python_cannot_read_is_told_in_words_of_files(
+    protwin_here: Protwin, folder: Path, written: str, value: str, told: str
+) -> None:
+    """Whoever reads the file: it was ``Exceeds the limit ...; use sys.set_int_max_str_digits()``."""
+    form = {".json": '{{"lr": {}'.format, ".toml": "lr = {}".format, ".yml": "lr: {}".format}[Path(written).suffix]
+    end = "}" if written.endswith(".json") and value.isdecimal() else ""
+    (folder / written).write_text(form(value) + end)
+    reading = {"plan.json": SIMULATE, "machine.toml": replaced(SEARCH, "rtx-3090", "machine.toml")}
+    message = refusal(protwin_here, folder, reading.get(written, ("explain-config", written, "--hardware=t4")))
+    assert written in message
+    assert told in message
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_cut_files_are_refused(protwin_here: Protwin, folder: Path, name: str) -> None:
     path = folder / name
@@ -188,6 +206,31 @@ def test_a_configuration_needs_a_shape(protwin_here: Protwin, folder: Path) -> N
 )
 def test_a_saved_workload_has_one_shape(protwin_here: Protwin, folder: Path, option: str) -> None:
     assert option.split("=")[0] in refusal(protwin_here, folder, (*SEARCH, option))
+
+
+TRAININGS = {
+    "--lora-rank": "8",
+    "--quantize": "nf4",
+    "--unfreeze-rank-ratio": "0.5",
+    "--freeze": "embedding",
+    "--image-size": "8x8",
+    "--images": "2",
+    "--autocast": "bfloat16",
+    "--kernels": "mamba-ssm",
+}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_saved_workload_has_one_training(protwin_here: Protwin, folder: Path, seed: int) -> None:
+    """What was asked for is named, and no option that nobody gave."""
+    draw = random.Random(seed)
+    given = draw.sample(sorted(TRAININGS), draw.choice([1, 1, 2]))
+    given = [*given, "--lora-rank"] if "--quantize" in given and "--lora-rank" not in given else given
+    said = [f"{option}={TRAININGS[option]}" for option in given]
+    message = refusal(protwin_here, folder, (*SEARCH, *said))
+    assert "traced as it was to be trained" in message
+    named = {option for option in TRAININGS if f"{option} " in message.replace(",", " ")}
+    assert named == set(given) - ({"--images"} if "--image-size" in given else set()), message
 
 
 @pytest.mark.parametrize(

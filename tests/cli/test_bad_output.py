@@ -67,6 +67,9 @@ def test_no_output_takes_the_place_of_another_file(
         ("hardware", "probe", "--output=machine.yaml"),
         ("hardware", "show", "rtx-3090", "--output=machine"),
         (*SIMULATE, "--report=report.txt"),
+        (*SIMULATE, "--output=new.html"),
+        (*SIMULATE, "--timeline=new.htm"),
+        ("largest", "--output=new.html"),
     ],
     ids=" ".join,
 )

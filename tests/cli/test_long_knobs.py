@@ -15,8 +15,8 @@ _GPT2 = ("search", "--model", "gpt2", "--hardware", "rtx-3090", "--batch-size", 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ((*_GPT2, "--mlp-tiles", "0"), "'--mlp-tiles': Input should be greater than or equal to 1"),
-        ((*_GPT2, "--loss-tiles", str(2**40)), "'--loss-tiles': Input should be less than or equal to"),
+        ((*_GPT2, "--mlp-tiles", "0"), "'--mlp-tiles': '0' is too small. Write one from 1 to"),
+        ((*_GPT2, "--loss-tiles", str(2**40)), f"'--loss-tiles': '{2**40}' is too large. Write one from 1 to"),
         ((*_GPT2, "--mlp-tiles", "128"), "mlp_tiles is 128, but the batch has 64 tokens"),
         ((*_GPT2, "--loss-tiles", "128"), "loss_tiles is 128, but the batch has 64 tokens"),
         ((*SEARCH, "--mlp-tiles", "4"), "workload.json is a workload that knows 1. Trace the model with that number"),
