@@ -224,7 +224,7 @@ def _number_complaint(error: Exception) -> str:
     """
     from .option_words import number_complaint
 
-    mistakes = getattr(error.__cause__, "errors", list)()
+    mistakes: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
     limits = [getattr(getattr(error, "param", None), limit, None) for limit in ("min", "max")]
     return number_complaint(mistakes[0], *limits) if mistakes else ""
 
