@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from markupsafe import Markup
@@ -14,7 +14,7 @@ from ..records.memory_by_content import Stack
 from ..schema.memory_accounts import DeviceReserved
 from ..schema.record import MemoryCurve, Record
 from ..schema.schedule import Content, Memory
-from ..tables.labels import CONTENT_NAMES, ORIGIN_NAMES, format_interval_bytes
+from ..tables.labels import CONTENT_NAMES, ORIGIN_NAMES, format_interval_bytes, peak_name
 from .axes import Scale, across, bytes_unit, time_unit, x_axis, y_axis
 from .svg import PLOT_PX, Figure, area_mark, circle, joined, line, share, spread, stretched, tag, text, zoomable
 from .svg import value_text as px
@@ -50,6 +50,8 @@ CURVE_COLOURS: Final = ("blue", "orange")
 
 _TOP: Final = 16.0
 _BOTTOM: Final = 316.0
+_LEAST_NAME_Y: Final = _TOP - 9
+"""Of the middle of a limit's name."""
 _FINENESS: Final = 2
 """Columns per pixel: a closer look needs more than the page shows at first."""
 _FAR_FACTOR: Final = 3.0
@@ -175,16 +177,21 @@ def _layer(name: str, most_bytes: int, area: str, colour: str) -> Markup:
 
 
 def _scales(time_range_s: tuple[float, float], highest_bytes: int, limits: Sequence[Limit]) -> tuple[Scale, Scale]:
-    """Both axes; the vertical one has the limits that are not far above the curves."""
+    """Both axes; the vertical one has the limits that are not far above the curves, and room for the names of all."""
     near_bytes = [limit.size_bytes for limit in limits if limit.size_bytes <= _FAR_FACTOR * highest_bytes]
     upwards = Scale(0.0, 1.06 * max(highest_bytes, 1, *near_bytes), _BOTTOM, _TOP)
+    # Names that stand above each other at the upper edge have room within the drawing; above it are the page's buttons.
+    while (least := min(_name_ys(limits, upwards), default=_LEAST_NAME_Y)) < _LEAST_NAME_Y - 0.5:
+        upwards = replace(upwards, high_px=upwards.high_px + _LEAST_NAME_Y - least)
     return across(*time_range_s), upwards
 
 
 def _laid_over(drawn: Sequence[Markup], rightwards: Scale, upwards: Scale, limits: Sequence[Limit]) -> Markup:
     """The axes, what is drawn over time, and the limits."""
     unit = bytes_unit(upwards.high)
-    times = x_axis(rightwards, time_unit(rightwards.high), top=_TOP, bottom=_BOTTOM, at_most=12, group="time")
+    times = x_axis(
+        rightwards, time_unit(rightwards.high), top=upwards.high_px, bottom=_BOTTOM, at_most=12, group="time"
+    )
     levels = tag("g", y_axis(upwards, unit), class_="heights", **_heights(upwards, unit.worth, unit.name))
     return joined([times, levels, zoomable(_BOTTOM, *drawn), _limit_lines(limits, upwards)])
 
@@ -227,7 +234,7 @@ def _line_class(index: int) -> str:
 
 
 def _curve_words(record: Record, curve: MemoryCurve) -> str:
-    words = f"{ORIGIN_NAMES[record.origin]}, peak {format_bytes(curve.peak_bytes)} in {curve.peak_at}"
+    words = f"{ORIGIN_NAMES[record.origin]}, peak {format_bytes(curve.peak_bytes)} in {peak_name(curve)}"
     if is_slowed(record, curve):
         watched = format_seconds(curve.times_s[-1])
         words += f" (from an iteration that watching stretched to {watched}, drawn to the length of the timed ones)"
@@ -285,14 +292,19 @@ def thinned(times_s: Sequence[float], levels: Sequence[int], per_px: float) -> l
 
 def _limit_lines(limits: Sequence[Limit], upwards: Scale) -> Markup:
     """The limits, each named above its line; those far above the drawing are named at its upper edge."""
-    heights = [upwards(min(limit.size_bytes, upwards.high)) for limit in limits]
-    # Names make room upwards: moved down, one would lie on its own line.  They lie upon the lines of the others.
-    label_ys = [-label_y for label_y in spread([-y for y in heights], gap=16.0)]
     lines, names = [], []
-    for limit, y, label_y in zip(limits, heights, label_ys, strict=True):
+    for limit, name_y in zip(limits, _name_ys(limits, upwards), strict=True):
         is_far = limit.size_bytes > upwards.high
         if not is_far:
+            y = upwards(limit.size_bytes)
             lines.append(line(0, y, "100%", y, limit.line_class))
         words = f"{limit.words}{' ↑' if is_far else ''}"
-        names.append(text("100%", label_y - 9, words, anchor="end", class_=f"halo {limit.text_class or ''}".strip()))
+        names.append(text("100%", name_y, words, anchor="end", class_=f"halo {limit.text_class or ''}".strip()))
     return joined([*lines, *names])
+
+
+def _name_ys(limits: Sequence[Limit], upwards: Scale) -> list[float]:
+    """Where the middles of the limits' names are."""
+    heights = [upwards(min(limit.size_bytes, upwards.high)) for limit in limits]
+    # Names make room upwards: moved down, one would lie on its own line.  They lie upon the lines of the others.
+    return [-label_y - 9 for label_y in spread([-y for y in heights], gap=16.0)]

@@ -28,6 +28,7 @@ from ..tables.labels import (
     format_share,
     how_much_faster,
     num_blocks,
+    peak_name,
 )
 from ..tables.question import question_table
 from ..tables.record import alive_table, beyond_table, factorisation_sentence, plan_table, ranks_table, traffic_table
@@ -196,7 +197,7 @@ def _alive(records: Sequence[Record], held_against: Sequence[Limit]) -> tuple[Pa
         return ()
     named = [(ORIGIN_NAMES[record.origin], record.curve(Memory.DEVICE)) for record in records]
     curves = [(name, curve) for name, curve in named if curve is not None and curve.peak_bytes]
-    peaks = "; ".join(f"{name} in {curve.peak_at}" for name, curve in curves)
+    peaks = "; ".join(f"{name} in {peak_name(curve)}" for name, curve in curves)
     return chart, PageTable(alive_table(f"At the peak: {peaks}", curves), "narrow", _SWATCHES)
 
 

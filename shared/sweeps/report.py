@@ -63,10 +63,11 @@ def sweep_report(sweep: Sweep) -> Report:
         sections.append(Section(missing.title, (PageTable(replace(missing, title="")),)))
     lengths, sizes = sweep.sequence_lengths, sweep.batch_sizes
     asked = f"{_range(sizes)} x {_range(lengths)} tokens"
+    shapes = "one shape" if len(sweep.points) == 1 else f"each of {len(sweep.points)} shapes"
     ranks = f", {sweep.num_ranks:,} ranks" if sweep.num_ranks > 1 else ""
     return Report(
         title=f"{sweep.model_name} on {sweep.hardware_name}: a sweep",
-        subtitle=f"The best plan for each of {len(sweep.points)} shapes of the batch, {asked}{ranks}",
+        subtitle=f"The best plan for {shapes} of the batch, {asked}{ranks}",
         cards=_cards(sweep),
         sections=tuple(sections),
         warnings=() if sweep.is_complete else ("The sweep was interrupted, and is not complete.",),

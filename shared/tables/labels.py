@@ -161,6 +161,13 @@ def task_name(name: str, kind: TaskKind) -> str:
     return name.replace(str(kind), kind_name(kind), 1) if name.startswith(str(kind)) else name
 
 
+def peak_name(curve: MemoryCurve) -> str:
+    """During which task its peak is: ``"device Adam"`` for ``"device_adam"``."""
+    kind, space, rest = curve.peak_at.partition(" ")
+    words = {str(known): name for known, name in KIND_NAMES.items()}
+    return f"{words.get(kind) or kind.replace('_', ' ')}{space}{rest}"
+
+
 _METHOD_WORDS: Final[dict[TrainingMethod, str]] = {
     TrainingMethod.FULL: "the whole model, by its own loss",
     TrainingMethod.BYPASS: "every block of a student by a loss of its own, beside its teacher",

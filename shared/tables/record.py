@@ -23,6 +23,7 @@ from .labels import (
     format_share,
     knobs,
     num_blocks,
+    peak_name,
     phase_parts,
     remedy_sentence,
     title_of,
@@ -49,7 +50,7 @@ def record_tables(record: Record) -> Parts:
     parts.append(memory_table(record))
     device = record.curve(Memory.DEVICE)
     if device is not None and device.alive_at_peak:
-        title = f"Alive at the {MEMORY_NAMES[device.memory]} peak ({device.peak_at})"
+        title = f"Alive at the {MEMORY_NAMES[device.memory]} peak ({peak_name(device)})"
         parts.append(alive_table(title, [("size", device)]))
     return (*parts, lane_table(record))
 
@@ -180,7 +181,7 @@ def _phase_rows(record: Record, phase: IterationPhase) -> Iterator[tuple[str, st
 
 def memory_table(record: Record) -> Table:
     """Peaks of every memory of the record, and the bound that no timing can exceed."""
-    rows = [(MEMORY_NAMES[curve.memory], format_bytes(curve.peak_bytes), curve.peak_at) for curve in record.memory]
+    rows = [(MEMORY_NAMES[curve.memory], format_bytes(curve.peak_bytes), peak_name(curve)) for curve in record.memory]
     if record.peak_interval_bytes is not None:
         rows.insert(1, ("", "", _peak_words(record)))
     guaranteed = format_bytes(record.guaranteed_peak_device_bytes)

@@ -165,7 +165,7 @@ def check_saved(saved: Workload, model: str, options: TrainingOptions, student: 
     """Raise WorkloadError if the user asks for another training than the saved one, or if it is of no sensible size."""
     check_magnitude(saved)
     if not options.is_full or student is not None:
-        asked = {
+        by_option = {
             "--lora-rank": options.lora,
             "--quantize": options.quantized,
             "--unfreeze-rank-ratio": options.osft,
@@ -177,7 +177,7 @@ def check_saved(saved: Workload, model: str, options: TrainingOptions, student: 
             "--kernels": options.kernels,
             "--student": student,
         }
-        given = listed([name for name, value in asked.items() if value])
+        given = listed([name for name, value in by_option.items() if value])
         raise WorkloadError(
             f"{model} is a workload, traced as it was to be trained. Leave out {given}, or name the model that it was "
             f"traced from."

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from protwin.shared.report.axes import Scale, Unit, ticks
 from protwin.shared.report.bars import KIND_COLOURS
 from protwin.shared.report.losses import LossTolerance, agreement
-from protwin.shared.report.memory import CONTENT_COLOURS
+from protwin.shared.report.memory import CONTENT_COLOURS, Limit, memory_chart
 from protwin.shared.report.page import Report
 from protwin.shared.report.svg import STROKES, spread
-from protwin.shared.schema.schedule import Content, TaskKind
+from protwin.shared.schema.schedule import Content, Memory, TaskKind
 from tests.shared.laid_out import LaidOut, laid_out
 from tests.shared.report_pages import (
     CSS,
@@ -197,3 +197,18 @@ def test_areas_stay_apart_without_colour() -> None:
 def test_every_kind_and_content_has_a_colour_of_its_own() -> None:
     assert len(set(KIND_COLOURS.values())) == len(TaskKind) == len(KIND_COLOURS)
     assert len(set(CONTENT_COLOURS.values())) == len(Content) + 1 == len(CONTENT_COLOURS)
+
+
+@given(sizes=st.lists(st.floats(0.001, 100), min_size=1, max_size=3))
+def test_names_of_limits_stay_below_the_buttons_of_the_page(sizes: list[float]) -> None:
+    """Which stand right above the drawing; names make room upwards, two of them were on each other's place there."""
+    predicted = laid_out(3).predicted
+    peak_bytes = next(curve.peak_bytes for curve in predicted.memory if curve.memory is Memory.DEVICE)
+    limits = [Limit(f"limit {index}", int(size * peak_bytes), "plain-line") for index, size in enumerate(sizes)]
+    figure = memory_chart([predicted], (0.0, predicted.iteration_s), limits)
+    assert figure is not None
+    names = [element for element in parse(figure.drawing).named("text") if "limit " in element.words]
+    assert len(names) == len(limits)
+    middles = sorted(float(element.attributes["y"] or "nan") - 4 for element in names)
+    assert middles[0] >= 6, "half of a line of 12 pixels"
+    assert all(after - before >= 16 - 1e-6 for before, after in pairwise(middles))

@@ -25,7 +25,7 @@ from protwin.shared.schema.record import (
 )
 from protwin.shared.schema.schedule import Content, Lane, Memory, TaskKind
 from protwin.shared.tables.comparison import comparison_tables
-from protwin.shared.tables.labels import phase_parts
+from protwin.shared.tables.labels import phase_parts, task_name
 from protwin.shared.tables.record import iteration_table, lane_table, plan_table, record_tables
 from protwin.shared.tables.terminal import as_text
 from tests.shared.laid_out import LaidOut, laid_out
@@ -126,6 +126,17 @@ def test_a_record_shows_its_figures() -> None:
     assert shown["not itemized"] == ["10 MiB", "10.0 %"]
     assert shown["compute"] == ["5", "1.5 s", "75.0 %"]
     assert shown["device to host"] == ["0", "0 s", "0.0 %"]
+
+
+@pytest.mark.parametrize("kind", TaskKind)
+def test_the_peak_is_during_a_task_as_all_tables_call_it(kind: TaskKind) -> None:
+    """As the list of tasks and the timeline do; names of files have ``_`` and words that are short for others."""
+    shown = record()
+    curves = tuple(curve.model_copy(update={"peak_at": f"{kind} chunk 7"}) for curve in shown.memory)
+    text = as_text(record_tables(shown.model_copy(update={"memory": curves})))
+    assert rows(text)["device memory"][1] == task_name(f"{kind} chunk 7", kind)
+    assert f"Alive at the device memory peak ({task_name(f'{kind} chunk 7', kind)})" in text
+    assert "_adam" not in text
 
 
 def test_the_busiest_lane_alone_is_the_bottleneck() -> None:
