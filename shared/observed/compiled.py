@@ -10,7 +10,8 @@ memory and are kernels of their own.  So each kernel reads what it needs once, a
 [Note: What compiled blocks save]
 Forward and backward are one graph, which is cut where least is saved (``min_cut_rematerialization_partition`` in
 ``torch/_functorch/partitioners.py``): what products and attention read again, and of the rest whichever is less, the
-value itself or those that are kept and that it is computed from.  Of dropout one byte per element is saved.
+value itself or those that are kept and that it is computed from.  Of dropout one byte per element is saved.  What is
+saved in part is held whole: of a map that makes queries, keys and values at once, values are a view.
 
 A product in float8 that torchao scales reads no value itself but a cast of it, which is element-wise.  So what such
 products alone read is not saved where backward computes it again from what is saved anyway: norms and activations ahead
@@ -103,8 +104,24 @@ class Fused:
         for number, value in enumerate(flow.values):
             is_drawn = value.maker is not None and flow.calls[value.maker].name in DRAWN
             is_last = number == self._output or value.maker == self._num_calls - 1 or self._is_gradient(number)
-            if not flow.is_fusible(number) or flow.is_operand(number) or value.is_small or is_drawn or is_last:
+            is_operand = flow.is_operand(number) and not self._is_layout(number)
+            if not flow.is_fusible(number) or is_operand or value.is_small or is_drawn or is_last:
                 self._kept.add(number)
+
+    def _is_layout(self, value: Number) -> bool:
+        """Whether it is what attention gives, in the layout in which a compiled graph has it made.
+
+        Heads behind which nothing is put (``cat`` with an empty tensor) keep the layout in which maps have made them,
+        and attention gives its output in that of its queries.
+        """
+        flow, maker = self._flow, self._flow.values[value].maker
+        if maker is None or maker >= flow.num_forward or flow.calls[maker].name != "clone":
+            return False
+        of = flow.values[flow.reads[maker][0]].maker
+        if of is None or flow.calls[of].operation_class is not OperationClass.ATTENTION:
+            return False
+        makers = [flow.values[operand].maker for operand in flow.reads[of]]
+        return any(made is not None and _joins_nothing(flow.calls[made]) for made in makers)
 
     def _is_gradient(self, value: Number) -> bool:
         """Whether it is a gradient in the parameter's own type, of one that a product made in another."""
@@ -150,6 +167,7 @@ class Fused:
         flow = self._flow
         there = {value for index, value in self._backward_reads() if flow.stands_apart(index)}
         there |= {number for number, value in enumerate(flow.values) if value.maker is None}
+        there |= {value for _, value in self._backward_reads() if value in self._kept}
         for _, value in self._backward_reads():
             if value not in self._kept:
                 more = [s for s in self._sources_of(value) if s not in there and not self._is_small(s)]
@@ -326,6 +344,10 @@ def _rebuilt(
         rebuilt.levels.append(level)
         rebuilt.adding_levels.append(level - final)
     return rebuilt
+
+
+def _joins_nothing(call: OperatorCall) -> bool:
+    return call.name == "cat" and any(size == 0 for _, size in call.reads)
 
 
 def _call_of(kernel: Kernel, flow: Flow) -> OperatorCall:

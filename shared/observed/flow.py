@@ -29,6 +29,8 @@ _ADDS: Final = frozenset({"add", "add_"})
 _PASSES_ON: Final = _ADDS | {"sub", "cat", "copy_", "clone", "_to_copy", "neg", "slice_backward", "stack"}
 """Calls whose derivative reads nothing that they read or made."""
 _SAVES_RESULT: Final = frozenset({"rsqrt", "tanh", "sigmoid", "exp", "sqrt", "reciprocal"})
+_ROTATION: Final = (("mul",), ("neg",), ("cat",), ("mul",), ("add", "add_"))
+"""Calls that turn queries or keys: times cosines; a half negated, put ahead of the other, times sines; their sum."""
 _REDUCED: Final = 8
 """A reduction makes less than this part of what it reads."""
 
@@ -75,6 +77,8 @@ class Flow:
         """(call, value) of what element-wise calls of forward save, in order."""
         self._given = self._new(passed_bytes, None)
         self._gradient: Number | None = None
+        self._rotations = set(self._found_rotations())
+        """Indices of calls of forward at which rotations begin."""
         for index in range(self.num_forward):
             self._forward(index)
         self.end_of_forward = len(self.values)
@@ -87,6 +91,15 @@ class Flow:
         """The gradient that the last product of backward read."""
         for index in range(self.num_forward, len(self.calls)):
             self._backward(index)
+
+    def _found_rotations(self) -> Iterator[int]:
+        for begin in range(self.num_forward - len(_ROTATION) + 1):
+            span = self.calls[begin : begin + len(_ROTATION)]
+            if all(call.name in expected for call, expected in zip(span, _ROTATION, strict=True)):
+                times_cosines, negated, joined, times_sines, _ = ([size for _, size in call.reads] for call in span)
+                is_half = len(negated) == 1 and times_cosines[0] == 2 * negated[0] == 2 * joined[0]
+                if is_half and len(times_cosines) == len(times_sines) == 2:
+                    yield begin
 
     def stands_apart(self, index: int) -> bool:
         """Whether a call stays a kernel of its own; operators of this package are no part of any fusion either."""
@@ -150,8 +163,16 @@ class Flow:
         """The value that a call means, among ``pool``, by its size."""
         equal = [value for value in pool if self.values[value].read_as in sizes and value not in taken]
         unread = [value for value in equal if not self.values[value].readers]
-        if unread or not equal:
-            return unread[-1] if unread else None
+        if index in self._rotations:
+            unread = [value for value in unread if not self._is_turned(value)]
+        if unread:
+            return unread[-1]
+        is_small = self._is_small_read(index, sizes[0])
+        joined = [value for value in pool if not is_small and self._is_joined(value, sizes[0]) and value not in taken]
+        if joined and self._may_read_part(index, joined[-1]):
+            return joined[-1]
+        if not equal:
+            return None
         if self.calls[index].name in _ADDS:
             lasting = [value for value in equal if self._may_be_residual(value)]
             apart = [value for value in lasting if not self.is_operand(value)]
@@ -162,11 +183,48 @@ class Flow:
 
     def _may_be_residual(self, value: Number) -> bool:
         maker = self.values[value].maker
-        return maker is None or self.calls[maker].name in (*_ADDS, "native_layer_norm")
+        is_sum = maker is None or self.calls[maker].name in (*_ADDS, "native_layer_norm")
+        return is_sum and not self._is_turned(value)
+
+    def _is_turned(self, value: Number) -> bool:
+        """Whether a rotation has made it; what is not turned of a head may have been put behind it."""
+        maker = self.values[value].maker
+        while maker is not None and self.calls[maker].name == "cat" and self.reads[maker]:
+            maker = self.values[self.reads[maker][0]].maker
+        return maker is not None and maker - len(_ROTATION) + 1 in self._rotations
+
+    def _turned(self, index: int) -> list[Number] | None:
+        """What a call of a rotation reads behind its first; None of any other call."""
+        begin = next((index - step for step in range(1, len(_ROTATION)) if index - step in self._rotations), None)
+        if begin is None:
+            return None
+        read, times_cosines = self.reads[begin][0], self.made[begin]
+        last = self.made[index - 1]
+        table = self._from_outside(self.calls[index].reads[-1][1])
+        return [[read], [*last, read], [*last, table], [*last, *times_cosines]][index - begin - 1]
+
+    def _is_joined(self, value: Number, size: int) -> bool:
+        """Whether one map has made this and others like it."""
+        of = self.values[value]
+        is_of_map = of.maker is not None and of.maker < self.num_forward and self._is_linear(of.maker)
+        return is_of_map and 0 < size < of.read_as and of.read_as % size == 0
+
+    def _may_read_part(self, index: int, joined: Number) -> bool:
+        """Whether a call reads a part of what one map has made, ahead of what has been read already.
+
+        So it is where nothing has read that map's output, where the call before has read another part, and of attention
+        and rotations.
+        """
+        readers = self.values[joined].readers
+        is_attention = self.calls[index].operation_class is OperationClass.ATTENTION
+        return not readers or readers[-1] == index - 1 or is_attention or index in self._rotations
+
+    def _is_small_read(self, index: int, size: int) -> bool:
+        return 2 * size < max(of for _, of in self.calls[index].reads)
 
     def _sliced(self, index: int, size: int, pool: Sequence[Number], taken: Sequence[Number]) -> Number | None:
         """A value of which a call reads an even part, which is not small beside what it reads else."""
-        if 2 * size < max(of for _, of in self.calls[index].reads):
+        if self._is_small_read(index, size):
             return None
         larger = [
             value
@@ -184,6 +242,9 @@ class Flow:
             self._finish(index, [])
             return
         pool, sizes = self._within(self._given), self._sizes(index)
+        if (turned := self._turned(index)) is not None:
+            self._finish(index, turned)
+            return
         for place, of_one in enumerate(sizes):
             found = None
             if not self._is_linear(index) or place == len(sizes) - 2:  # a bias, the input, the weight
@@ -217,7 +278,9 @@ class Flow:
     def _save(self, index: int) -> None:
         """Note what the derivative of an element-wise call reads."""
         name, reads = self.calls[index].name.strip("_"), self.reads[index]
-        is_scaled = name in ("mul", "div") and len(reads) == 1
+        if index in self._rotations or index - 3 in self._rotations:  # tables alone
+            reads = reads[-1:]
+        is_scaled = name in ("mul", "div") and len(reads) == 1 and reads == self.reads[index]
         if self.stands_apart(index) or self.calls[index].name in _PASSES_ON or is_scaled:
             return
         masks = [value for value in reads if self._is_mask(value)]
@@ -239,18 +302,21 @@ class Flow:
             value = self.reads[maker][0]
         return False
 
-    def _of_forward(self, sizes: tuple[int, int], taken: Sequence[Number]) -> Number | None:
+    def _of_forward(self, index: int, sizes: tuple[int, int], taken: Sequence[Number]) -> Number | None:
         """What an element-wise call of backward reads of forward."""
+        is_small = self._is_small_read(index, sizes[0])
         equal = [
             value
             for call, value in reversed(self._saved)
-            if call <= self._reached and self.values[value].read_as in sizes and value not in taken
+            if call <= self._reached
+            and (self.values[value].read_as in sizes or (not is_small and self._is_joined(value, sizes[0])))
+            and value not in taken
         ]
         unused = [value for value in equal if not self.values[value].is_used]
         if not equal:
             return None
         found = (unused or equal)[0]
-        self.values[found].is_used = True
+        self.values[found].is_used = self.values[found].read_as in sizes  # parts of it may be read apart
         return found
 
     def _undone(self, index: int) -> int | None:
@@ -284,9 +350,9 @@ class Flow:
             if place == 0 or call.name in _PASSES_ON:
                 found = self._latest(index, of_one, pool, reads)
                 found = self._sliced(index, of_one[0], pool, reads) if found is None else found
-                found = self._of_forward(of_one, reads) if found is None else found
+                found = self._of_forward(index, of_one, reads) if found is None else found
             else:
-                found = self._of_forward(of_one, reads)
+                found = self._of_forward(index, of_one, reads)
                 found = self._latest(index, of_one, pool, reads) if found is None else found
             reads.append(self._from_outside(of_one[0]) if found is None else found)
         self._finish(index, reads)
@@ -301,6 +367,8 @@ class Flow:
         reads: list[Number] = []
         for place, of_one in enumerate(sizes):
             fitting = [value for value in known if self.values[value].read_as in of_one and value not in reads]
+            if not is_linear:
+                fitting += [value for value in known if self._is_joined(value, of_one[0]) and value not in reads]
             has_input = any(value < self.end_of_forward for value in reads)
             found: Number | None = None
             if is_of_weight:

@@ -34,7 +34,7 @@ class Graphs:
     forward: Counted = field(default_factory=Counted)
     backward: Counted = field(default_factory=Counted)
     saved_bytes: int = 0
-    """Of what forward makes for backward."""
+    """Of the storages that hold what forward makes for backward: views keep all of theirs."""
 
 
 @contextmanager
@@ -56,15 +56,17 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
             elif size > _TINY and not isinstance(node, scheduler.NopKernelSchedulerNode):
                 of.kernel_bytes.append(size)
         module = graph.orig_gm
-        if not graph.is_backward:
-            outputs = next(node for node in module.graph.nodes if node.op == "output").args[0]
-            values = [node.meta["val"] for node in outputs[1:] if not node.name.startswith("primals")]
-            found.saved_bytes = sum(value.numel() * value.element_size() for value in values)
 
         def call(args: list[Any]) -> Any:
             given = list(args)
             args.clear()
-            return torch.fx.Interpreter(module).run(*given)
+            made = torch.fx.Interpreter(module).run(*given)
+            if not graph.is_backward:
+                before = {_place(value) for value in given if isinstance(value, torch.Tensor)}
+                saved = [value for value in made[1:] if isinstance(value, torch.Tensor)]
+                held = {_place(value): value.untyped_storage().nbytes() for value in saved}
+                found.saved_bytes = sum(size for place, size in held.items() if place not in before)
+            return made
 
         return types.SimpleNamespace(call=call, runner=None, __file__="")
 
@@ -75,6 +77,10 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
         warnings.simplefilter("ignore")  # of the compiler's own
         yield found
     torch._dynamo.reset()
+
+
+def _place(value: torch.Tensor) -> int:
+    return value.untyped_storage().data_ptr()
 
 
 def count_block(block: nn.Module, inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Graphs:

@@ -31,7 +31,7 @@ def hidden() -> torch.Tensor:
     return torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.bfloat16, requires_grad=True)
 
 
-def of_llama(family: str) -> Callable[[], tuple[Any, nn.Module, Inputs]]:
+def of_llama(family: str, num_key_value_heads: int = 2) -> Callable[[], tuple[Any, nn.Module, Inputs]]:
     """A model's configuration and a block of it, with what it is given."""
 
     def made() -> tuple[Any, nn.Module, Inputs]:
@@ -42,10 +42,13 @@ def of_llama(family: str) -> Callable[[], tuple[Any, nn.Module, Inputs]]:
             hidden_size=WIDTH,
             intermediate_size=768,
             num_attention_heads=4,
-            num_key_value_heads=2,
+            num_key_value_heads=num_key_value_heads,
             num_hidden_layers=1,
             vocab_size=512,
             head_dim=64,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
             attn_implementation="sdpa",
         )
         block = getattr(module, f"{family}DecoderLayer")(config, 0)
@@ -54,6 +57,27 @@ def of_llama(family: str) -> Callable[[], tuple[Any, nn.Module, Inputs]]:
         return config, block, {"hidden_states": given, "position_embeddings": positions, "attention_mask": None}
 
     return made
+
+
+def of_neox() -> tuple[Any, nn.Module, Inputs]:
+    from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXLayer, GPTNeoXRotaryEmbedding
+
+    config = tr.GPTNeoXConfig(
+        hidden_size=WIDTH,
+        intermediate_size=1024,
+        num_attention_heads=4,
+        num_hidden_layers=1,
+        vocab_size=512,
+        rotary_pct=0.25,
+        attn_implementation="sdpa",
+    )
+    given = hidden()
+    positions = GPTNeoXRotaryEmbedding(config)(given.detach(), torch.arange(LENGTH)[None])
+    return (
+        config,
+        GPTNeoXLayer(config, 0),
+        {"hidden_states": given, "position_embeddings": positions, "attention_mask": None},
+    )
 
 
 def of_gpt2() -> tuple[Any, nn.Module, Inputs]:
@@ -146,6 +170,36 @@ def test_blocks_move_and_save_what_inductor_counts(
     assert sum(pair(eager)[0].saved_bytes) > more_saved * counted.saved_bytes
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("made", "within"),
+    [
+        *(
+            pytest.param(of_llama(name, heads), within, id=f"{name}-{heads}")
+            for name, heads, within in (
+                ("Llama", 4, 0.001),
+                ("Phi3", 4, 0.001),
+                ("Phi3", 2, 0.001),
+                ("Qwen3", 4, 0.001),
+                ("Granite", 4, 0.001),
+                ("Starcoder2", 4, 0.001),
+                ("Cohere", 4, 0.001),
+                ("Olmo2", 4, 0.06),  # of its last norm what is read is handed on, too
+            )
+        ),
+        pytest.param(of_neox, 0.06, id="gpt-neox"),  # its second norm reads the block's input, which sizes do not tell
+    ],
+)
+def test_blocks_save_what_inductor_saves(
+    made: Callable[[], tuple[Any, nn.Module, Inputs]], within: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many heads of keys as of queries, maps that are one, heads turned in part: sizes alone tell less of these."""
+    config, block, inputs = made()
+    counted = count_block(block.to(torch.bfloat16).train(), inputs, monkeypatch)
+    saved = sum(pair(lowered(traced(config), Lowering(Compiled.BLOCKS)))[0].saved_bytes)
+    assert saved == pytest.approx(counted.saved_bytes, rel=within)
+
+
 def cast(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """In float8, with what undoes its scale."""
     largest = torch.finfo(torch.float8_e4m3fn).max
@@ -190,7 +244,14 @@ class NarrowLinear(nn.Linear):
 @pytest.mark.parametrize(
     ("made", "within"),
     # What follows a norm that comes last in BERT is saved as the cast of it, which is not counted.
-    [(of_llama("Llama"), 0.001), (of_llama("Qwen2"), 0.001), (of_llama("Qwen3"), 0.001), (of_bert, 0.05)],
+    [
+        (of_llama("Llama"), 0.001),
+        (of_llama("Llama", 4), 0.001),
+        (of_llama("Phi3"), 0.001),
+        (of_llama("Qwen2"), 0.001),
+        (of_llama("Qwen3"), 0.001),
+        (of_bert, 0.05),
+    ],
 )
 @pytest.mark.parametrize("scaling", [Float8.TENSORWISE, Float8.ROWWISE])
 def test_what_products_in_float8_cast_is_computed_again(
@@ -226,6 +287,20 @@ def test_a_llama_block_is_what_a_hand_counts() -> None:
     assert max(forward.levels) < max(pair(eager)[0].levels)
     assert backward.net_bytes + forward.net_bytes == sum(seen.net_bytes for seen in pair(eager))
     assert backward.num_graphs == forward.num_graphs == 1
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+def test_values_that_are_a_view_keep_what_one_map_has_made(heads: int) -> None:
+    """In units of the block's input: queries, keys and values of Phi-3 are one map's, gate and up another's."""
+    unit = BATCH * LENGTH * WIDTH * 2
+    joined, apart = (
+        sum(pair(lowered(traced(of_llama(name, heads)()[0]), Lowering(Compiled.BLOCKS)))[0].saved_bytes) / unit
+        for name in ("Phi3", "Llama")
+    )
+    of_keys = heads / 4
+    # Two norms, turned queries and keys, attention's output, the map's behind it; gate, up and their product.
+    assert joined == pytest.approx(2 + 1 + of_keys + 1 + 1 + 3 * 3 + (1 + 2 * of_keys), rel=0.01)
+    assert apart == pytest.approx(2 + 1 + of_keys + 1 + 1 + 3 * 3 + of_keys, rel=0.01)
 
 
 def test_checkpointed_blocks_compute_what_others_do_and_save_it_later() -> None:
