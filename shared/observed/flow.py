@@ -79,6 +79,8 @@ class Flow:
         self._gradient: Number | None = None
         self._rotations = set(self._found_rotations())
         """Indices of calls of forward at which rotations begin."""
+        self._is_parallel = self._adds_both(passed_bytes)
+        """Whether attention and MLP both read what the section is given."""
         for index in range(self.num_forward):
             self._forward(index)
         self.end_of_forward = len(self.values)
@@ -100,6 +102,12 @@ class Flow:
                 is_half = len(negated) == 1 and times_cosines[0] == 2 * negated[0] == 2 * joined[0]
                 if is_half and len(times_cosines) == len(times_sines) == 2:
                     yield begin
+
+    def _adds_both(self, passed_bytes: int) -> bool:
+        last = self.calls[: self.num_forward][-2:]
+        return len(last) == 2 and all(
+            call.name in _ADDS and [size for _, size in call.reads] == [passed_bytes] * 2 for call in last
+        )
 
     def stands_apart(self, index: int) -> bool:
         """Whether a call stays a kernel of its own; operators of this package are no part of any fusion either."""
@@ -165,6 +173,9 @@ class Flow:
         unread = [value for value in equal if not self.values[value].readers]
         if index in self._rotations:
             unread = [value for value in unread if not self._is_turned(value)]
+        is_norm = self.calls[index].operation_class is OperationClass.NORMALIZATION
+        if self._is_parallel and is_norm and self._given in equal:
+            return self._given
         if unread:
             return unread[-1]
         is_small = self._is_small_read(index, sizes[0])
