@@ -161,26 +161,30 @@ def check_method(workload: Workload, model: str, method: TrainingMethod | None) 
     return workload
 
 
+def other_training(options: TrainingOptions) -> list[str]:
+    """The options by which something else is asked for than the training of the whole model, as commands name them."""
+    by_option = {
+        "--lora-rank": options.lora,
+        "--quantize": options.quantized,
+        "--unfreeze-rank-ratio": options.osft,
+        "--freeze": options.frozen,
+        "--image-size": options.images and options.images.size,
+        "--images": options.images and not options.images.size,
+        "--autocast": options.autocast,
+        "--no-autocast-cache": not options.autocast_cache,
+        "--kernels": options.kernels,
+    }
+    return [name for name, value in by_option.items() if value]
+
+
 def check_saved(saved: Workload, model: str, options: TrainingOptions, student: Student | None) -> None:
     """Raise WorkloadError if the user asks for another training than the saved one, or if it is of no sensible size."""
     check_magnitude(saved)
     if not options.is_full or student is not None:
-        by_option = {
-            "--lora-rank": options.lora,
-            "--quantize": options.quantized,
-            "--unfreeze-rank-ratio": options.osft,
-            "--freeze": options.frozen,
-            "--image-size": options.images and options.images.size,
-            "--images": options.images and not options.images.size,
-            "--autocast": options.autocast,
-            "--no-autocast-cache": not options.autocast_cache,
-            "--kernels": options.kernels,
-            "--student": student,
-        }
-        given = listed([name for name, value in by_option.items() if value])
+        given = [*other_training(options), *(["--student"] if student is not None else [])]
         raise WorkloadError(
-            f"{model} is a workload, traced as it was to be trained. Leave out {given}, or name the model that it was "
-            f"traced from."
+            f"{model} is a workload, traced as it was to be trained. Leave out {listed(given)}, or name the model that "
+            f"it was traced from."
         )
     lowering = (options.compiled, options.float8, options.float8_gather)
     if lowering not in ((None, None, None), (saved.compiled, saved.float8, saved.float8_gather)):

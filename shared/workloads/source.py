@@ -18,6 +18,7 @@ from ..basics.documents import read_mapping
 from ..basics.errors import FileError, WorkloadError
 from ..basics.plugins import plugin
 from ..basics.progress import progress_bar
+from ..basics.suggestions import listed
 from ..catalogue.models import ModelConfiguration, known_model, load_model_configuration, published_dtype
 from ..catalogue.own_code import OwnCode
 from ..phases.packing import Packing, parse_packed_lengths
@@ -27,7 +28,7 @@ from ..schema.training_options import FULL_TRAINING, TrainingOptions
 from ..schema.workload import DType, DTypeOrigin, Workload
 from ..students.student import Student
 from .cache import TraceRequest, cache_key, load_cached, store_cached
-from .check import check_saved, check_tiles
+from .check import check_saved, check_tiles, other_training
 from .dtypes import choose_dtype
 from .untraced import shipped_workload
 
@@ -159,14 +160,12 @@ def _as_asked(saved: Workload, asked: WorkloadRequest) -> Workload:
 def _check_goes_together(asked: WorkloadRequest) -> None:
     """Raise WorkloadError if options are asked for that no workload of a model has together."""
     options, is_learnt = asked.options, asked.student is not None
-    if is_learnt and (
-        options.other_loss is not None
-        or options.keeps_outputs
-        or not options.model_copy(update={"autocast": None, "autocast_cache": True}).is_full
-    ):
+    others = other_training(options.model_copy(update={"autocast": None, "autocast_cache": True}))
+    others += ["--loss"] if options.other_loss is not None else []
+    others += ["--keeps-outputs"] if options.keeps_outputs else []
+    if is_learnt and others:
         raise WorkloadError(
-            "a student's file says what of it is learnt, block by block. Leave out --lora-rank, --lora-targets, "
-            "--unfreeze-rank-ratio, --freeze, --loss and --keeps-outputs, or --student."
+            f"a student's file says what of it is learnt, block by block. Leave out {listed(others)}, or --student."
         )
     if options.is_lowered and (is_learnt or _beside_one(asked.sequence_ranks)):
         how = "learns from another model" if is_learnt else "shares its sequences among ranks"

@@ -13,6 +13,8 @@ import pytest
 from protwin.shared.basics.errors import CatalogueError, FileError, ProtwinError, WorkloadError
 from protwin.shared.catalogue.machines import machine
 from protwin.shared.catalogue.own_code import own_code
+from protwin.shared.phases.operations import KernelPackage
+from protwin.shared.phases.tiling import LossHead
 from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.training_options import FULL_TRAINING, LoraOptions, TrainingOptions
@@ -252,8 +254,13 @@ def test_students_are_traced_under_autocast_and_with_the_code_that_may_run(
         tracer.asked.clear()
         ask("llama-3-8b", student=student, options=options)
         assert len(tracer.asked) == num_traced
-    with pytest.raises(WorkloadError, match="a student's file says what of it is learnt"):
-        ask(configuration, student=student, options=TrainingOptions(frozen=("a",), autocast=DType.BFLOAT16))
+    for option, others in (
+        ("--freeze", {"frozen": ("a",), "autocast": DType.BFLOAT16}),
+        ("--kernels and --keeps-outputs", {"kernels": (KernelPackage.MAMBA_SSM,), "keeps_outputs": True}),
+        ("--loss", {"loss_head": LossHead.FUSED}),
+    ):
+        with pytest.raises(WorkloadError, match=f"what of it is learnt.*Leave out {option}, or --student"):
+            ask(configuration, student=student, options=TrainingOptions.model_validate(others))
 
 
 def test_a_name_of_the_catalogue_goes_before_a_file(
