@@ -207,3 +207,8 @@ def format_number(value: float) -> str:
 def _digits(value: float) -> str:
     """Four significant digits, without an exponent for large numbers."""
     return f"{value:.4g}" if abs(value) < 999.95 else f"{value:.0f}"
+
+
+def counted(number: int, what: str) -> str:
+    """``1 sample``, ``4 samples``."""
+    return f"{number:,} {what}" + ("" if number == 1 else "s")

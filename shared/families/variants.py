@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ..basics.errors import WorkloadError
+from ..basics.units import counted
 from ..phases.sequence_sharing import MOST_SEQUENCE_RANKS, SequenceSharing
 from ..phases.tiling import MOST_TILES, LossTiling
 from ..schema.workload import Phase, Tiling, Workload
@@ -20,8 +21,8 @@ def checked_tiles(mlp_tiles: int | Sequence[int], num_tokens: int) -> tuple[int,
     for number in asked:
         if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most:
             raise WorkloadError(
-                f"mlp_tiles is {number!r}, but the batch has {num_tokens:,} tokens, of which every tile has at least "
-                f"one. Name numbers from 1 to {most:,}."
+                f"mlp_tiles is {number!r}, but the batch has {counted(num_tokens, 'token')}, of which every tile has "
+                f"at least one. Name numbers from 1 to {most:,}."
             )
     return tuple(sorted(set(asked) - {1}))
 

@@ -53,11 +53,12 @@ def advice_report(advice: Advice) -> Report:
     if without := advice.without_plan:
         sections.append(Section("Without an answer", (PageTable(reason_table(without)),)))
     length = f", {advice.sequence_length:,} tokens each" if advice.sequence_length is not None else ""
+    number = len(_names(advice.machines))
+    machines = "one machine" if number == 1 else f"each of {number} machines"
     what = "The longest sequences" if advice.is_longest else "The best plan"
     return Report(
         title=f"{advice.model}: which machine to rent",
-        subtitle=f"{what} on each of {len(_names(advice.machines))} machines, for "
-        f"{advice.global_batch_size:,} samples per step{length}",
+        subtitle=f"{what} on {machines}, for {advice.global_batch_size:,} samples per step{length}",
         cards=_cards(advice, ranked),
         sections=tuple(sections),
     )

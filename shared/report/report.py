@@ -11,7 +11,7 @@ from markupsafe import Markup
 from ..answers.search_result import SearchResult
 from ..basics.errors import ProtwinError
 from ..basics.interval import Interval
-from ..basics.units import format_bytes, format_number, format_seconds
+from ..basics.units import counted, format_bytes, format_number, format_seconds
 from ..records.chrome_trace import check_schedule
 from ..records.comparison import compare_records, signed_error_frac
 from ..records.memory_by_content import memory_stack
@@ -240,13 +240,15 @@ def _iteration_card(predicted: Record, measured: Record | None) -> Card:
     error = format_error(signed_error_frac(predicted.iteration_s, measured.iteration_s))
     expected = predicted.iteration_interval_s
     where = () if expected is None else (f"{_where(expected, measured.iteration_s)} {format_interval_s(expected)}",)
+    is_one = measured.num_iterations == 1
+    timed = f"{counted(measured.num_iterations, 'iteration')} {'was' if is_one else 'were'} timed"
     return Card(
         "Iteration, measured",
         format_seconds(measured.iteration_s),
         (
             _predicted(format_seconds(predicted.iteration_s), error),
             *where,
-            f"noise ± {format_share(measured.iteration_noise_frac)}; {measured.num_iterations} iterations were timed",
+            timed if is_one else f"noise ± {format_share(measured.iteration_noise_frac)}; {timed}",
         ),
     )
 

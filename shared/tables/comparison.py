@@ -83,7 +83,9 @@ def _totals_table(comparison: Comparison) -> Table:
         (("peak device memory",), comparison.peak_device),
         (("peak pinned host memory",), comparison.peak_pinned),
     ]
-    title = f"Iteration and peaks; the measurement's noise is ± {format_share(comparison.noise_frac)}"
+    # A single iteration has no noise that would be known.
+    noise = f"; the measurement's noise is ± {format_share(comparison.noise_frac)}" if comparison.noise_frac else ""
+    title = f"Iteration and peaks{noise}"
     return _pair_table(title, ("quantity",), pairs, stressed=(3, 4), ruled=frozenset({4}))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from ..basics.units import format_bytes, format_count
+from ..basics.units import counted, format_bytes, format_count
 from ..schema.question import Question
 from ..schema.workload import DType, DTypeOrigin, Packing
 from .labels import format_share
@@ -169,8 +169,3 @@ def _budgets(question: Question) -> str:
     if question.host_budget_bytes is not None:
         parts.append(f"host {format_bytes(question.host_budget_bytes)}")
     return ", ".join(parts) + (" per rank" if parts and question.num_ranks > 1 else "")
-
-
-def counted(number: int, what: str) -> str:
-    """``1 sample``, ``4 samples``."""
-    return f"{number:,} {what}" + ("" if number == 1 else "s")

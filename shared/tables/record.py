@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from ..basics.units import format_bytes, format_count, format_duration, format_flop_per_s, format_number, format_seconds
+from ..basics.units import (
+    counted,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_flop_per_s,
+    format_number,
+    format_seconds,
+)
 from ..records.ranks import name_of_rank, ranks_shown
 from ..schema.plan import Plan
 from ..schema.record import Factorisation, IterationPhase, MemoryCurve, Record, TrainingRun
@@ -29,7 +37,7 @@ from .labels import (
     title_of,
 )
 from .memory import beyond_the_schedule
-from .question import counted, question_table
+from .question import question_table
 from .table import Heading, Parts, Table
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..basics.units import format_bytes, format_count, format_seconds
+from ..basics.units import counted, format_bytes, format_count, format_seconds
 from ..catalogue.models import ModelList
 from ..schema.workload import LossHead, Phase, Workload
 from .question import packing_words, weights_words
@@ -55,7 +55,7 @@ def _facts(workload: Workload) -> Table:
         ("identity", workload.identity),
         ("parameters", f"{workload.num_parameters:,} ({trainable:,} trainable)"),
         ("weights", weights_words(workload.compute_dtype, workload.published_dtype, workload.dtype_origin)),
-        ("blocks", f"{workload.num_blocks} of {len(workload.profiles)} kinds"),
+        ("blocks", f"{workload.num_blocks} of {counted(len(workload.profiles), 'kind')}"),
         ("batch", f"{shapes}: {workload.num_tokens:,} tokens"),
         ("traced with", f"{workload.traced_with} tensors"),
         ("timed on", workload.measured_on or "nothing: times come from a roofline"),

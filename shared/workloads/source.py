@@ -176,9 +176,11 @@ def _check_goes_together(asked: WorkloadRequest) -> None:
         checked_loss_head(options.other_loss, asked.sequence_ranks)
     mlp_counts, loss_counts = _beside_one(asked.mlp_tiles), _beside_one(asked.loss_tiles)
     if is_learnt and (mlp_counts or loss_counts):
+        counts = {"mlp_tiles": mlp_counts, "loss_tiles": loss_counts}
+        tiles = [f"{knob} {', '.join(map(str, numbers))}" for knob, numbers in counts.items() if numbers]
         raise WorkloadError(
-            f"mlp_tiles {list(mlp_counts)} and loss_tiles {list(loss_counts)} are asked for, but blocks that learn "
-            f"from a teacher's have no tiles. Leave them out, or --student."
+            f"tiles are asked for ({listed(tiles)}), but blocks that learn from a teacher's have none. Leave them out, "
+            f"or --student."
         )
 
 

@@ -16,6 +16,7 @@ from itertools import product
 from typing import Final, Self
 
 from ...shared.basics.errors import ProtwinError, WorkloadError
+from ...shared.basics.units import counted
 from ...shared.schema.plan import Plan
 from ...shared.schema.workload import Workload
 from ..searching.request import GlobalBatch, SearchRequest
@@ -110,8 +111,8 @@ class AskedTiles:
         for knob, named in (("mlp_tiles", self.mlp), ("loss_tiles", self.loss)):
             if (most := max(named or (1,))) > num_tokens:
                 raise WorkloadError(
-                    f"{knob} is {most:,}, but the batch has {num_tokens:,} tokens, of which every tile has at least "
-                    f"one. Name numbers from 1 to {num_tokens:,}."
+                    f"{knob} is {most:,}, but the batch has {counted(num_tokens, 'token')}, of which every tile has at "
+                    f"least one. Name numbers from 1 to {num_tokens:,}."
                 )
 
     def search_in_tiles(self, request: SearchRequest, at_size: Callable[[int], Workload]) -> SearchRequest | None:

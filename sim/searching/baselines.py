@@ -20,6 +20,7 @@ import numpy as np
 
 from ...shared.answers.search_result import Baseline, Lack
 from ...shared.basics.errors import PlanError
+from ...shared.basics.units import counted
 from ...shared.layout.kinds import kind_of
 from ...shared.layout.layout import largest_block_bytes, largest_block_elements, layout_of
 from ...shared.methods.runtime_profile import Runtime, RuntimeProfile
@@ -199,8 +200,8 @@ def baselines(
     for name, plan in own:
         if plan.num_ranks != like.num_ranks:
             raise PlanError(
-                f"the baseline {name} is for {plan.num_ranks} ranks but the search is about {like.num_ranks}. "
-                f"Ask with --ranks {plan.num_ranks}."
+                f"the baseline {name} is for {counted(plan.num_ranks, 'rank')} but the search is about "
+                f"{like.num_ranks}. Ask with --ranks {plan.num_ranks}."
             )
         found.append(_Need(name, "a plan of your own", plan, problems[sizes[-1]], room).baseline())
     return tuple(found)

@@ -30,9 +30,15 @@ SEVERAL: Final = (ParallelMode.DDP, ParallelMode.REPLICATED, ParallelMode.SHARDE
 def check_ranks(num_ranks: int, parallel: ParallelMode) -> None:
     """Raise PlanError unless so many ranks can be in this mode."""
     if parallel is ParallelMode.SINGLE and num_ranks > 1:
-        raise PlanError(f"{num_ranks} ranks do nothing together. Choose --parallel ddp, replicated or sharded.")
+        raise PlanError(
+            f"{num_ranks} ranks are asked for, but parallel is single: one rank alone. Write --parallel ddp, "
+            f"replicated or sharded."
+        )
     if parallel is not ParallelMode.SINGLE and num_ranks == 1:
-        raise PlanError(f"--parallel {parallel} needs 2 ranks at least. Choose a machine with several devices.")
+        raise PlanError(
+            f"--parallel {parallel} is of 2 ranks at least, and one is asked for. Write --ranks 2 or more, on a "
+            f"machine with as many devices, or leave --parallel out."
+        )
 
 
 def check_shares(global_batch: int, num_ranks: int) -> None:

@@ -66,8 +66,11 @@ def test_the_price_is_that_of_whole_machines(protwin_here: Protwin, folder: Path
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--ranks", "8"), "8 ranks do nothing together"),
-        (("--ranks", "1", "--parallel", "ddp"), "needs 2 ranks at least"),
+        (("--ranks", "8"), "8 ranks are asked for, but parallel is single"),
+        (
+            ("--ranks", "1", "--parallel", "ddp"),
+            "2 ranks at least, and one is asked for. Write --ranks 2 or more",
+        ),
         (("--parallel", "sharded", "--ranks", "9"), "9 ranks do not fit on a100-80gb-x8, which has 8 devices"),
         (
             ("--parallel", "sharded", "--ranks", "2", "--hardware", "rtx-4090"),
@@ -173,8 +176,11 @@ def test_a_simulated_plan_takes_groups(protwin_here: Protwin, folder: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--ranks", "1", "--parallel", "ddp"), "needs 2 ranks at least"),
-        (("--ranks", "8", "--parallel", "single"), "8 ranks do nothing together"),
+        (
+            ("--ranks", "1", "--parallel", "ddp"),
+            "2 ranks at least, and one is asked for. Write --ranks 2 or more",
+        ),
+        (("--ranks", "8", "--parallel", "single"), "8 ranks are asked for, but parallel is single"),
         (("--ranks", "9"), "9 ranks do not fit"),
         (("--ranks", "8", "--global-batch", "20"), "Choose a global batch of 16 or 24, or 5 or 10 ranks"),
         (("--ranks", "8", "--global-batch", "8"), "which do not divide each rank's 1 of the global batch of 8"),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from protwin.shared.basics.errors import ProtwinError
 from protwin.shared.basics.units import (
     as_bytes,
+    counted,
     format_bytes,
     format_enough_bytes,
     format_number,
@@ -293,3 +294,8 @@ def test_sizes_that_are_too_large_say_so_in_their_own_unit(text: str) -> None:
 @given(st.integers(1, 2**62 - 1))
 def test_a_size_is_a_number_or_its_text(size_bytes: int) -> None:
     assert as_bytes(size_bytes) == as_bytes(f"{size_bytes} B") == as_bytes(str(size_bytes)) == size_bytes
+
+
+@pytest.mark.parametrize(("number", "words"), [(0, "0 ranks"), (1, "1 rank"), (2, "2 ranks"), (1000, "1,000 ranks")])
+def test_one_is_no_plural(number: int, words: str) -> None:
+    assert counted(number, "rank") == words

@@ -29,6 +29,7 @@ from protwin.shared.tables.labels import phase_parts, task_name
 from protwin.shared.tables.record import iteration_table, lane_table, plan_table, record_tables
 from protwin.shared.tables.terminal import as_text
 from tests.shared.laid_out import LaidOut, laid_out
+from tests.shared.report_pages import html_report, parse
 from tests.strategies.records import records
 
 MIB = 2**20
@@ -221,6 +222,21 @@ def test_what_was_emulated_is_said() -> None:
 
 def test_noise_is_shown_where_it_is_known() -> None:
     assert rows(as_text(record_tables(record(iteration_noise_frac=0.012))))["iteration"] == ["2 s", "± 1.2 %"]
+
+
+@pytest.mark.parametrize("num_iterations", [1, 2])
+def test_a_single_iteration_has_no_noise(example: LaidOut, num_iterations: int) -> None:
+    """It was said to have one of ± 0.0 %."""
+    changed = {"num_iterations": num_iterations, "iteration_noise_frac": 0.0 if num_iterations == 1 else 0.03}
+    measured = example.measured.model_copy(update=changed)
+    shown = as_text(comparison_tables(compare_records(example.predicted, measured)))
+    assert ("noise" in shown) is (num_iterations == 2)
+    words = parse(html_report(title="a run", predicted=example.predicted, measured=measured)).words
+    if num_iterations == 1:
+        assert "1 iteration was timed" in words
+        assert "noise" not in words
+    else:
+        assert "noise ± 3.0 %; 2 iterations were timed" in words
 
 
 def test_a_comparison_shows_both_sides_and_signed_errors(example: LaidOut) -> None:

@@ -261,6 +261,8 @@ def test_students_are_traced_under_autocast_and_with_the_code_that_may_run(
     ):
         with pytest.raises(WorkloadError, match=f"what of it is learnt.*Leave out {option}, or --student"):
             ask(configuration, student=student, options=TrainingOptions.model_validate(others))
+    with pytest.raises(WorkloadError, match=r"tiles are asked for \(loss_tiles 2, 8\), but blocks that learn"):
+        ask(configuration, student=student, options=FULL_TRAINING, loss_tiles=(1, 2, 8))
 
 
 def test_a_name_of_the_catalogue_goes_before_a_file(
