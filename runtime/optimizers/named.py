@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 
 from ...shared.basics.errors import PlanError
+from ...shared.basics.extras import install_command
 from ...shared.schema.optimizer import Optimizer
 from .chunk_optimizer import MakeOptimizer
 
@@ -104,8 +105,8 @@ def _bitsandbytes(optimizer: Optimizer) -> ModuleType:
             return importlib.import_module(_LIBRARY)
     except ImportError as error:
         raise PlanError(
-            f"the optimizer {optimizer} is one of bitsandbytes, which cannot be imported ({error}). Install it with "
-            f"pip install '.[bitsandbytes]' in the checkout, or choose an optimizer of torch: "
+            f"the optimizer {optimizer} is one of bitsandbytes, which cannot be imported ({error}). Install it "
+            f"({install_command('bitsandbytes')}), or choose an optimizer of torch: "
             f"{', '.join(name for name in Optimizer if not name.is_of_bitsandbytes)}."
         ) from error
     finally:

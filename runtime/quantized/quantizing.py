@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from ...shared.basics.errors import WorkloadError
+from ...shared.basics.extras import install_command
 from ...shared.basics.suggestions import did_you_mean
 from ...shared.phases.quantization import (
     NESTED_BLOCKSIZE,
@@ -293,7 +294,8 @@ def _bitsandbytes() -> Any:
         return import_module("bitsandbytes.nn")
     except ImportError as error:
         raise WorkloadError(
-            f"quantizing needs bitsandbytes, which cannot be imported: {error}. pip install 'protwin[bitsandbytes]'."
+            f"quantizing needs bitsandbytes, which cannot be imported ({error}). Install it: "
+            f"{install_command('bitsandbytes')}"
         ) from error
     finally:
         kernels.setLevel(level)

@@ -112,6 +112,17 @@ def test_messages_name_what_the_runtime_needs() -> None:
     assert shlex.split(install_command("runtime")) == ["pip", "install", *PROJECT["optional-dependencies"]["runtime"]]
 
 
+@pytest.mark.parametrize("folder", ["shared", "sim", "runtime", "calibration"])
+def test_no_message_installs_protwin_from_an_index(folder: str) -> None:
+    """Or a part of a checkout alone, which whoever reads it may not have: ``install_command`` names the packages."""
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        # A string that goes on in the next line is one message.
+        text = re.sub(r'"\s*\n\s*f?"', "", path.read_text(encoding="utf-8"))
+        for line in re.findall(r"pip install [^`\n]*", text):
+            assert not re.match(r"pip install '?protwin", line), f"{path}: {line}"
+            assert not re.match(r"pip install '?\.\[", line) or "install_command" in text, f"{path}: {line}"
+
+
 SHOWN = [command for command in COMMAND_LINES if command.output and command.block.document not in IN_ORDER]
 LEFT_OUT = "..."
 

@@ -121,6 +121,13 @@ def test_a_package_of_kernels_for_inference_is_not_missed(
     assert [record.message for record in caplog.records] == ["later"]
 
 
+def test_an_absent_library_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was ``pip install 'protwin[bitsandbytes]'``: protwin is on no index, where its name is another's."""
+    monkeypatch.setitem(sys.modules, "bitsandbytes.nn", None)
+    with pytest.raises(WorkloadError, match=r"needs bitsandbytes.* Install it: pip install 'bitsandbytes>=[\d.]+'$"):
+        quantize(llama(), "nf4")
+
+
 def test_random_weights_are_packed_as_they_are_drawn() -> None:
     with parameters_on_meta():
         model = llama(num_layers=2, hidden_size=64)  # bitsandbytes unpacks rows of part of a block wrongly by AVX-512
