@@ -116,6 +116,6 @@ def _checked(name: str, price: object, *, origin: str) -> float:
     low, high = price_range()
     if not low <= value <= high:
         raise HardwareError(
-            f"{origin} of {name} is {value:.6g} USD an hour, outside {low:g} to {high:g}. Write it as {_EXAMPLE}."
+            f"{origin} of {name} is {value:.6g} USD an hour, outside {low:g} to {high:g}. Write it as {name}=24."
         )
     return value
