@@ -172,3 +172,18 @@ def test_console_blocks_are_read_as_written() -> None:
         ("protwin search --json", "first\n\nsecond"),
         ("make demo", ""),
     ]
+
+
+@pytest.mark.parametrize(
+    "document", sorted({command.block.document for command in COMMAND_LINES}), ids=lambda p: p.name
+)
+def test_a_plan_for_several_ranks_is_searched_before_it_runs(document: Path) -> None:
+    """Whoever follows a page from its top has, at ``protwin run --ranks N``, a plan of as many ranks."""
+    searched: dict[str, str | None] = {}
+    for command in (one for one in COMMAND_LINES if one.block.document == document):
+        program, *arguments = shlex.split(command.text, comments=True)
+        said = dict(pairwise(arguments))
+        if program == "protwin" and arguments[:1] == ["search"] and "--output" in said:
+            searched[said["--output"]] = said.get("--ranks")
+        if program == "protwin" and arguments[:1] == ["run"] and "--ranks" in said and said["--plan"] in searched:
+            assert searched[said["--plan"]] == said["--ranks"], f"{command}: the last plan is for other ranks"
