@@ -42,7 +42,10 @@ def test_a_price_of_its_own_goes_before_a_file(tmp_path: Path) -> None:
     ("text", "complaint"),
     [
         ("rtx-3090 = 'cheap'", r"price of rtx-3090 is 'cheap', which is no number"),
-        ("rtx-3090 = -1", r"price of rtx-3090 is -1 USD an hour, outside 0\.0001 to 1e\+07\. Write it as rtx-3090=24\."),
+        (
+            "rtx-3090 = -1",
+            r"price of rtx-3090 is -1 USD an hour, outside 0\.0001 to 1e\+07\. Write it as rtx-3090=24\.",
+        ),
         ("rtx-3090 = nan", r"outside 0\.0001"),
         ("rtx-3090 = true", r"is True, which is no number"),
         ("[rtx-3090]\nprice = 1", r"is {'price': 1}, which is no number"),
