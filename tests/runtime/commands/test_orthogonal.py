@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from transformers import LlamaForCausalLM
 
@@ -19,7 +18,6 @@ __all__ = ["protwin_here", "variables", "work"]
 RATIO = ("--unfreeze-rank-ratio", "0.25", "--osft-target", "up_proj")
 
 
-@pytest.mark.slow
 def test_a_traced_model_is_trained_and_saved_dense(protwin_here: Protwin, work: Path) -> None:
     llama(num_layers=1, vocab_size=256).save_pretrained(work / "base")
     shape = ("--batch-size", "1", "--sequence-length", "16")

@@ -100,7 +100,7 @@ class TwoMaps(nn.Module):
         return total
 
 
-@pytest.mark.parametrize("kind", ["own", pytest.param("PEFT", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["own", "PEFT"])
 def test_each_adapter_saves_what_it_reads_and_a_mask(kind: str) -> None:
     """Without dropout all read the output of the block before, which goes where nobody does."""
     tokens, width, itemsize = 16, 32, 4
@@ -123,7 +123,6 @@ def test_each_adapter_saves_what_it_reads_and_a_mask(kind: str) -> None:
     assert saved_bytes(0.1, DeviceKind.CPU) - without == 2 * elements * 2 * itemsize
 
 
-@pytest.mark.slow
 def test_tiles_drop_in_the_kernel_too() -> None:
     with torch.device("meta"):
         model = gpt2(n_positions=LENGTH)
@@ -145,7 +144,6 @@ def traced(device_kind: DeviceKind, **changes: Any) -> Workload:
     return trace(model, batch, device_kind=device_kind)
 
 
-@pytest.mark.slow
 def test_a_model_for_a_gpu_saves_what_it_saves_without_dropout() -> None:
     with_dropout, without = (
         traced(DeviceKind.CUDA, attn_pdrop=rate, **NO_OTHER_DROPOUT).profile_of(1) for rate in (0.1, 0.0)
@@ -160,7 +158,6 @@ def test_a_model_for_a_gpu_saves_what_it_saves_without_dropout() -> None:
     assert unfused.forward.net_bytes - with_dropout.forward.net_bytes > scores * 4
 
 
-@pytest.mark.slow
 def test_a_model_for_a_cpu_is_what_real_tensors_do() -> None:
     batch = token_batches(1)[0]
     with torch.device("meta"):

@@ -122,6 +122,9 @@ def test_it_trains_as_the_trainer(variant: str, workload: Workload, tmp_path: Pa
     others: dict[str, Any] = {"train_dataset": rows(10)}
     if variant == "by length":
         others |= {"train_dataset": rows(10, lengths=(12, 7, 9)), "data_collator": padded}
+    if variant == "bfloat16":
+        with torch.autocast("cpu", torch.bfloat16):
+            workload = trace(llama(), token_batches(1)[0], repeats=0)
     case = Case(tmp_path, {"num_train_epochs": 1, "eval_steps": 2, **VARIANTS[variant]}, others)
     plain, planned = case.trained(llama()), case.trained(llama(), **wishes_for(workload))
     check_same(plain, planned)

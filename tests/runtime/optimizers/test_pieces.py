@@ -5,13 +5,13 @@ from __future__ import annotations
 from itertools import product
 from unittest import mock
 
+import pytest
 import torch
 
 from protwin.shared.layout import shards
 from protwin.shared.layout.layout import aligned
 from protwin.shared.layout.shards import Region
 from protwin.shared.schema.workload import DType
-from tests.proof_size import some_quick
 
 SIZES = (1, 15, 64, 77, 1_000, 4_099)
 STEPS = 4
@@ -54,7 +54,7 @@ def stepped(dtype: torch.dtype, stretches: list[list[slice]]) -> list[torch.Tens
     return weights
 
 
-@some_quick(("dtype", "num_ranks"), product(DTYPES, [2, 3, 5, 8, 101]), quick=6)
+@pytest.mark.parametrize(("dtype", "num_ranks"), [*product(DTYPES, [2, 3, 5, 8, 101])])
 def test_pieces_have_the_bits_of_whole_parameters(dtype: torch.dtype, num_ranks: int) -> None:
     whole = stepped(dtype, [[slice(0, size)] for size in SIZES])
     parts = pieces(DTYPES[dtype], num_ranks)

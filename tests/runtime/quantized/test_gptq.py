@@ -250,7 +250,6 @@ def test_the_peak_is_the_account(name: str, mixture: str, residency: str) -> Non
     assert error_frac(measured_peak_bytes(case, plan), accounted) == pytest.approx(0, abs=BAR)
 
 
-@pytest.mark.slow
 def test_a_training_resumes_under_another_plan(tmp_path: Path) -> None:
     case = cases()["gptq"]
     check_resumption(case, offloaded(case.workload), mixed(case.workload), tmp_path)

@@ -130,7 +130,7 @@ def test_two_ranks_project_what_lies_in_parts(name: str, seed: int, two_ranks: R
         assert found.peak_bytes <= found.guaranteed_bytes
 
 
-@some_quick(("variant", "name", "parallel", "seed"), VARIANTS, quick=[VARIANTS[at] for at in (1, 3, 4, 7)])
+@some_quick(("variant", "name", "parallel", "seed"), VARIANTS, quick=[VARIANTS[at] for at in (1, 3, 4, 6, 7)])
 def test_a_wrong_variant_gives_other_weights(
     variant: str, name: str, parallel: ParallelMode, seed: int, two_ranks: Ranks
 ) -> None:

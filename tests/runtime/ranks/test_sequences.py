@@ -311,7 +311,7 @@ def test_a_rank_that_fails_within_forward_or_backward_is_not_waited_for(moment: 
     assert seconds < PATIENCE_S / 4
 
 
-@some_quick("changed", ["input_ids", "labels", "length"], quick=["labels"])
+@pytest.mark.parametrize("changed", ["input_ids", "labels", "length"])
 def test_other_batches_on_a_rank_of_a_group_are_refused(changed: str, two_ranks: Ranks) -> None:
     plan = plan_of("llama", 2, 2)
     told = two_ranks.errors(with_others, "llama", plan, workload("llama"), changed)
@@ -320,7 +320,6 @@ def test_other_batches_on_a_rank_of_a_group_are_refused(changed: str, two_ranks:
     assert re.search(r"checksum \w{8} on rank 0; checksum \w{8} on rank 1\. Give each", told[0])
 
 
-@pytest.mark.slow
 def test_a_group_with_other_batches_is_named_on_all_ranks(pool: Pool) -> None:
     first, second, third, fourth = pool.of(4).errors(
         with_others, "llama", plan_of("llama", 4, 2), workload("llama"), "input_ids"

@@ -13,14 +13,14 @@ import torch
 
 from protwin.runtime.chunks.placed_model import PlacedModel
 from protwin.runtime.chunks.sharded_chunk import ShardedChunk
-from protwin.runtime.devices.lanes import Mark
+from protwin.runtime.lanes import transfer_lanes
 from protwin.runtime.lanes.compute_lane import ComputeLane
 from protwin.runtime.lanes.rank_work import RankWork
-from protwin.runtime.lanes.transfer_lanes import TransferLanes
+from protwin.runtime.lanes.waits import Waits
 from protwin.runtime.ranks import ordered_sums
 from protwin.runtime.ranks.collectives import Collectives
 from protwin.shared.schema.plan import ParallelMode, Plan
-from protwin.shared.schema.schedule import Task, TaskKind
+from protwin.shared.schema.schedule import Schedule, Task, TaskKind
 from tests.runtime.ranks.beside_ddp import Found, averaged, train
 
 
@@ -114,20 +114,23 @@ def _shards_off_by_one() -> Iterator[None]:
 @contextmanager
 def _gathered_before_the_step() -> Iterator[None]:
     """A gather does not wait for the step that writes what it reads; steps take their time."""
-    marks_before, step_on_host = TransferLanes.marks_before, PlacedModel.step_on_host
+    waits_of, step_on_host = transfer_lanes.waits_of, PlacedModel.step_on_host
 
-    def hasty(self: TransferLanes, task: Task, iteration: int) -> list[Mark]:
-        if task.kind is TaskKind.GATHER:
-            steps = {other.id for other in self._tasks if other.kind is TaskKind.CPU_ADAM}
-            task = replace(task, after_previous=tuple(t for t in task.after_previous if t not in steps))
-        return marks_before(self, task, iteration)
+    def hasty(schedule: Schedule) -> list[Waits]:
+        steps = {task.id for task in schedule.tasks if task.kind is TaskKind.CPU_ADAM}
+        return [
+            replace(waits, previous=tuple(t for t in waits.previous if t not in steps))
+            if task.kind is TaskKind.GATHER
+            else waits
+            for task, waits in zip(schedule.tasks, waits_of(schedule), strict=True)
+        ]
 
     def slow(self: PlacedModel, *args: Any, **options: Any) -> None:
         time.sleep(0.05)
         step_on_host(self, *args, **options)
 
     with (
-        mock.patch.object(TransferLanes, "marks_before", hasty),
+        mock.patch.object(transfer_lanes, "waits_of", hasty),
         mock.patch.object(PlacedModel, "step_on_host", slow),
     ):
         yield

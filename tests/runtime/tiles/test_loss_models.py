@@ -114,7 +114,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("default")  # transformers' own
-@some_quick("build", BUILDERS, ids=lambda build: build.__name__, quick=4)
+@pytest.mark.parametrize("build", BUILDERS, ids=lambda build: build.__name__)
 def test_a_model_as_it_is_has_the_loss_and_gradients_of_whole_logits(build: Callable[[], nn.Module]) -> None:
     model, given = built(build), batch()
     whole = model(**given)

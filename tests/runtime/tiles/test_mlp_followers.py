@@ -16,7 +16,6 @@ from protwin.runtime.model.blocks import NamedBlock
 from protwin.runtime.tiles import mlp_modules
 from protwin.runtime.tiles.mlp_modules import in_tiles, modules_of
 from protwin.shared.basics.errors import ScheduleError
-from tests.proof_size import some_quick
 from tests.runtime.tiles.tiled import HIDDEN, Gated, Result, Routed, results, worst
 
 TOLERANCE = 2e-6
@@ -74,7 +73,7 @@ def ran(block: Block, num_tiles: int, *, is_checkpointed: bool) -> tuple[Result,
     return found, counts
 
 
-@some_quick(("is_checkpointed", "num_tiles"), product([True, False], [2, 4, 7, 99]), quick=4)
+@pytest.mark.parametrize(("is_checkpointed", "num_tiles"), [*product([True, False], [2, 4, 7, 99])])
 def test_tiles_run_again_once(num_tiles: int, is_checkpointed: bool) -> None:
     wanted, _ = ran(Block(), 1, is_checkpointed=is_checkpointed)
     found, counts = ran(Block(), num_tiles, is_checkpointed=is_checkpointed)

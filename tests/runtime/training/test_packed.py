@@ -45,7 +45,7 @@ def test_random_plans_equal_the_plain_loop(name: str, seed: int) -> None:
         assert outcome.different == []
 
 
-@some_quick(("mixture", "residency"), [("mixed", "offloaded"), ("inputs offloaded", "mixed")], quick=1)
+@pytest.mark.parametrize(("mixture", "residency"), [("mixed", "offloaded"), ("inputs offloaded", "mixed")])
 def test_the_peak_is_the_account(mixture: str, residency: str) -> None:
     """With the mask, which the trace of the packed row has."""
     case = case_of("llama, sdpa")

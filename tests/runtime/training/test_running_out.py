@@ -43,7 +43,6 @@ def ends_of_every_kind(tasks: Sequence[Task]) -> list[Task]:
     return list(chosen.values())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lane", LANES_ALONE)
 def test_out_of_memory_at_any_task(lane: Lane) -> None:
     case = small_case()
@@ -60,7 +59,6 @@ def test_the_plan_has_every_kind_of_task() -> None:
     assert {task.kind for task in tasks_of(everything(case), case)} == set(KINDS_ALONE)
 
 
-@pytest.mark.slow
 def test_out_of_memory_in_the_operations_of_compute_tasks() -> None:
     case = small_case()
     plan = everything(case)
@@ -71,7 +69,6 @@ def test_out_of_memory_in_the_operations_of_compute_tasks() -> None:
     assert all(ending.has_raised for ending in endings), "forward, recomputation and backward of a block allocate"
 
 
-@pytest.mark.slow
 def test_the_last_step_is_kept_if_that_is_wanted() -> None:
     """Without, CPU Adam has stepped some chunks by the time that backward ends, and these stay ahead."""
     case = small_case()
@@ -84,7 +81,6 @@ def test_the_last_step_is_kept_if_that_is_wanted() -> None:
     assert not ahead.is_one_step
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [TaskKind.CPU_ADAM, TaskKind.GRADIENT_OFFLOAD])
 def test_what_fails_behind_backward_fails_before_the_device_steps(kind: TaskKind) -> None:
     """What the device has stepped cannot be taken back; a step that waited for nothing would leave several steps."""
