@@ -16,7 +16,7 @@ from protwin.runtime.chunks.sharded_chunk import ShardedChunk
 from protwin.runtime.lanes import transfer_lanes
 from protwin.runtime.lanes.compute_lane import ComputeLane
 from protwin.runtime.lanes.rank_work import RankWork
-from protwin.runtime.lanes.waits import Waits
+from protwin.runtime.lanes.waits import Waits, waits_of
 from protwin.runtime.ranks import ordered_sums
 from protwin.runtime.ranks.collectives import Collectives
 from protwin.shared.schema.plan import ParallelMode, Plan
@@ -114,7 +114,7 @@ def _shards_off_by_one() -> Iterator[None]:
 @contextmanager
 def _gathered_before_the_step() -> Iterator[None]:
     """A gather does not wait for the step that writes what it reads; steps take their time."""
-    waits_of, step_on_host = transfer_lanes.waits_of, PlacedModel.step_on_host
+    step_on_host = PlacedModel.step_on_host
 
     def hasty(schedule: Schedule) -> list[Waits]:
         steps = {task.id for task in schedule.tasks if task.kind is TaskKind.CPU_ADAM}
