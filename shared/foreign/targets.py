@@ -10,6 +10,19 @@ from .keys import Walk
 
 USUAL_TARGETS: Final = ("q_proj", "v_proj")
 """Of PEFT, for most models, where nobody says."""
+_OF_FAMILIES: Final[dict[str, str]] = {
+    "q v": "t5 mt5",
+    "c_attn": "gpt2 gpt_bigcode",
+    "query_key_value": "bloom gpt_neox falcon chatglm",
+    "query value": "bert roberta xlm-roberta electra layoutlm",
+    "query_proj value_proj": "deberta-v2",
+    "in_proj": "deberta",
+    "Wqkv": "mpt",
+    "qkv_proj": "codegen",
+    "q_proj v_proj fc1 fc2": "phi",
+    "q_proj k_proj v_proj o_proj": "nemotron_h",
+}
+"""The same of families that have other names, by these: PEFT's own table, ``model_type`` behind the names."""
 _ALL: Final = "all-linear"
 _ANY: Final = "*"
 """What stands for anything in the paths that a pattern is written out to: it is in no name."""
@@ -24,6 +37,12 @@ class _NotReadError(Exception):
     """A pattern has more in it than alternatives, layers and anything."""
 
 
+def usual_targets(family: str) -> tuple[str, ...]:
+    """What PEFT adapts in models of ``family`` (``model_type``) where nobody names linear maps."""
+    found = (names for names, families in _OF_FAMILIES.items() if family in families.split())
+    return tuple(next(found, " ".join(USUAL_TARGETS)).split())
+
+
 def lora_targets(walk: Walk) -> tuple[str, ...]:
     """The linear maps that get adapters, as axolotl and TRL name them; none: all of a block.
 
@@ -32,7 +51,7 @@ def lora_targets(walk: Walk) -> tuple[str, ...]:
     key = "lora_target_modules"
     given = walk.value(key)
     if given is None:
-        walk.means(key, "the maps that are adapted, by PEFT", usually=list(USUAL_TARGETS))
+        walk.means(key, "the maps that are adapted, by PEFT in most models", usually=list(USUAL_TARGETS))
         return USUAL_TARGETS
     if given in (_ALL, [_ALL]):
         walk.means(key, "all linear maps of a block are adapted")

@@ -15,6 +15,7 @@ from ...shared.catalogue.same_model import same_model
 from ...shared.foreign.asked_run import AskedRun, Checkpointing, Place, Precision, Reading, Split
 from ...shared.foreign.keys import words_of
 from ...shared.foreign.model_config import as_loaded
+from ...shared.foreign.targets import usual_targets
 from ...shared.phases.tiling import LossHead
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.optimizer import Optimizer
@@ -128,7 +129,7 @@ def settle(reading: Reading, said: Said, machine: Hardware | None, *, file: str)
             "rows are several samples end to end, but attention is counted over whole rows: it takes less time. Say "
             "how they lie: --packed-lengths uniform:64:1024."
         )
-    lora = run.lora
+    lora = _adapters(run, said, reading, notes)
     if lora is not None and lora.dropout and not _has_torch():
         lora = lora.model_copy(update={"dropout": 0.0})
     options = _options(run, num_ranks, differences)
@@ -242,6 +243,19 @@ def _own(settled: Settled) -> Workload | None:
 
 def _has_torch() -> bool:
     return importlib.util.find_spec("torch") is not None
+
+
+def _adapters(run: AskedRun, said: Said, reading: Reading, notes: list[str]) -> LoraOptions | None:
+    """The adapters, with the maps that PEFT takes in models of this family where nobody names them."""
+    is_silent = said.lora is None and any(note.key.endswith("lora_target_modules") for note in reading.assumed)
+    if run.lora is None or run.model is None or not is_silent or is_saved_workload(run.model):
+        return run.lora
+    family = str(load_model_configuration(run.model).config.get("model_type"))
+    targets = usual_targets(family)
+    if targets == run.lora.targets:
+        return run.lora
+    notes.append(f"adapters lie beside {listed(targets)}, which PEFT takes in models of {family}.")
+    return run.lora.model_copy(update={"targets": targets})
 
 
 def _merged(run: AskedRun, said: Said, notes: list[str]) -> AskedRun:

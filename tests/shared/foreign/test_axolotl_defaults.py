@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from protwin.shared.catalogue.machines import machine
+from protwin.shared.catalogue.models import model_configuration, model_names
 from protwin.shared.factors.adapted_maps import chosen_maps
 from protwin.shared.foreign.asked_run import Precision
 from protwin.shared.foreign.axolotl import read_axolotl
 from protwin.shared.foreign.files import read_run
+from protwin.shared.foreign.targets import _OF_FAMILIES, usual_targets
 from protwin.shared.methods.runtime_profile import Runtime
 from protwin.shared.phases.tiling import LossHead
 from protwin.shared.schema.optimizer import Optimizer
+from protwin.shared.schema.training_options import LoraOptions
 from protwin.shared.schema.workload import DType
 from protwin.sim.as_configured.question import Said, settle
 
@@ -253,3 +257,29 @@ def test_names_may_be_the_ends_of_paths() -> None:
     lora = read_axolotl(MODEL | LORA | names).run.lora
     assert lora is not None
     assert chosen_maps(MAPS, rank=8, targets=lora.targets, model_class="M") == ["self_attn.q_proj", "mlp.up_proj"]
+
+
+def test_maps_that_nobody_names_are_those_that_peft_takes_in_the_family() -> None:
+    """By PEFT's own table, of the families of the catalogue and of whatever others this package names."""
+    peft = pytest.importorskip("peft.utils.constants")
+    table = peft.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    named = {family for families in _OF_FAMILIES.values() for family in families.split()}
+    shipped = {str(model_configuration(name).config["model_type"]) for name in model_names()}
+    known = sorted(family for family in named | shipped if table.get(family))
+    assert set(known) >= named
+    assert {family: usual_targets(family) for family in known} == {family: tuple(table[family]) for family in known}
+
+
+@pytest.mark.parametrize(
+    ("model", "targets"), [("gpt2", ("c_attn",)), ("t5-small", ("q", "v")), ("llama-3-8b", ("q_proj", "v_proj"))]
+)
+def test_adapters_lie_where_peft_puts_them(model: str, targets: tuple[str, ...]) -> None:
+    """Such files were refused, for maps that no line of them names."""
+    content = MODEL | LORA | {"base_model": model}
+    for said, lora in ((Said(), targets), (Said(lora=LoraOptions(rank=4, targets=("fc",))), ("fc",))):
+        asked = replace(said, batch_size=1, sequence_length=64)
+        settled = settle(read_axolotl(content), asked, machine("a100-80gb"), file="a.yml")
+        assert settled.options.lora is not None
+        assert settled.options.lora.targets == lora
+        is_noted = any("which PEFT takes" in note for note in settled.notes)
+        assert is_noted is (said.lora is None and model != "llama-3-8b")
