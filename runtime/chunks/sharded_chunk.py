@@ -180,13 +180,13 @@ class ShardedChunk(DeviceChunk):
             region = self._trained[number]
             begin = (placed.offset_bytes - region.offset_bytes) // spec.dtype.item_bytes
             first, last = max(begin, region.own.start), min(begin + spec.num_elements, region.own.stop)
-            if place == 0 and first >= last:
-                # Of no scalars: every rank has an optimizer, even where all shards are padding.
-                self._pieces.append(_Piece(parameter, place, number, slice(0, 0), 0))
             if first < last:
                 in_shard = slice(first - region.own.start, last - region.own.start)
                 self._pieces.append(_Piece(parameter, place, number, in_shard, first - begin))
             place += 1
+        if place and not self._pieces:
+            # Of no scalars: every rank has an optimizer, even where all shards are padding.
+            self._pieces.append(_Piece(self.trainable[0], 0, 0, slice(0, 0), 0))
 
     def _move_in(self, values: ParameterValues) -> None:
         for region in self._regions:

@@ -11,6 +11,9 @@ Parameters begin at multiples of 256 bytes: with 2 and 4 ranks there is nothing 
 
 Of a weight that is gathered in another element type the parts keep their own, and what moves has as many elements.
 
+A rank steps the stretch of each parameter that lies in its shard by itself, so that an optimizer that counts steps has
+a count for each of these *pieces*.  Ranks have different numbers of them; the account has those of the rank with most.
+
 Lines are whole because of the optimizer: torch's fused AdamW steps as many scalars at once as a vector register holds,
 at most a cache line's, and the rest of a tensor one by one, which rounds otherwise.  A stretch of a parameter that ends
 with a shard has no such rest: its scalars get the bits that they get as a part of the whole parameter.
@@ -18,9 +21,11 @@ with a shard has no such rest: its scalars get the bits that they get as a part 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from functools import lru_cache
+from itertools import accumulate, groupby
 from math import prod
 from typing import Final
 
@@ -143,10 +148,42 @@ def _gathered_bytes(chunk: Chunk, parameters: Sequence[Parameter], num_shards: i
 
 
 def stepped_parts(chunk: Chunk, parameters: Sequence[Parameter], num_shards: int) -> Sequence[Stepped]:
-    """What is stepped one by one of a chunk: its parameters, or one of ``num_shards`` parts of its regions."""
+    """What is stepped one by one of a chunk: its parameters, or one of ``num_shards`` parts of its regions.
+
+    Of a part the first of its pieces ([Note: Shards]) stands for all scalars, and the others have none.
+    """
     if num_shards > 1:
-        return [(r.dtype, (r.shard_elements(num_shards),)) for r in regions(chunk, parameters) if r.trainable]
+        return _part_pieces(chunk, parameters, num_shards)
     return stepped_members(chunk, parameters)
+
+
+def _part_pieces(chunk: Chunk, parameters: Sequence[Parameter], num_shards: int) -> list[Stepped]:
+    """Of every trained region one tensor of a shard's scalars, and one of none for each further piece."""
+    members = (parameters[placed.index] for placed in chunk.parameters)
+    found: list[Stepped] = []
+    for (dtype, trainable), run in groupby(members, key=lambda parameter: (parameter.dtype, parameter.trainable)):
+        if trainable:
+            sizes = tuple(parameter.size_bytes for parameter in run)
+            count = Region(dtype, trainable, sum(map(aligned, sizes))).shard_elements(num_shards)
+            more = _most_pieces(sizes, count * dtype.item_bytes) - 1
+            found += [(dtype, (count,)), *[(dtype, (0,))] * more]
+    return found
+
+
+@lru_cache(maxsize=2**14)
+def _most_pieces(sizes_bytes: tuple[int, ...], shard_bytes: int) -> int:
+    """Of the parameters of a region, the most that any one shard has a stretch of; at least 1.  Blocks repeat."""
+    begins = accumulate(map(aligned, sizes_bytes), initial=0)
+    shards = [
+        (begin // shard_bytes, (begin + size - 1) // shard_bytes)
+        for begin, size in zip(begins, sizes_bytes, strict=False)
+        if size
+    ]
+    if not shards:
+        return 1
+    # A parameter that neither begins nor ends in a shard is the only one there.
+    ends = Counter(shard for first_and_last in shards for shard in set(first_and_last))
+    return max(ends.values())
 
 
 def rank_part(
@@ -194,7 +231,7 @@ def rank_part(
         summed_bytes=summed_bytes,
         staging_bytes=summed_bytes,
         reduced_bytes=num_shards * gradient_bytes,
-        state_bytes=state_bytes(stepped, optimizer),
+        state_bytes=state_bytes(_part_pieces(chunk, parameters, num_shards), optimizer),
         paged_bytes=paged_bytes(stepped, optimizer),
         num_stepped=sum(count for _, count in trained),
         num_tensors=sum(count > 0 for _, count in trained),

@@ -6,6 +6,7 @@ Nothing here is read off ``shared/optimizers``, which the compiler reads.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -151,7 +152,8 @@ class Held:
     """Where it does."""
     state_bytes: int
     stepped: list[Stepped]
-    """What the optimizer steps: parameters, or the fullest shards of runs of them."""
+    """What the optimizer steps: parameters, or the fullest shards of runs of them, and for every further parameter that
+    the busiest rank has a stretch of, a tensor without scalars, whose steps are counted too."""
     num_parts: int
     """Ranks that have such a part each, and together the chunk."""
     gathered_bytes: int
@@ -181,11 +183,13 @@ def held(chunk: Chunk, parameters: Sequence[Parameter], plan: Plan) -> Held:
     parameter_bytes = gradient_bytes = gathered_bytes = 0
     stepped = []
     for (dtype, trainable), run in groupby(extents, key=lambda extent: (extent[0].dtype, extent[0].trainable)):
-        fullest = _fullest(sum(size for _, size in run), ranks_of_group(plan)) // dtype.item_bytes
+        alike = list(run)
+        fullest = _fullest(sum(size for _, size in alike), ranks_of_group(plan)) // dtype.item_bytes
         parameter_bytes += fullest * dtype.item_bytes
         if trainable:
             gradient_bytes += fullest * dtype.item_bytes
-            stepped.append((dtype, (fullest,)))
+            num_more = _most_stretches(alike, fullest * dtype.item_bytes) - 1
+            stepped += [(dtype, (fullest,)), *[(dtype, (0,))] * num_more]
     for (dtype, _, gathered), run in groupby(
         extents, key=lambda extent: (extent[0].dtype, extent[0].trainable, extent[0].gathered_dtype)
     ):
@@ -235,6 +239,17 @@ def fullest_regions(chunk: Chunk, parameters: Sequence[Parameter], num_parts: in
         for (dtype, trainable), run in runs
         if trainable
     ]
+
+
+def _most_stretches(run: Iterable[tuple[Parameter, int]], share_bytes: int) -> int:
+    """The most parameters of a run that one rank has scalars of, where ranks have shares of so many bytes."""
+    num_of_rank = Counter[int]()
+    begin = 0
+    for parameter, extent_bytes in run:
+        if parameter.size_bytes:
+            num_of_rank.update(range(begin // share_bytes, (begin + parameter.size_bytes - 1) // share_bytes + 1))
+        begin += extent_bytes
+    return max(num_of_rank.values(), default=1)
 
 
 def _fullest(size_bytes: int, num_ranks: int) -> int:

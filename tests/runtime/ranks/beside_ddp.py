@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from protwin.runtime import CpuDevice, Training, carry_out, make_orthogonal, project_gradients
+from protwin.runtime import CpuDevice, Training, add_lora, carry_out, make_orthogonal, project_gradients
 from protwin.runtime.ranks.launch import launch_of
 from protwin.runtime.ranks.world import _make_default
 from protwin.shared.compile.compile import compile_schedule
@@ -34,6 +34,7 @@ from tests.runtime.models import (
     differences,
     held,
     llama,
+    one_group,
     point_batches,
     snapshot,
     three_groups,
@@ -102,6 +103,12 @@ def _factorised(build: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
+def _adapted(build: Callable[[], nn.Module]) -> nn.Module:
+    model = build()
+    add_lora(model, rank=4)
+    return model
+
+
 def in_default_group(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     """``function`` on every rank within a default group, which goes with it: other tests begin without one."""
 
@@ -164,6 +171,7 @@ def _all_cases(num_batches: int) -> dict[str, Case]:
         ),
         "llama, 64 wide, factorised": replace(wide, build=partial(_factorised, wide.build)),
         "llama, 64 wide": wide,
+        "llama, 64 wide, adapted": replace(wide, build=partial(_adapted, wide.build), groups=one_group),
         **{f"PEFT, {kind}": Case(partial(_of_peft, kind), token_batches(num_batches)) for kind in OF_PEFT},
     }
 

@@ -13,9 +13,9 @@ from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ParallelMode, Plan
 from tests.proof_size import some_quick
 from tests.runtime.accounts import BAR
-from tests.runtime.ranks.beside_ddp import all_cases
+from tests.runtime.ranks.beside_ddp import all_cases, train
 from tests.runtime.ranks.measuring import held_while_scattering, norms, one_step, peak_error
-from tests.runtime.ranks.processes import Ranks
+from tests.runtime.ranks.processes import Pool, Ranks
 
 NUM_RANKS = 3
 NUM_BATCHES = 12
@@ -50,6 +50,20 @@ def test_the_peak_and_the_host_are_the_schedules_own(where: str, three_ranks: Ra
         assert error == pytest.approx(0, abs=BAR)
         assert host_bytes <= said_bytes
         assert host_bytes >= 0.95 * said_bytes
+
+
+@some_quick(("name", "num_ranks"), product(["llama, 64 wide", "llama, 64 wide, adapted"], (2, 3)), quick=2)
+def test_every_count_of_steps_is_in_the_guarantee(name: str, num_ranks: int, pool: Pool) -> None:
+    """Blocks of one chunk without padding, all in parts on the devices: each rank steps many stretches of it.
+
+    The wrong variant counts the steps of a rank's part once: each of these plans ran out of what it was guaranteed.
+    """
+    workload = all_cases(NUM_BATCHES)[name].workload
+    chunks = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=2**20).chunks
+    knobs = {"chunk_bytes": 2**20, "n_shard": len(chunks), "n_checkpoint": 0, "n_swap": 0, "num_ranks": num_ranks}
+    plan = sharded_plan(name, "on devices").model_copy(update=knobs)
+    for found in pool.of(num_ranks).run(train, name, plan, NUM_BATCHES):
+        assert found.peak_bytes <= found.guaranteed_bytes
 
 
 def test_gradients_stay_while_ranks_exchange_them(three_ranks: Ranks) -> None:
