@@ -15,6 +15,7 @@ from ..model.blocks import dropped_layers
 from ..model.compiled import compiled_part
 from ..model.memory_overlaps import overlap_of
 from ..model.strides import unkept_strides
+from ..ranks.wrappers import wrapped_part
 
 
 def check_traceable(model: nn.Module, batch: object, loss: object) -> None:
@@ -46,7 +47,7 @@ def check_traceable(model: nn.Module, batch: object, loss: object) -> None:
                 "in forward: the optimizer steps both parts alike."
             )
         raise WorkloadError(f"parameter {name} is of {parameter.dtype}; parameters of it are not supported.{remedy}")
-    wrong = compiled_part(model) or refused_adapter(model) or overlap_of(model) or unkept_strides(model)
-    wrong = wrong or dropped_layers(model)
+    wrong = wrapped_part(model) or compiled_part(model) or refused_adapter(model) or overlap_of(model)
+    wrong = wrong or unkept_strides(model) or dropped_layers(model)
     if wrong is not None:
         raise WorkloadError(wrong)

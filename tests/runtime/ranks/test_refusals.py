@@ -18,6 +18,7 @@ from protwin.runtime import CpuDevice, LossScaling, carry_out, trace, training_o
 from protwin.runtime.ranks.wrappers import check_unwrapped
 from protwin.runtime.training import consensus
 from protwin.shared import ParallelMode, Plan, PlanError, Workload
+from protwin.shared.basics.errors import WorkloadError
 from tests.proof_size import some_quick
 from tests.runtime.models import HandWritten, hand_written, point_batches
 from tests.runtime.ranks.processes import Ranks
@@ -252,3 +253,12 @@ def test_a_class_of_the_same_name_is_no_wrapper() -> None:
     check_unwrapped(DistributedDataParallel(2, 2))
     with pytest.raises(PlanError, match="the model is wrapped already: torch's DataParallel"):
         check_unwrapped(nn.DataParallel(nn.Linear(2, 2)))
+
+
+def test_a_wrapped_model_is_refused_when_it_is_traced() -> None:
+    """Under the wrapper's names its workload would be of no model that can be trained."""
+    batch = point_batches(1)[0]["points"]
+    for model in (nn.DataParallel(hand_written()), nn.Sequential(nn.DataParallel(hand_written()))):
+        with pytest.raises(WorkloadError, match=r"is wrapped already: torch's DataParallel .* \(wrapped.module\)"):
+            trace(model, batch, loss=lambda output, _: output.square().mean(), repeats=0)
+    assert trace(hand_written(), batch, loss=lambda output, _: output.square().mean(), repeats=0).num_blocks == 4
