@@ -19,7 +19,7 @@ from ...shared.schema.calibration import Calibration, Evidence
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.schedule import TaskKind
 from .linear import LEAST_ERROR_FRAC, TIMES, Estimate, FloatArray, Prior, Sums
-from .tasks import LOWEST, Coefficient, cold_read_prior, scatter, starting_prior
+from .tasks import LOWEST, Coefficient, cold_read_prior, scatter, starting_prior, without_growth, work_prior
 
 _NAMES: Final = tuple(Coefficient)
 _DAYS_FRAC: Final = 0.1
@@ -89,9 +89,13 @@ def estimate_evidence(evidence: Evidence, hardware: Hardware, run_std_frac: floa
         return _without_work(evidence, precision[1], values[1])
     square, product = np.array(evidence.squares).reshape(3, 3), np.array(evidence.products)
     usual_s: float = evidence.measured_s / evidence.num_tasks if evidence.num_tasks else 0.0
-    for place, prior in ((1, starting_prior(usual_s)), (2, cold_read_prior(hardware))):
+    held = [(1, starting_prior(usual_s)), (2, cold_read_prior(hardware))]
+    if evidence.num_tasks:
+        held.append((0, work_prior(float(square[0, 0] / square[0, 1]))))
+    for place, prior in held:
         if precision[place] == 0:
             precision[place] = 1 / prior.std**2
+            values[place] = prior.mean / prior.std**2
     count: int = 3 if square[2, 2] > 0 or evidence.known_precision[2] > 0 else 2
     square, product, precision, values = square[:count, :count], product[:count], precision[:count], values[:count]
     scale = np.sqrt(np.diag(square) + precision)
@@ -105,8 +109,11 @@ def estimate_evidence(evidence: Evidence, hardware: Hardware, run_std_frac: floa
         whole = square / variance + np.diag(precision)
         root = np.linalg.cholesky(whole)
         found, _ = nnls(root.T, np.linalg.solve(root, product / variance + values))
-    if found[0] / scale[0] < LOWEST:
-        # What the tasks cost does not grow with their work: a slope must be something all the same.
+    if evidence.num_tasks and found[0] / scale[0] < LOWEST:
+        told = evidence.squares[1], evidence.products[1], evidence.squares[4]
+        slope, overhead_s = without_growth(float(alone / scale[0]), *told)
+        found = np.array([slope, overhead_s, *[0.0] * (count - 2)]) * scale
+    elif found[0] / scale[0] < LOWEST:
         found = np.array([alone, *[0.0] * (count - 1)])
     if evidence.num_tasks:
         sums = Sums(square, evidence.measured_square, evidence.num_tasks, of_runs)

@@ -5,6 +5,10 @@ Tasks that are alike cannot tell what grows with a task's work from what every t
 is carried to models with other tasks as the other.  So an intercept is held to be small until tasks of different sizes
 tell more: the estimate that is most probable if errors grow with the root of a task's work, and intercepts scatter by
 what starting a task takes (``_STARTING_S``) and a share of the task: what it finds cold, or waits for another thread.
+Of tasks that have hardly any work, next to what starting them takes, all is overhead then, whatever many of them would
+say: a slope that makes their microseconds of work the milliseconds that they take is a hundred, and a larger model's
+copies would be said to take a hundred times what its link does.  So a slope is held to be about 1, the less firmly the
+longer tasks are (``work_prior``).
 
 [Note: Cold reads]
 What a copy has just written is in no cache of the core that computes with it, or in those of another core.  A task that
@@ -34,6 +38,9 @@ _STARTING_S: Final = 3e-4
 """Hooks, launches and a thread's wake-up, as far as one knows before measuring ([Note: Slope or intercept])."""
 _STARTING_FRAC: Final = 0.3
 """Of a usual task of the kind, on top."""
+_DESCRIBED_STD: Final = 2.0
+"""Of a slope, before tasks with work tell: descriptions of machines that nobody has measured are off by up to two to
+four times (``sim/engine/error_sources.py``)."""
 _COLD_READS: Final = 4.0
 """Of two cores of an AMD EPYC, 1.5 to 9 were measured, with an error of 1 to 2."""
 LOWEST: Final = 0.02
@@ -57,6 +64,11 @@ NOTHING_KNOWN: Final[Priors] = MappingProxyType({})
 def starting_prior(usual_s: float) -> Prior:
     """What a task of a kind that usually takes ``usual_s`` costs however small it is ([Note: Slope or intercept])."""
     return Prior(0.0, _STARTING_S + _STARTING_FRAC * usual_s)
+
+
+def work_prior(work_s: float) -> Prior:
+    """What a second of work takes, of a kind whose tasks have ``work_s`` of it; see [Note: Slope or intercept]."""
+    return Prior(1.0, _DESCRIBED_STD * (1 + work_s / _STARTING_S))
 
 
 def cold_read_prior(hardware: Hardware) -> Prior:
@@ -93,18 +105,32 @@ def estimate_tasks(
         )
     alone = max(alone, LOWEST)
     columns: dict[str, FloatArray] = {Coefficient.SLOPE: x, Coefficient.OVERHEAD_S: np.ones_like(x)}
-    known: dict[str, Prior] = {Coefficient.OVERHEAD_S: starting_prior(float(np.median(y)))}
+    row_weights = scatter(x) ** -2
+    known: dict[str, Prior] = {
+        Coefficient.SLOPE: work_prior(float((x**2 @ row_weights) / (x @ row_weights))),
+        Coefficient.OVERHEAD_S: starting_prior(float(np.median(y))),
+    }
     if arrived.any() or Coefficient.ARRIVAL_S_PER_BYTE in priors:
         columns[Coefficient.ARRIVAL_S_PER_BYTE] = arrived
         known[Coefficient.ARRIVAL_S_PER_BYTE] = cold_read_prior(hardware)
     of_run = None if runs is None else runs[present]
     found = estimate(columns, y, 1 / scatter(x), known | dict(priors), of_run, run_std_frac)
     if found[Coefficient.SLOPE] < LOWEST:
-        # What the tasks cost does not grow with their work: a slope must be something all the same.
         values = np.zeros_like(found.values)
-        values[0] = alone
+        values[:2] = without_growth(alone, float(x @ row_weights), float(y @ row_weights), float(row_weights.sum()))
         return Estimate(found.names, values, found.covariance, found.num_rows)
     return found
+
+
+def without_growth(alone: float, work: float, taken: float, weight: float) -> tuple[float, float]:
+    """Slope and overhead of tasks whose cost does not grow with their work: a slope must be something all the same.
+
+    It is ``alone``, what seconds are over modelled ones, but not more than the description says: the rest is overhead.
+    ``work``, ``taken`` and ``weight`` are sums over tasks of modelled and measured seconds and of 1, with the weights
+    of ``scatter``.
+    """
+    slope = min(alone, 1.0)
+    return slope, max(0.0, (taken - slope * work) / weight)
 
 
 def scatter(modelled_s: FloatArray) -> FloatArray:

@@ -246,10 +246,11 @@ def _swapping(seen: Mapping[TaskKind, _Seen], estimates: Mapping[TaskKind, Estim
 
 def with_estimates(calibration: Calibration, estimates: Mapping[TaskKind, Estimate]) -> Calibration:
     """``calibration`` with these coefficients."""
-    factors, overheads = dict(calibration.factors), {}
+    factors, overheads, overhead_stds = dict(calibration.factors), {}, {}
     arrivals, arrival_stds = {}, {}
     for kind, found in estimates.items():
         overheads[kind] = found[Coefficient.OVERHEAD_S]
+        overhead_stds[kind] = found.std(Coefficient.OVERHEAD_S)
         factors[kind] = Factor()
         if Coefficient.SLOPE in found.names:
             slope, std = found[Coefficient.SLOPE], found.std(Coefficient.SLOPE)
@@ -257,7 +258,7 @@ def with_estimates(calibration: Calibration, estimates: Mapping[TaskKind, Estima
         if Coefficient.ARRIVAL_S_PER_BYTE in found.names:
             arrivals[kind] = found[Coefficient.ARRIVAL_S_PER_BYTE]
             arrival_stds[kind] = found.std(Coefficient.ARRIVAL_S_PER_BYTE)
-    fields = {"factors": factors, "overhead_s": overheads}
+    fields = {"factors": factors, "overhead_s": overheads, "overhead_std_s": overhead_stds}
     return calibration.model_copy(
         update={**fields, "arrival_s_per_byte": arrivals, "arrival_std_s_per_byte": arrival_stds}
     )

@@ -154,6 +154,8 @@ class Calibration(Document):
     """Kinds that are absent have factor 1."""
     overhead_s: dict[TaskKind, Figure] = {}
     """Seconds added to every task of a kind: hooks, launches, thread hand-over."""
+    overhead_std_s: dict[TaskKind, Figure] = {}
+    """Standard deviation of each of these; of kinds that are absent a task's overhead is as unsure as its factor."""
     arrival_s_per_byte: dict[TaskKind, Figure] = {}
     """Seconds added to a task for every byte that it is the first to read since a copy brought it; absent: 0."""
     arrival_std_s_per_byte: dict[TaskKind, Figure] = {}

@@ -135,7 +135,7 @@ class Replayer:
         plan = plan.in_mode
         lanes, compute_s = self._lanes_of(plan), plan.family.compute_s(np.array([plan.mode]))[0]
         found_s = [self._period_s(plan, lanes, compute_s, self._slowdowns)]
-        drawn_s = plan.family.drawn_s(plan.mode, plan.depth, machine.factors, machine.arrivals)
+        drawn_s = plan.family.drawn_s(plan.mode, plan.depth, machine.factors, machine.overheads, machine.arrivals)
         for (own_s, *beside_s), excess in zip(drawn_s, machine.contention.tolist(), strict=True):
             slowdowns = 1 + excess * (self._slowdowns - 1)
             found_s.append(self._period_s(plan, replace(lanes, seconds=tuple(beside_s)), own_s, slowdowns))

@@ -163,6 +163,10 @@ class CostModel:
         """What a task of ``kind`` pays for every byte that it is the first to read on the device; calibrated."""
         return 0.0 if self.calibration is None else self.calibration.arrival(kind)
 
+    def overhead_s(self, kind: TaskKind) -> float:
+        """What every task of ``kind`` costs alike; calibrated."""
+        return 0.0 if self.calibration is None else self.calibration.overhead(kind)
+
     def swap_s(self, kind: TaskKind) -> float:
         """What a task of ``kind`` takes longer because its block is in mode SWAP; calibrated."""
         return 0.0 if self.calibration is None else self.calibration.swap_s(kind)

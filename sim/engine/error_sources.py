@@ -184,6 +184,16 @@ class ErrorModel:
         if fitted is not kind:
             yield Source.of_std(f"{kind} as {fitted}", ALIKE_STD)
 
+    def overhead_sources_of(self, kind: TaskKind) -> tuple[Source, ...]:
+        """The factors of what a task of ``kind`` costs however small it is; those of its work unless it has others."""
+        known = self.calibration
+        fitted = None if known is None else known.fitted_kind(kind)
+        if known is None or fitted is None or fitted not in known.overhead_std_s or not known.overhead(kind):
+            return self.sources_of(kind)
+        std = known.overhead_std_s[fitted] / known.overhead(kind)
+        own = Source.of_std(f"overhead of {fitted}", min(std, _MOST_STD))
+        return (own,) if fitted is kind else (own, Source.of_std(f"{kind} as {fitted}", ALIKE_STD))
+
     def arrival_source_of(self, kind: TaskKind) -> Source | None:
         """The factor of what bytes that have just come cost a task of ``kind``; None where they cost nothing."""
         known = self.calibration

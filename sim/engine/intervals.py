@@ -111,12 +111,16 @@ class DrawnMachine:
     """Whose machine it is, where there are several: each has draws of its own."""
 
     def factors(self, kinds: Iterable[TaskKind]) -> dict[TaskKind, FloatArray]:
-        """(NUM_DRAWS,) true over predicted seconds of each kind."""
-        return {
-            kind: self._state_of(kind.lane)
-            * np.exp(sum(_log_draws(source, self.owner) for source in self.errors.sources_of(kind)))
-            for kind in kinds
-        }
+        """(NUM_DRAWS,) true over predicted seconds of each kind, but for the two that follow."""
+        return {kind: self._of(kind, self.errors.sources_of(kind)) for kind in kinds}
+
+    def overheads(self, kinds: Iterable[TaskKind]) -> dict[TaskKind, FloatArray]:
+        """(NUM_DRAWS,) true over predicted seconds of what every task of each kind costs alike."""
+        return {kind: self._of(kind, self.errors.overhead_sources_of(kind)) for kind in kinds}
+
+    def _of(self, kind: TaskKind, sources: Iterable[Source]) -> FloatArray:
+        found: FloatArray = self._state_of(kind.lane) * np.exp(sum(_log_draws(one, self.owner) for one in sources))
+        return found
 
     def arrivals(self, kinds: Iterable[TaskKind]) -> dict[TaskKind, FloatArray]:
         """(NUM_DRAWS,) true over predicted seconds of what bytes that have just come cost tasks of each kind."""
@@ -217,15 +221,19 @@ def _task_factors(drawn: DrawnTimings, machine: DrawnMachine) -> FloatArray:
     kinds = sorted({task.kind for task in tasks})
     place_of = {kind: place for place, kind in enumerate(kinds)}
     places = [place_of[task.kind] for task in tasks]
-    work, arrivals = (
+    work, overheads, arrivals = (
         np.stack([of[kind] for kind in kinds], axis=1)[:, places]
-        for of in (machine.factors(kinds), machine.arrivals(kinds))
+        for of in (machine.factors(kinds), machine.overheads(kinds), machine.arrivals(kinds))
     )
     known = machine.errors.calibration
     rates = np.array([0.0 if known is None else known.arrival(kind) for kind in kinds])[places]
+    alike_s = np.array([0.0 if known is None else known.overhead(kind) for kind in kinds])[places]
     came_s = rates * np.array([task.arrived_bytes for task in tasks])
-    share = np.divide(came_s, drawn.durations_s, out=np.zeros(len(tasks)), where=drawn.durations_s > 0)
-    found: FloatArray = (1 - share) * work + share * arrivals
+    of_arrivals, of_overhead = (
+        np.divide(part_s, drawn.durations_s, out=np.zeros(len(tasks)), where=drawn.durations_s > 0)
+        for part_s in (came_s, np.minimum(alike_s, drawn.durations_s - came_s))
+    )
+    found: FloatArray = work + of_arrivals * (arrivals - work) + of_overhead * (overheads - work)
     return found
 
 

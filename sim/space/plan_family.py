@@ -258,27 +258,32 @@ class PlanFamily:
         seconds: FloatArray = self._task_s[0, self.lanes.tasks[lane][depth]]
         return seconds
 
-    def drawn_s(self, mode: int, depth: int, of_work: OfKinds, of_arrivals: OfKinds) -> list[tuple[FloatArray, ...]]:
-        """By draw, (T,) seconds of every lane's tasks, with each kind's work and arrivals so many times as long.
+    def drawn_s(
+        self, mode: int, depth: int, of_work: OfKinds, of_overheads: OfKinds, of_arrivals: OfKinds
+    ) -> list[tuple[FloatArray, ...]]:
+        """By draw, (T,) seconds of every lane's tasks, with each kind's parts so many times as long.
 
-        ``of_work``, ``of_arrivals``: (draws,) of some kinds: for what tasks do, and for the bytes that come for them.
+        ``of_work``, ``of_overheads``, ``of_arrivals``: (draws,) of some kinds: for what tasks do, for what each costs
+        alike, and for the bytes that come for them.
         """
         kinds = {group.kind for ids, group in self.draft.groups if len(ids)}
-        work, arrivals = of_work(kinds), of_arrivals(kinds)
+        drawn = of_work(kinds), of_overheads(kinds), of_arrivals(kinds)
         came_s = np.zeros((2, self.draft.num_tasks))
         self._add_arrivals(came_s)
         groups = [(len(ids), group.kind) for ids, group in self.draft.groups if len(ids)]
-        does, comes = (
-            np.concatenate([np.broadcast_to(of[kind], (num, len(of[kind]))) for num, kind in groups]).T
-            for of in (work, arrivals)
+        does, alike, comes = (
+            np.concatenate([np.broadcast_to(of[kind], (num, len(of[kind]))) for num, kind in groups]).T for of in drawn
         )
+        alike_s = np.concatenate([np.full(num, self.prices.overhead_s(kind)) for num, kind in groups])
         tasks = [of_lane[min(depth, len(of_lane) - 1)] for of_lane in self.lanes.tasks]
         modes = np.array([mode])
         came = [came_s[self._is_again(modes)[0].astype(np.intp), tasks[COMPUTE]], *(came_s[0, t] for t in tasks[1:])]
         own = [self.compute_s(modes)[0], *(self._task_s[0, t] for t in tasks[1:])]
         of_lanes = [
-            does[:, t] * (own_s - of_came) + comes[:, t] * of_came
+            does[:, t] * (own_s - of_came - same_s) + alike[:, t] * same_s + comes[:, t] * of_came
             for t, own_s, of_came in zip(tasks, own, came, strict=True)
+            # A task that some plans do not have takes nothing in them.
+            for same_s in [np.minimum(alike_s[t], own_s - of_came)]
         ]
         return list(zip(*of_lanes, strict=True))
 

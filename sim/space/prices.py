@@ -38,6 +38,10 @@ class PriceList:
         """What a task of ``kind`` pays for every byte that it is the first to read on the device."""
         return self._costs.arrival_s_per_byte(kind)
 
+    def overhead_s(self, kind: TaskKind) -> float:
+        """What every task of ``kind`` costs alike; part of ``seconds``."""
+        return self._costs.overhead_s(kind)
+
     def swap_s(self, kind: TaskKind) -> float:
         """What a task of ``kind`` takes longer because its block swaps."""
         return self._costs.swap_s(kind)

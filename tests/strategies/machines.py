@@ -100,6 +100,7 @@ def calibrations(draw: DrawFn) -> Calibration:
         software=draw(st.dictionaries(st.sampled_from(("python", "torch")), st.just("1.0"))),
         factors=draw(st.dictionaries(st.sampled_from(TaskKind), factors)),
         overhead_s=draw(st.dictionaries(st.sampled_from(TaskKind), TIMES_S)),
+        overhead_std_s=draw(st.dictionaries(st.sampled_from(TaskKind), TIMES_S)),
         arrival_s_per_byte=draw(st.dictionaries(st.sampled_from(READING), ARRIVALS_S_PER_BYTE)),
         swapping=draw(
             st.dictionaries(

@@ -199,6 +199,24 @@ def test_seconds_of_another_kind_are_unsure_where_phases_take_them(method: Train
         assert (2.0 in highs) == is_timed, kind
 
 
+def test_what_every_task_costs_alike_has_an_error_of_its_own() -> None:
+    """A kind whose tasks are hardly anything but overhead, which is well known, is sure whatever its factor is."""
+    alike = {"overhead_s": {TaskKind.FORWARD: 1e3}}
+    unsure = CERTAIN | {TaskKind.FORWARD: Factor(value=1.0, relative_std=1.0)}
+    said = {
+        "of both": calibration(unsure, **alike),
+        "well known": calibration(unsure, **alike, overhead_std_s={TaskKind.FORWARD: 0.0}),
+        "badly known": calibration(CERTAIN, **alike, overhead_std_s={TaskKind.FORWARD: 3e2}),
+    }
+    widths = {}
+    for name, known in said.items():
+        logs = time_logs(drawn_of(PLANS[1], known), DrawnMachine(ErrorModel.of(MODEL, BOX, known)))
+        widths[name] = np.ptp(logs)
+    assert widths["of both"] > 1
+    assert widths["well known"] < 0.02
+    assert 0.5 < widths["badly known"] < widths["of both"]
+
+
 def test_what_just_came_has_an_error_of_its_own() -> None:
     arrivals = {"arrival_s_per_byte": {TaskKind.FORWARD: 1e-3}}
     certain = ErrorModel.of(MODEL, BOX, calibration(CERTAIN, **arrivals))
