@@ -28,6 +28,7 @@ from ...runtime.recording.timed_iterations import LEAST_TIMED
 from ...shared.basics.errors import CalibrationError
 from ...shared.compile.compile import compile_schedule
 from ...shared.records.calibrated import check_figures
+from ...shared.records.soundness import why_unsound_ranks
 from ...shared.schema.calibration import Calibration, Evidence, MeanSeconds
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.record import Origin, Record
@@ -63,8 +64,8 @@ def updated(
     nothing, and the order of updates does not matter.  A pair is a measured Record with its workload; workloads may
     differ.
     Raises CalibrationError if a record is of another machine, software or workload, predicted, of fewer than
-    ``LEAST_TIMED`` iterations, or noisier than ``MOST_NOISE_FRAC``, if there is none, if one occurs twice or
-    contradicts the others, and as ``fit`` does.
+    ``LEAST_TIMED`` iterations, without some rank of its plan, or noisier than ``MOST_NOISE_FRAC``, if there is none,
+    if one occurs twice or contradicts the others, and as ``fit`` does.
     """
     if not 0 < forgetting <= 1:
         raise CalibrationError(f"forgetting is {forgetting}; what is left of what was known lies above 0, up to 1.")
@@ -131,7 +132,7 @@ def _bases(known: Calibration, pairs: Sequence[Pair], hardware: Hardware) -> dic
     }
 
 
-_BY_KIND: Final = ("factors", "overhead_s", "arrival_s_per_byte", "arrival_std_s_per_byte")
+_BY_KIND: Final = ("factors", "overhead_s", "overhead_std_s", "arrival_s_per_byte", "arrival_std_s_per_byte")
 
 
 def _noise_frac(known: Calibration, num_before: float, pairs: Sequence[Pair]) -> float:
@@ -381,6 +382,9 @@ def _check(pair: Pair, calibration: Calibration | None, hardware: Hardware, soft
             f"{pair.name} was measured with {name} {record.software.get(name, 'unknown')}, and what is known was with "
             f"{name} {expected.get(name, 'unknown')}. Calibrate anew with this software."
         )
+    wrong = why_unsound_ranks(record)
+    if wrong is not None:
+        raise CalibrationError(f"{pair.name} {wrong}. Nothing can be learnt from it: leave it out, or measure again.")
     schedule = compile_schedule(record.plan, pair.workload)
     for of_rank in pairs_of(pair.workload, record):
         check_record(of_rank if record.ranks else pair, schedule)

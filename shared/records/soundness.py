@@ -11,7 +11,7 @@ from collections import defaultdict
 from typing import Final
 
 from ..basics.units import format_seconds
-from ..schema.record import Record
+from ..schema.record import OF_RANKS, Record
 from ..schema.schedule import Lane, Schedule
 
 _ROUNDING_FRAC: Final = 0.01
@@ -27,6 +27,31 @@ _LATEST: Final = 3.0
 def why_unsound(record: Record, schedule: Schedule) -> str | None:
     """What is wrong with ``record`` as a measurement of ``schedule``, in words after "the record"; None: nothing."""
     return _wrong_tasks(record, schedule) or _wrong_times(record)
+
+
+def why_unsound_ranks(record: Record) -> str | None:
+    """What is wrong with the ranks that ``record`` has of its own, in words after "the record"; None: nothing.
+
+    Each rank of the plan is there once, times and memory of the record are those of the rank that it names, and ranks
+    wait before collectives of their own.
+    """
+    if not record.ranks:
+        return None
+    have = [rank for one in record.ranks for rank in range(one.rank, one.rank + one.num_alike)]
+    if have != list(range(record.plan.num_ranks)):
+        missing = sorted(set(range(record.plan.num_ranks)) - set(have))
+        what = f"lacks rank {missing[0]}" if missing else f"has a rank {have[-1]} that its plan does not have"
+        return f"has {len(have):,} of the {record.plan.num_ranks:,} ranks of its plan; it {what}"
+    own = next(one for one in record.ranks if one.rank == record.rank)
+    for name in OF_RANKS:
+        if getattr(record, name) != getattr(own, name):
+            return f"has other {name} than its rank {own.rank}, whose times and memory it has"
+    for one in record.ranks:
+        met = {timing.task for timing in one.tasks if timing.lane is Lane.COLLECTIVE}
+        strange = next((wait.task for wait in one.rank_waits if wait.task not in met), None)
+        if strange is not None:
+            return f"says that rank {one.rank} waited before task {strange}, which is no collective of its plan"
+    return None
 
 
 def _wrong_tasks(record: Record, schedule: Schedule) -> str | None:

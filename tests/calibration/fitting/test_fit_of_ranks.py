@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import pytest
 
 from protwin.calibration.fitting.fit import Pair, fit_calibration, pairs_of
 from protwin.calibration.fitting.measurement_plans import RANK_MODES, bootstrap_plans, spanning_plans
 from protwin.calibration.fitting.slowdowns import sets_of_lanes
+from protwin.calibration.fitting.updating import updated
+from protwin.shared.basics.errors import CalibrationError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.calibration import Calibration, Contention, Factor
 from protwin.shared.schema.hardware import Collective, Link, LinkPoint, MeasuredCollective, Node, Topology
-from protwin.shared.schema.record import OF_RANKS, Origin, RankRecord, RankWait
+from protwin.shared.schema.record import OF_RANKS, Origin, RankRecord, RankWait, Record
 from protwin.shared.schema.schedule import LANES_ALONE, Lane, TaskKind, lanes_of
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.verify import verify_schedule
 from protwin.sim import simulate
 from tests.calibration.fitting.test_fit import MACHINE, SLOW, TRUTH, a_workload
+from tests.calibration.fitting.test_updating import told
 
 COLLECTIVES = {TaskKind.ALL_GATHER: 1.7, TaskKind.REDUCE_SCATTER: 2.4, TaskKind.ALL_REDUCE: 0.7}
 ALL = TRUTH | COLLECTIVES
@@ -122,3 +128,39 @@ def test_a_pair_has_what_its_rank_waited_within_its_collectives() -> None:
         assert other.duration_s == timing.duration_s + longer_s
         assert other.end_s == timing.end_s
     assert pairs_of(workload, alone) == (Pair(workload, alone),)
+
+
+def _of_both(record: Record) -> Record:
+    """As two equal ranks would have recorded it."""
+    own = {name: getattr(record, name) for name in OF_RANKS}
+    ranks = tuple(RankRecord(rank=rank, begins_s=0.0, machine=TWO.name, **own) for rank in range(2))
+    return record.model_copy(update={"origin": Origin.MEASURED, "ranks": ranks})
+
+
+def _changed(record: Record, place: int, **changes: object) -> tuple[RankRecord, ...]:
+    return tuple(one.model_copy(update=changes) if one.rank == place else one for one in record.ranks)
+
+
+WRONG_RANKS: dict[str, tuple[Callable[[Record], dict[str, Any]], str]] = {
+    "a rank is missing": (lambda r: {"ranks": r.ranks[:1]}, "has 1 of the 2 ranks of its plan; it lacks rank 1"),
+    "a rank of another run": (lambda r: {"ranks": _changed(r, 1, rank=5)}, "it lacks rank 1"),
+    "too many": (lambda r: {"ranks": _changed(r, 1, num_alike=2)}, "it has a rank 2 that its plan does not have"),
+    "an edited time": (lambda r: {"iteration_s": 0.9 * r.iteration_s}, "has other iteration_s than its rank 0"),
+    "an edited task": (lambda r: {"tasks": r.tasks[:-1]}, "has other tasks than its rank 0"),
+    "a wait for nothing": (
+        lambda r: {"ranks": _changed(r, 1, rank_waits=(RankWait(task=r.tasks[0].task, seconds=1e-6),))},
+        "which is no collective of its plan",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_RANKS)
+def test_a_record_without_all_that_its_ranks_did_is_refused(name: str) -> None:
+    change, said = WRONG_RANKS[name]
+    workload = a_workload(num_blocks=2)
+    records = [_of_both(simulate(plan, workload, TWO, truth())) for plan in bootstrap_plans(workload, num_ranks=2)[:2]]
+    pairs = [told(Pair(workload, record, "both.json"), machine=TWO.name) for record in records]
+    assert updated(None, pairs, TWO).num_runs == 2
+    wrong = replace(pairs[1], measured=pairs[1].measured.model_copy(update=change(pairs[1].measured)))
+    with pytest.raises(CalibrationError, match=f"both.json .*{said}"):
+        updated(None, [pairs[0], wrong], TWO)
