@@ -4,7 +4,8 @@
 When the last backward of a step has ended, gradients of offloaded chunks have left the device, and some may have been
 stepped.  Whoever reads ``parameter.grad`` then would see a part of all gradients, and whoever scales it would scale
 that part.  So ``parameter.grad`` shows a stand-in until the step: a tensor of the right shape without values, which
-torch asks before every operation (``__torch_function__``).
+torch asks before every operation (``__torch_function__``).  The same holds between two micro-batches: a loop that
+scales what it finds there, and passes by parameters without a gradient, would scale some of them, or none.
 
 A plan with ``max_gradient_norm`` takes the norm of all gradients before it steps any, and clips.  There the stand-ins
 know their norms.  ``torch.nn.utils.clip_grad_norm_`` takes these (``vector_norm``), adds them up, divides its limit by
@@ -44,18 +45,27 @@ class GradientStandIns:
         self._made = {parameter: _stand_in(parameter, self) for parameter in parameters}
         self._shown: list[nn.Parameter] = []
         self._is_handed_over = False
+        self._after = ""
 
     @property
     def num_shown(self) -> int:
         """Gradients of this step."""
         return len(self._shown)
 
-    def show(self, gradients: Mapping[nn.Parameter, torch.Tensor | None], norms: Callable[[], Norms] | None) -> None:
+    def show(
+        self,
+        gradients: Mapping[nn.Parameter, torch.Tensor | None],
+        norms: Callable[[], Norms] | None,
+        *,
+        after: str = "",
+    ) -> None:
         """Put a stand-in in the place of every gradient; None is one that has left its parameter already.
 
-        ``norms`` waits for the norms of this step's gradients; None where the plan takes none.
+        ``norms`` waits for the norms of this step's gradients; None where the plan takes none.  ``after``: which
+        micro-batch that is not the last one has added to them, in words.
         """
         self._norms = norms
+        self._after = after
         self._is_handed_over = True
         self._shown = list(gradients)
         for parameter, gradient in gradients.items():
@@ -89,6 +99,13 @@ class GradientStandIns:
 
     def norm_of(self, stand_in: StandIn) -> GradientNorm:
         """The norm of one gradient, when that of all of them has been taken.  Raises ScheduleError without a limit."""
+        if self._after:
+            raise ScheduleError(
+                f"a norm of gradients was to be taken {self._after}, but those of offloaded chunks have left the "
+                f"device, and are added up elsewhere. Run the other micro-batches first, or search a plan with as many "
+                f"as the loop has: the norm of their sum is limited (max_gradient_norm). Nothing was changed; the next "
+                f"micro-batch is still possible."
+            )
         if self._norms is None and self.max_norm is not None:
             raise ScheduleError(
                 f"the plan limits the norm of each block's gradients by itself to {self.max_norm:g} "

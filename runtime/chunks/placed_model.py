@@ -409,16 +409,21 @@ class PlacedModel:
 
         After it parameters have their gradients again, as far as these are on the device.
         """
-        self._watch.check()
-        self._watch.end()
         if self._stand_ins is not None:
             self._stand_ins.take_back()
+        self._watch.check()
+        self._watch.end()
 
-    def watch_gradients(self) -> None:
-        """Note the gradients that stay for the next micro-batch, if those of other chunks leave."""
-        if self.optimizers.host:
+    def watch_gradients(self, after: str) -> None:
+        """Note the gradients that stay for the next micro-batch, if those of other chunks leave.
+
+        Until then nobody else may read or change any: those that have left are not there to be seen.  ``after``: the
+        last one, in words.
+        """
+        if self.optimizers.host or self.optimizers.parts:
             stepped = [parameter for step in self.optimizers.device for parameter in step.parameters]
             self._watch.begin([*stepped, *self._added_up])
+            self._show_stand_ins(None, after)
 
     def hand_over(self, norms: Callable[[], Norms] | None) -> None:
         """All gradients of the step are final: from here on nobody else may read or change them.
@@ -426,11 +431,14 @@ class PlacedModel:
         ``norms`` waits for their norms, if the plan limits these; see [Note: Gradients that were handed over] in
         ``gradient_stand_ins``.
         """
-        if self._stand_ins is None:
-            return
+        if self._stand_ins is not None:
+            self._show_stand_ins(norms)
+
+    def _show_stand_ins(self, norms: Callable[[], Norms] | None, after: str = "") -> None:
+        assert self._stand_ins is not None, "of chunks whose gradients leave"
         left = [p for chunk in self.chunks for p in chunk.trainable if p in chunk.stepped_next]
         waiting = {p: p.grad for p in self._in_order if p.grad is not None}
-        self._stand_ins.show({**dict.fromkeys(left), **waiting}, norms)
+        self._stand_ins.show({**dict.fromkeys(left), **waiting}, norms, after=after)
 
     # -- leaving -----------------------------------------------------------------------------------------------------
 

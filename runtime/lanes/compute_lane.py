@@ -228,7 +228,8 @@ class ComputeLane:
                     self._wait_for_ranks()
                 self._placed.hand_over(self._lanes.norms(self.iteration))
             else:
-                self._placed.watch_gradients()
+                done, number = self.task_at_hand.micro_batch, self._schedule.micro_batches
+                self._placed.watch_gradients(f"after {done:,} of {number:,} micro-batches")
 
     def _wait_for_ranks(self) -> None:
         """Wait until gradients that stay have been added up over ranks."""

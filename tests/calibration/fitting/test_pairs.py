@@ -31,6 +31,7 @@ from protwin.shared.schema.workload import Phase, Workload
 from protwin.shared.students.student import BlockOverrides, Student
 from protwin.shared.verify.verify import verify_schedule
 from protwin.sim import simulate
+from protwin.sim.costs.task_costs import CostModel
 from tests.calibration.fitting.test_fit import MACHINE
 from tests.proof_size import examples
 from tests.shared.bypass_models import pairs
@@ -86,7 +87,15 @@ def test_a_loss_that_takes_three_times_as_long_is_found_out() -> None:
     measured = [record.model_copy(update={"origin": Origin.MEASURED}) for record in records]
     found = fit_calibration([Pair(workload, one) for one in measured], MACHINE, machine="", software={})
     for kind, value in TRUTH.items():
-        assert found.factor(kind) == pytest.approx(value, rel=0.02), kind
+        # Copies of some ten microseconds tell what they take, and not how much of it grows with their bytes.
+        if kind not in (TaskKind.GATHER, TaskKind.GRADIENT_OFFLOAD):
+            assert found.factor(kind) == pytest.approx(value, rel=0.02), kind
+    for one in measured:
+        schedule = compile_schedule(one.plan, workload)
+        taken = [CostModel.of(workload, MACHINE, known).durations_s(schedule) for known in (truth, found)]
+        for kind in TRUTH:
+            true_s, found_s = (sum(of[task.id] for task in schedule.tasks if task.kind is kind) for of in taken)
+            assert found_s == pytest.approx(true_s, rel=0.02), kind
     # What no distillation was fitted to takes the forward's factor, which is wrong here.
     without = found.model_copy(update={"factors": {TaskKind.FORWARD: found.factors[TaskKind.FORWARD]}})
     assert without.factor(TaskKind.LOSS) == pytest.approx(TRUTH[TaskKind.FORWARD], rel=0.02)

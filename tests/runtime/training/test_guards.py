@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,6 +17,8 @@ from protwin.runtime import Training, carry_out
 from protwin.runtime.chunks.gradient_stand_ins import GradientStandIns
 from protwin.runtime.training.guards import OffloadedWeights
 from protwin.shared.basics.errors import ScheduleError
+from protwin.shared.layout.layout import layout_of
+from protwin.shared.schema.plan import Plan
 from tests.runtime.life_cycle import plan_for
 from tests.runtime.models import Case, adamw, cases, differences, uncached
 from tests.runtime.watchdog import ends_in_time
@@ -73,7 +76,7 @@ def test_unnoticed_it_would_have_stepped_what_is_on_the_device_twice(
 ) -> None:
     """The wrong variant, without the stand-ins of gradients, which would notice it too."""
     monkeypatch.setattr(assembly_module, "refusing_other_optimizers", lambda *_: nullcontext())
-    monkeypatch.setattr(GradientStandIns, "show", lambda *_: None)
+    monkeypatch.setattr(GradientStandIns, "show", lambda *_, **__: None)
     with ends_in_time(), start(case, model) as training:
         other = torch.optim.SGD(model.parameters(), lr=0.1)
         for batch in case.batches:
@@ -247,3 +250,96 @@ def test_a_loss_of_an_inner_output_is_refused_and_nothing_is_stepped(case: Case,
         output.hidden_states[2].sum().backward()
         training.step()
     assert differences(model, case.plain.weights[0]) == []
+
+
+# -- gradients between micro-batches ---------------------------------------------------------------------------------
+
+
+def _halve(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.div_(2)
+
+
+def _halve_all(model: nn.Module) -> None:
+    torch._foreach_div_([p.grad for p in model.parameters() if p.grad is not None], 2)
+
+
+def _clip(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def _drop(model: nn.Module) -> None:
+    model.zero_grad()
+
+
+BETWEEN: dict[str, tuple[Callable[[nn.Module], None], str]] = {
+    "halved": (_halve, "gradients were to be read or changed"),
+    "halved together": (_halve_all, "gradients were to be read or changed"),
+    "clipped": (_clip, "after 1 of 2 micro-batches"),
+    "dropped": (_drop, "gradients were changed between"),
+}
+
+
+def _plainly(case: Case, change: Callable[[nn.Module], None] | None) -> nn.Module:
+    model = uncached(case.build())
+    optimizer = case.make_optimizer(case.groups(model))
+    for step in case.steps(2):
+        for number, batch in enumerate(step):
+            case.loss(model, batch).backward()
+            if change is not None and number == 0:
+                change(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+@pytest.mark.parametrize("kept_frac", [0.0, 0.5])
+def test_a_change_of_gradients_between_micro_batches_is_not_lost_in_silence(
+    case: Case, name: str, kept_frac: float
+) -> None:
+    """A loop that passes by parameters without a gradient: those of offloaded chunks have left by then.
+
+    The wrong variant shows nothing in their place: where every chunk is offloaded, nobody notices, and weights are
+    those of a loop that changes nothing.
+    """
+    change, said = BETWEEN[name]
+    model = case.build()
+    layout = layout_of(case.workload, 9_000)
+    n_persist = int(kept_frac * len(layout.chunks))
+    knobs = {"n_persist": n_persist, "n_host_stepped": 0, "n_buffer": layout.min_buffers(n_persist) + 1}
+    plan = Plan(workload_id=case.workload.identity, chunk_bytes=9_000, micro_batches=2, **knobs)
+    with ends_in_time(), carry_out(model, plan, case.workload, optimizer=case.make_optimizer):
+        first, second = case.steps(2)[0]
+
+        def go_on() -> None:
+            change(model)
+            case.loss(model, second).backward()
+
+        case.loss(model, first).backward()
+        with pytest.raises(ScheduleError, match=said):
+            go_on()
+    assert differences(_plainly(case, change), _plainly(case, None).state_dict()), "the change matters"
+
+
+def test_whoever_leaves_gradients_alone_between_micro_batches_finds_them_shown(case: Case) -> None:
+    """Facts may be asked for, a look at values is refused, and the step is that of the plain loop all the same."""
+    model = case.build()
+    layout = layout_of(case.workload, 9_000)
+    plan = Plan(
+        workload_id=case.workload.identity,
+        chunk_bytes=9_000,
+        n_persist=0,
+        micro_batches=2,
+        n_buffer=layout.min_buffers(0) + 1,
+    )
+    with ends_in_time(), carry_out(model, plan, case.workload, optimizer=case.make_optimizer) as training:
+        for first, second in case.steps(2):
+            case.loss(model, first).backward()
+            gradients = iter([p.grad for p in model.parameters() if p.grad is not None and p.grad.shape == p.shape])
+            with pytest.raises(ScheduleError, match="taken them over"):
+                torch.sum(next(gradients))
+            case.loss(model, second).backward()
+            training.step()
+    assert not differences(model, _plainly(case, None).state_dict())

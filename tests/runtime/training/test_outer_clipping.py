@@ -83,7 +83,7 @@ def test_a_loop_that_multiplies_itself_does_what_clip_grad_norm_does() -> None:
 
 def test_a_second_clipping_would_have_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wrong variant: gradients that stay on the device are clipped by the loop and by the step."""
-    monkeypatch.setattr(GradientStandIns, "show", lambda *_: None)
+    monkeypatch.setattr(GradientStandIns, "show", lambda *_, **__: None)
     plan = persistent(CASE.workload).model_copy(update={"max_gradient_norm": LIMIT})
 
     def twice(model: nn.Module) -> float:
