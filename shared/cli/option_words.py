@@ -143,7 +143,8 @@ def number_complaint(mistake: dict[str, Any], lowest: float | None, highest: flo
     least, most = (None if limit is None else f"{limit:,}".removesuffix(".0") for limit in (lowest, highest))
     if least and most:
         return f"{typed!r} is {wrong}. Write one from {least} to {most}."
-    return f"{typed!r} is {wrong}. Write {f'{least} or more' if least else 'one such as 16'}."
+    instead = f"{least} or more" if least else f"one such as {0.5 if kind.startswith('float') else 16}"
+    return f"{typed!r} is {wrong}. Write {instead}."
 
 
 def _as_number(typed: str) -> Decimal | None:

@@ -50,7 +50,7 @@ def test_advice_and_named_maps_need_no_torch(protwin: Protwin, work: Path, witho
     [
         (("--method", "osft"), "Add --unfreeze-rank-ratio 0.25"),
         (("--unfreeze-rank-ratio", "1.5"), "from 0 to 1"),
-        (("--unfreeze-rank-ratio", "some"), "should be a valid number"),
+        (("--unfreeze-rank-ratio", "some"), "'some' is no number. Write one such as 0.5."),
         (("--osft-target", "c_fc"), "--unfreeze-rank-ratio is missing"),
         (("--method", "full", "--unfreeze-rank-ratio", "0.5"), "--method full factorises nothing"),
         ((*OSFT, "--osft-target", "c_fd"), "no linear map is called 'c_fd'"),

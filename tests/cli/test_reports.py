@@ -71,7 +71,7 @@ def test_the_whole_chain_leaves_reports(protwin_here: Protwin, work: Path, ask: 
         (("--report", "report.json"), "would hold HTML"),
         (("--report", "workload.json/report.html"), "is no folder"),
         (("--report", "folder"), "is a folder"),
-        (("--report", "plan.html", "--output", "plan.html"), "would take the place of"),
+        (("--report", "plan.html", "--output", "plan.html"), "would hold JSON"),
     ],
 )
 def test_what_cannot_be_written_is_said_before_the_work(

@@ -71,7 +71,7 @@ def test_all_that_the_workload_knows_is_weighed_where_none_is_named(
             "sequence_ranks 4 asked for, but shared.json is a workload that knows 1, 2, 8",
         ),
         (("search", *BOX[:-1], "rtx-3090", "--sequence-ranks", "8"), "sequence_ranks: 8 with parallel single"),
-        (("search", *BOX, "--ranks", "8", "--sequence-ranks", "0"), "greater than or equal to 1"),
+        (("search", *BOX, "--ranks", "8", "--sequence-ranks", "0"), "'0' is too small. Write one from 1 to"),
         (("simulate", *BOX, "--plan", "eight.json", "--ranks", "4"), "sequence_ranks: 8 does not divide num_ranks 4"),
         (("simulate", *BOX, "--plan", "odd.json"), "sequence_ranks: 8 does not divide num_ranks 12"),
         (("simulate", *BOX, "--plan", "single.json"), "sequence_ranks: 8 with parallel single"),
