@@ -70,6 +70,8 @@ def meet_side_by_side(rank: int) -> list[float]:
         worlds = [join_world(3, timeout_s=20) for _ in range(2)]
         for world in worlds:
             world.open_lane(torch.device("cpu"))
+        for world in worlds:  # a rank that leaves while others still connect breaks their connections
+            dist.barrier(group=world.lane_group)
         worlds.pop(first).leave()
         number = torch.tensor([float(rank + 1)])
         dist.all_reduce(number, group=worlds[0].lane_group)
