@@ -167,7 +167,6 @@ class Fused:
         flow = self._flow
         there = {value for index, value in self._backward_reads() if flow.stands_apart(index)}
         there |= {number for number, value in enumerate(flow.values) if value.maker is None}
-        there |= {value for _, value in self._backward_reads() if value in self._kept}
         for _, value in self._backward_reads():
             if value not in self._kept:
                 more = [s for s in self._sources_of(value) if s not in there and not self._is_small(s)]

@@ -289,9 +289,7 @@ class Flow:
     def _save(self, index: int) -> None:
         """Note what the derivative of an element-wise call reads."""
         name, reads = self.calls[index].name.strip("_"), self.reads[index]
-        if index in self._rotations or index - 3 in self._rotations:  # tables alone
-            reads = reads[-1:]
-        is_scaled = name in ("mul", "div") and len(reads) == 1 and reads == self.reads[index]
+        is_scaled = name in ("mul", "div") and len(reads) == 1
         if self.stands_apart(index) or self.calls[index].name in _PASSES_ON or is_scaled:
             return
         masks = [value for value in reads if self._is_mask(value)]

@@ -303,6 +303,13 @@ def test_values_that_are_a_view_keep_what_one_map_has_made(heads: int) -> None:
     assert apart == pytest.approx(2 + 1 + of_keys + 1 + 1 + 3 * 3 + of_keys, rel=0.01)
 
 
+def test_an_mlp_beside_attention_reads_what_the_block_is_given() -> None:
+    """In units of GPT-NeoX's input: its second norm reads no sum, and nothing of attention's output map is saved."""
+    saved = sum(pair(lowered(traced(of_neox()[0]), Lowering(Compiled.BLOCKS)))[0].saved_bytes)
+    # Two norms, turned queries and keys, attention's output in both layouts; one map of three, and the MLP's two sides.
+    assert saved / (BATCH * LENGTH * WIDTH * 2) == pytest.approx(2 + 2 + 2 + 3 + 2 * 4, rel=0.01)
+
+
 def test_checkpointed_blocks_compute_what_others_do_and_save_it_later() -> None:
     config, _, _ = of_llama("Llama")()
     eager = traced(config)
